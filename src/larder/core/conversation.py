@@ -1,0 +1,66 @@
+"""What people bring: a conversation or a document, and questions about it.
+
+Plain words that every layer shares; nothing here knows tokens or tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Form(Enum):
+    """How a source wants to be laid before the model.
+
+    CHAT: messages keep their roles and go through the tokenizer's chat template.
+    TRANSCRIPT: two named people talk; the whole text is one user message (LoCoMo, RealTalk).
+    DOCUMENT: one long text is one user message.
+    """
+
+    CHAT = "chat"
+    TRANSCRIPT = "transcript"
+    DOCUMENT = "document"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One utterance.
+
+    Args:
+        role: `system`, `user` or `assistant`.
+        content: the text, as the model shall see it.
+        speaker: a person's name, where the source has one; else empty.
+        date: when it was said, as the source spells it; else empty.
+        utterance: the text without headers and captions, for embedding; empty means `content`.
+    """
+
+    role: str
+    content: str
+    speaker: str = ""
+    date: str = ""
+    utterance: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a conversation, with the answer that a scorer expects, if known."""
+
+    question: str
+    answer: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A named source: its messages in order, and questions about it.
+
+    For `Form.TRANSCRIPT` and `Form.DOCUMENT` the model sees `opening` and the contents joined in one
+    user message; `question_prompt` is a format string with `{question}` that wraps a bare question.
+    """
+
+    name: str
+    messages: tuple[Message, ...]
+    questions: tuple[Question, ...] = ()
+    form: Form = Form.CHAT
+    opening: str = ""
+    question_prompt: str = "{question}"

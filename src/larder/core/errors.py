@@ -1,0 +1,65 @@
+"""Everything that can go wrong in Larder, as one tree.
+
+    LarderError                 exit code 1; the message is one line
+    ├── UsageError              exit code 2: flags or spelling contradict each other
+    │   ├── SpellingError       a policy sentence does not parse
+    │   └── UnknownName         no part, preset or model of that name
+    ├── BadParameter            a part was given a value outside its range
+    ├── BudgetError             the memory asked for cannot hold what must be kept
+    ├── InputError              a file or conversation cannot be read
+    ├── ModelError              a model cannot be loaded, or asks for what Larder cannot honour
+    ├── CacheError              a cache was asked for something its form cannot do
+    └── DependencyError         an optional package is missing
+
+A message names the thing, the value, the rule and the way out.
+"""
+
+from __future__ import annotations
+
+
+class LarderError(Exception):
+    """Base of every error that Larder raises on purpose. `exit_code` is what the CLI returns."""
+
+    exit_code: int = 1
+
+
+class UsageError(LarderError):
+    """The request contradicts itself or names something that does not exist."""
+
+    exit_code = 2
+
+
+class SpellingError(UsageError):
+    """A policy sentence does not parse."""
+
+
+class UnknownName(UsageError):
+    """No part, preset or model of that name."""
+
+
+class BadParameter(LarderError):
+    """A part was given a value outside its range."""
+
+    exit_code = 2
+
+
+class BudgetError(LarderError):
+    """The memory asked for cannot hold what must be kept."""
+
+    exit_code = 2
+
+
+class InputError(LarderError):
+    """A file or a conversation cannot be read."""
+
+
+class ModelError(LarderError):
+    """A model cannot be loaded, or asks for something that Larder cannot honour."""
+
+
+class CacheError(LarderError):
+    """A cache was asked for something that its form cannot do."""
+
+
+class DependencyError(LarderError):
+    """An optional package is missing."""
