@@ -1,0 +1,81 @@
+# Every target sets itself up: a virtual environment in .venv, pinned by constraints.txt and
+# renewed only when pyproject.toml or constraints.txt change.
+
+# Python 3.11 where it runs, because the pins were resolved on it; else whatever python3 is.
+PYTHON ?= $(shell python3.11 -c "print('python3.11')" 2>/dev/null || echo python3)
+# Options for installing torch alone, for example the address of an index with CPU-only wheels.
+TORCH_OPTIONS ?=
+# The ends of the range of transformers that `make compat` measures.
+OLDEST ?= 4.53.0
+NEWEST ?= 5.23.*
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := src tests $(wildcard benchmarks examples)
+PIP := -m pip install --quiet --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
+# What another version of transformers decides for itself; every other pin holds in compat too.
+LOOSE := transformers tokenizers huggingface-hub sentence-transformers safetensors
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
+LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
+
+.DEFAULT_GOAL := help
+.PHONY: help install test demo lint format bench compat compat-oldest compat-newest clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+install: $(STAMP) ## create .venv with everything in it
+
+# torch comes first and pinned: resolved together with the rest, it may arrive as a build with
+# gigabytes of accelerator libraries. It brings setuptools, which then builds the package itself.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) -c constraints.txt $(TORCH_OPTIONS) "$(TORCH)" setuptools
+	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e ".[dev,embed]"
+	touch $@
+
+test: $(STAMP) ## the default test suite
+	$(BIN)/python -m pytest
+
+demo: $(STAMP) ## full cache and EpiCache side by side on a bundled conversation
+	$(BIN)/larder demo
+
+lint: $(STAMP) ## formatting, ruff, pyright, layers
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the code in the house format
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: $(STAMP) ## every benchmark, one JSONL file each in results/
+	mkdir -p results
+	set -e; for file in benchmarks/[a-z]*.py; do $(BIN)/python "$$file"; done
+
+compat: compat-oldest compat-newest ## tests/models on the oldest and newest transformers
+
+compat-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -o filterwarnings=default tests/models
+
+compat-newest: .venv-newest/.installed
+	.venv-newest/bin/python -m pytest -o filterwarnings=default tests/models
+
+.venv-oldest/.installed: VERSION = $(OLDEST)
+.venv-newest/.installed: VERSION = $(NEWEST)
+.venv-oldest/.installed .venv-newest/.installed: pyproject.toml constraints.txt Makefile
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -vE '$(LOOSE_PATTERN)' constraints.txt > $(@D)/constraints.txt
+	echo 'transformers==$(VERSION)' >> $(@D)/constraints.txt
+	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt $(TORCH_OPTIONS) "$(TORCH)" setuptools
+	$(@D)/bin/python $(PIP) -c $(@D)/constraints.txt --no-build-isolation -e ".[dev,embed]"
+	$(@D)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	touch $@
+
+clean: ## remove the virtual environments and caches
+	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis .import_linter_cache
