@@ -1,0 +1,106 @@
+"""The world that every test runs in: seeded, offline, at home nowhere, shapes checked."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Read once by the libraries below, so set before they are imported.
+THREADS = str(min(2, os.cpu_count() or 1))
+os.environ.setdefault("OMP_NUM_THREADS", THREADS)
+os.environ.setdefault("NUMBA_NUM_THREADS", THREADS)
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+SEED = 0
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "larder"
+# Kernels are compiled by numba, which cannot compile a function wrapped in a type check.
+UNCHECKED = "larder.ops.fast"
+
+
+def checked_modules(package: Path, unchecked: str) -> list[str]:
+    """Every module and folder of the package, cut only as fine as leaving one out demands."""
+    name = package.name
+    skipped = unchecked.removeprefix(f"{name}.").split(".")
+    modules = []
+    for depth in range(len(skipped)):
+        folder = package.joinpath(*skipped[:depth])
+        prefix = ".".join([name, *skipped[:depth]])
+        stems = {entry.stem for entry in folder.iterdir() if not entry.stem.startswith(("_", "."))}
+        modules += [f"{prefix}.{stem}" for stem in sorted(stems - {skipped[depth]})]
+    return modules
+
+
+jaxtyping.install_import_hook(checked_modules(PACKAGE, UNCHECKED), "beartype.beartype")
+
+# The same examples on every run and no deadline: a slow machine is not a failure.
+settings.register_profile("larder", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("larder")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What fixtures of wider scope write goes here, never to the home of who runs the tests."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LARDER_HOME", str(home))
+        yield home
+
+
+@pytest.fixture(autouse=True)
+def larder_home(session_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own LARDER_HOME, which does not exist until something is kept."""
+    home = tmp_path / "larder-home"
+    monkeypatch.setenv("LARDER_HOME", str(home))
+    return home
+
+
+def is_local(address: Any) -> bool:
+    """A path of a Unix socket, or this machine's own loopback."""
+    if not isinstance(address, tuple):
+        return True
+    host = str(address[0] or "localhost")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def refuse(address: Any) -> NoReturn:
+    raise RuntimeError(f"a test reached for the network: {address}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def offline() -> Iterator[None]:
+    """Connecting or looking up a name beyond this machine raises: no test needs the network."""
+    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
+    look_up = socket.getaddrinfo
+
+    def guarded_connect(self: socket.socket, address: Any) -> None:
+        return connect(self, address) if is_local(address) else refuse(address)
+
+    def guarded_connect_ex(self: socket.socket, address: Any) -> int:
+        return connect_ex(self, address) if is_local(address) else refuse(address)
+
+    def guarded_look_up(host: Any, *rest: Any, **named: Any) -> Any:
+        return look_up(host, *rest, **named) if is_local((host,)) else refuse(host)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded_connect)
+        patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
+        patch.setattr(socket, "getaddrinfo", guarded_look_up)
+        yield
