@@ -1,0 +1,122 @@
+"""What the project promises about its own files, checked on the files."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "larder"
+FAMILIES = ("scorers", "budgets", "compensation")
+FILE_LINES = 300
+FUNCTION_LINES = 60
+
+
+def part_names(folder: Path) -> list[str]:
+    """The public names of a family: its files, without the base contract and private ones."""
+    stems = (file.stem for file in folder.glob("*.py"))
+    return sorted(name for name in stems if not name.startswith("_") and name != "base")
+
+
+def parts_without_reference(family: str, policy: Path, references: Path) -> list[str]:
+    names = part_names(policy / family)
+    return [name for name in names if not (references / f"{name}.py").is_file()]
+
+
+def long_functions(source: str) -> list[str]:
+    functions = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [node.name for node in functions if body_lines(node) > FUNCTION_LINES]
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, the docstring left out: explanations may be long."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    docstring = function.body[0]
+    return lines - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
+def source_files() -> list[Path]:
+    folders = (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples")
+    return sorted(file for folder in folders for file in folder.rglob("*.py"))
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter, without the type checks of the test suite, prints for `code`."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_part_has_a_reference(family: str) -> None:
+    missing = parts_without_reference(family, PACKAGE / "policy", ROOT / "tests" / "references")
+    assert not missing, f"{family} without a loop in tests/references/: {', '.join(missing)}"
+
+
+def test_a_part_without_reference_is_found(tmp_path: Path) -> None:
+    family = tmp_path / "policy" / "scorers"
+    references = tmp_path / "references"
+    family.mkdir(parents=True)
+    references.mkdir()
+    for name in ("__init__.py", "base.py", "_shared.py", "known.py", "forgotten.py"):
+        (family / name).touch()
+    (references / "known.py").touch()
+    assert parts_without_reference("scorers", tmp_path / "policy", references) == ["forgotten"]
+
+
+def test_files_stay_short() -> None:
+    counts = {file: len(file.read_text().splitlines()) for file in source_files()}
+    long = [f"{file.relative_to(ROOT)}: {n}" for file, n in counts.items() if n > FILE_LINES]
+    assert not long, f"over {FILE_LINES} lines: {'; '.join(long)}"
+
+
+def test_functions_stay_short() -> None:
+    long = {file: long_functions(file.read_text()) for file in source_files()}
+    found = [
+        f"{file.relative_to(ROOT)}: {', '.join(names)}" for file, names in long.items() if names
+    ]
+    assert not found, f"functions over {FUNCTION_LINES} lines: {'; '.join(found)}"
+
+
+def test_a_long_function_is_found() -> None:
+    short = "def short():\n    '''" + "Why.\n" * 100 + "'''\n    return 0\n"
+    long = "def long():\n" + "    x = 0\n" * FUNCTION_LINES
+    assert long_functions(short + long) == ["long"]
+
+
+def test_importing_larder_loads_no_model_library() -> None:
+    heavy = "{'torch', 'transformers', 'sentence_transformers', 'sklearn', 'numba'}"
+    code = f"import sys, larder; print(sorted({heavy} & set(sys.modules)))"
+    assert run_python(code) == "[]"
+
+
+def test_importing_larder_changes_nothing_in_transformers() -> None:
+    code = """
+import importlib, pkgutil
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+def entries():
+    tables = (AttentionInterface(), AttentionMaskInterface())
+    return [{name: id(table[name]) for name in table} for table in tables]
+
+before = entries()
+import larder
+for module in pkgutil.walk_packages(larder.__path__, "larder."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(entries() == before, len(before[0]) > 0)
+"""
+    assert run_python(code) == "True True"
