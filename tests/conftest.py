@@ -104,3 +104,12 @@ def offline() -> Iterator[None]:
         patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
         patch.setattr(socket, "getaddrinfo", guarded_look_up)
         yield
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of published data sets beside the checkout; the test is skipped without it."""
+    folder = PACKAGE.parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no data sets at {folder}")
+    return folder
