@@ -1,0 +1,108 @@
+"""LoCoMo conversations.
+
+Adyasha Maharana, Dong-Ho Lee, Sergey Tulyakov, Mohit Bansal, Francesco Barbieri and Yuwei Fang,
+"Evaluating Very Long-Term Conversational Memory of LLM Agents" (2024), arXiv 2402.17753.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from larder.core.conversation import Conversation, Form, Question
+from larder.core.errors import InputError
+from larder.session.files import transcript
+from larder.session.files.fields import (
+    Fields,
+    fields_of,
+    list_of,
+    text_of,
+    text_or_number_of,
+)
+from larder.session.files.transcript import Session, Utterance
+
+SHAPE = 'LoCoMo {"conversation": {"speaker_a", "speaker_b", "session_1", ...}, "qa"}'
+KINDS = {1: "multi_hop", 2: "temporal", 3: "open_domain", 4: "single_hop", 5: "adversarial"}
+ADVERSARIAL = 5
+REFUSAL = "not mentioned"
+
+# LoCoMo's own prompt adds a hint about dates to temporal questions alone. That would tell the model
+# the category and put words into the question that episodes are matched with, so here every
+# question carries it, in the prompt, and `Question.question` stays bare.
+PROMPT = (
+    "Answer the question below from the conversation above, in a few words and with the "
+    "conversation's own words where you can. If it asks when something happened, work the answer "
+    "out from the dates of the sessions.{refusal}\nQuestion: {{question}}"
+)
+REFUSING = f' If the conversation does not tell, answer "{REFUSAL}".'
+
+
+class Adversarial(Enum):
+    """What becomes of questions whose true answer is that nothing was said about it."""
+
+    LEFT_OUT = "left_out"
+    ASKED = "asked"
+
+
+def matches(data: object) -> bool:
+    """Whether `data` has a conversation under that name."""
+    return isinstance(data, dict) and "conversation" in data
+
+
+def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
+    """The transcript and its questions; asked adversarial ones, the prompt allows to refuse."""
+    fields = fields_of(data, "the file")
+    talk = fields_of(fields["conversation"], "'conversation'")
+    speakers = [text_of(talk, key, "'conversation'") for key in ("speaker_a", "speaker_b")]
+    numbers = transcript.session_numbers(talk)
+    refusal = REFUSING if adversarial is Adversarial.ASKED else ""
+    return Conversation(
+        name=name,
+        messages=transcript.messages(_session(talk, number) for number in numbers),
+        questions=_questions(list_of(fields.get("qa", []), "'qa'"), adversarial),
+        form=Form.TRANSCRIPT,
+        opening=transcript.opening(*speakers),
+        question_prompt=PROMPT.format(refusal=refusal),
+    )
+
+
+def _session(talk: Fields, number: int) -> Session:
+    key = f"session_{number}"
+    date = text_of(talk, f"{key}_date_time", "'conversation'")
+    entries = list_of(talk[key], f"{key!r}")
+    return Session(
+        date, tuple(_utterance(e, f"{key}, {n}", date) for n, e in enumerate(entries, 1))
+    )
+
+
+def _utterance(entry: object, place: str, date: str) -> Utterance:
+    fields = fields_of(entry, place)
+    # Some releases carry a version of the text without mistakes beside the original.
+    text = text_of(fields, "clean_text" if "clean_text" in fields else "text", place)
+    caption = text_or_number_of(fields, "blip_caption", place).strip()
+    picture = f"and shared {caption}" if caption else ""
+    return Utterance(text_of(fields, "speaker", place), text, date, picture)
+
+
+def _questions(entries: list[object], adversarial: Adversarial) -> tuple[Question, ...]:
+    questions: list[Question] = []
+    for number, entry in enumerate(entries, start=1):
+        place = f"qa {number}"
+        fields = fields_of(entry, place)
+        category = category_of(fields, KINDS, place)
+        if category != ADVERSARIAL:
+            answer = text_or_number_of(fields, "answer", place)
+        elif adversarial is Adversarial.ASKED:
+            answer = text_or_number_of({"answer": REFUSAL, **fields}, "answer", place)
+        else:
+            continue
+        questions.append(Question(text_of(fields, "question", place), answer, KINDS[category]))
+    return tuple(questions)
+
+
+def category_of(fields: Fields, kinds: dict[int, str], place: str) -> int:
+    """The category of a question, one of `kinds`."""
+    category = fields.get("category")
+    if not isinstance(category, int) or category not in kinds:
+        known = ", ".join(f"{number} ({kind})" for number, kind in kinds.items())
+        raise InputError(f"{place}: unknown category {category!r}; it is one of {known}.")
+    return category

@@ -1,0 +1,81 @@
+"""RealTalk conversations.
+
+Dong-Ho Lee, Adyasha Maharana, Jay Pujara, Xiang Ren and Francesco Barbieri, "REALTALK: A 21-Day
+Real-World Dataset for Long-Term Conversation" (2025), arXiv 2502.13270.
+"""
+
+from __future__ import annotations
+
+from larder.core.conversation import Conversation, Form, Question
+from larder.session.files import transcript
+from larder.session.files.fields import (
+    Fields,
+    fields_of,
+    list_of,
+    text_of,
+    text_or_number_of,
+)
+from larder.session.files.locomo import category_of
+from larder.session.files.transcript import Session, Utterance
+
+SHAPE = 'RealTalk {"name": {"speaker_1", "speaker_2"}, "session_1", ..., "qa"}'
+KINDS = {1: "multi_hop", 2: "temporal", 3: "commonsense"}
+PROMPT = (
+    "From the conversation above, answer the question below with a short phrase. Where a date is "
+    "wanted, infer it, be it only approximate, from the dates of the sessions.\n"
+    "Question: {question}\nAnswer:"
+)
+
+
+def matches(data: object) -> bool:
+    """Whether `data` holds sessions at its top, beside the names of the speakers."""
+    return isinstance(data, dict) and "name" in data and "session_1" in data
+
+
+def read(data: object, name: str) -> Conversation:
+    """The transcript and its questions."""
+    fields = fields_of(data, "the file")
+    names = fields_of(fields["name"], "'name'")
+    speakers = [text_of(names, key, "'name'") for key in ("speaker_1", "speaker_2")]
+    questions = list_of(fields.get("qa", []), "'qa'")
+    return Conversation(
+        name=name,
+        messages=transcript.messages(
+            _session(fields, number) for number in transcript.session_numbers(fields)
+        ),
+        questions=tuple(_question(entry, f"qa {n}") for n, entry in enumerate(questions, start=1)),
+        form=Form.TRANSCRIPT,
+        opening=transcript.opening(*speakers),
+        question_prompt=PROMPT,
+    )
+
+
+def _session(fields: Fields, number: int) -> Session:
+    key = f"session_{number}"
+    date = text_of(fields, f"{key}_date_time", "the file")
+    entries = list_of(fields[key], f"{key!r}")
+    return Session(
+        date, tuple(_utterance(e, f"{key}, {n}", date) for n, e in enumerate(entries, 1))
+    )
+
+
+def _utterance(entry: object, place: str, date: str) -> Utterance:
+    fields = fields_of(entry, place)
+    speaker = text_of(fields, "speaker", place)
+    text = text_of(fields, "clean_text" if "clean_text" in fields else "text", place)
+    caption = text_or_number_of(fields, "blip_caption", place).strip()
+    return Utterance(
+        speaker=speaker,
+        text=text,
+        date=text_or_number_of(fields, "date_time", place) or date,
+        picture=f"{speaker} shared an image of {caption}" if caption else "",
+    )
+
+
+def _question(entry: object, place: str) -> Question:
+    fields = fields_of(entry, place)
+    return Question(
+        question=text_of(fields, "question", place),
+        answer=text_or_number_of(fields, "answer", place),
+        kind=KINDS[category_of(fields, KINDS, place)],
+    )
