@@ -22,25 +22,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from borders import PACKAGE, UNCHECKED, checked_modules
+
 SEED = 0
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "larder"
-# Kernels are compiled by numba, which cannot compile a function wrapped in a type check.
-UNCHECKED = "larder.ops.fast"
-
-
-def checked_modules(package: Path, unchecked: str) -> list[str]:
-    """Every module and folder of the package, cut only as fine as leaving one out demands."""
-    name = package.name
-    skipped = unchecked.removeprefix(f"{name}.").split(".")
-    modules = []
-    for depth in range(len(skipped)):
-        folder = package.joinpath(*skipped[:depth])
-        prefix = ".".join([name, *skipped[:depth]])
-        stems = {entry.stem for entry in folder.iterdir() if not entry.stem.startswith(("_", "."))}
-        modules += [f"{prefix}.{stem}" for stem in sorted(stems - {skipped[depth]})]
-    return modules
-
-
 jaxtyping.install_import_hook(checked_modules(PACKAGE, UNCHECKED), "beartype.beartype")
 
 # The same examples on every run and no deadline: a slow machine is not a failure.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import PACKAGE, UNCHECKED, checked_modules
+from borders import PACKAGE, UNCHECKED, checked_modules
 
 
 def test_the_network_is_out_of_reach() -> None:
