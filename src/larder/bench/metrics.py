@@ -72,8 +72,8 @@ def _bare(text: str) -> str:
 
 
 def _stems(texts: Iterable[str]) -> list[list[str]]:
-    # Loaded here, because it takes a second or two and only LoCoMo's scorer needs it. LoCoMo stems with
-    # NLTK's variant of Porter; the original groups 216 of the 16,374 words of the data differently.
+    # Loaded here, because it takes a second or two and only LoCoMo's scorer needs it. LoCoMo stems
+    # with NLTK's variant of Porter; the original groups 216 of the data's 16,374 words differently.
     from nltk.stem.porter import PorterStemmer
 
     stem = PorterStemmer().stem
@@ -81,7 +81,7 @@ def _stems(texts: Iterable[str]) -> list[list[str]]:
 
 
 def _locomo_words(text: str) -> list[str]:
-    """The words LoCoMo counts; only ASCII signs are punctuation to it, the sign in "it’s" is not."""
+    """The words LoCoMo counts; only ASCII signs are punctuation to it, not that in "it’s"."""
     bare = text.lower().translate(dict.fromkeys(map(ord, string.punctuation)))
     return re.sub(rf"\b({'|'.join(sorted(UNCOUNTED))})\b", " ", bare).split()
 
