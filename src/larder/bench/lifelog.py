@@ -1,0 +1,156 @@
+"""Life-logs: a person tells an assistant about their life, session by session, then asks.
+
+The wording and the layout are those that the bundled seed model was trained on: a system message
+heads each session, the user tells facts among small talk, the assistant acknowledges, and now and
+then an old fact changes. Only facts that stand in the conversation are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from larder.bench.grammar import Attribute, Grammar, Topic, draw_value, load_grammar
+from larder.core.conversation import Message
+from larder.core.errors import BadParameter
+
+# Each message stands between a mark of its role and one of its end.
+MARK_TOKENS = 2
+TOPICS_PER_SESSION = (1, 1, 2, 2, 3)
+FACTS_PER_SESSION = (3, 9)
+CHAT_PER_FACT = (0, 1, 1, 2)
+UPDATE_CHANCE = 0.25
+CHAT_CHANCE = 0.3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a fact is about: one attribute of one entity."""
+
+    topic: Topic
+    entity: str
+    attribute: Attribute
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value told of a subject in a session, counted from 1."""
+
+    subject: Subject
+    value: str
+    session: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """The messages of one sitting and the facts told in it."""
+
+    messages: tuple[Message, ...]
+    facts: tuple[Fact, ...]
+
+
+@dataclass
+class LifeLog:
+    """The sessions so far; `first` and `latest` hold each subject as it was told first and last."""
+
+    grammar: Grammar
+    random: Random
+    messages: list[Message] = field(default_factory=list)
+    first: dict[Subject, Fact] = field(default_factory=dict)
+    latest: dict[Subject, Fact] = field(default_factory=dict)
+    untold: list[Subject] = field(default_factory=list)
+    sessions: int = 0
+
+    def __post_init__(self) -> None:
+        self.untold = [
+            Subject(topic, entity, attribute)
+            for topic in self.grammar.topics
+            for entity in topic.entities
+            for attribute in topic.attributes
+        ]
+        self.random.shuffle(self.untold)
+
+    def next_session(self) -> Session | None:
+        """A session that could come next, or None if everything is told. `keep` makes it so."""
+        topics = [t for t in self.grammar.topics if any(s.topic == t for s in self.untold)]
+        if not topics:
+            return None
+        random = self.random
+        topics = random.sample(topics, min(len(topics), random.choice(TOPICS_PER_SESSION)))
+        each = max(1, random.randint(*FACTS_PER_SESSION) // len(topics))
+        subjects = [subject for topic in topics for subject in self._subjects(topic, each)]
+        messages, facts = [self._header()], []
+        for subject in subjects:
+            value = draw_value(subject.attribute.value_kind, self.grammar.words, random)
+            facts.append(Fact(subject, value, self.sessions + 1))
+            messages += self._told(facts[-1])
+            if random.random() < CHAT_CHANCE:
+                messages += self._answered(random.choice(subject.topic.chat))
+        return Session(tuple(messages), tuple(facts))
+
+    def keep(self, session: Session) -> None:
+        """Add a session and remember what was told in it."""
+        self.sessions += 1
+        self.messages += session.messages
+        for fact in session.facts:
+            self.first.setdefault(fact.subject, fact)
+            self.latest[fact.subject] = fact
+        self.untold = [subject for subject in self.untold if subject not in self.first]
+
+    def _header(self) -> Message:
+        words, random = self.grammar.words, self.random
+        day = f"{random.choice(words['month'])} {random.randint(1, 28)}"
+        weekday = random.choice(words["weekday"])
+        return Message("system", f"Session {self.sessions + 1}, {weekday} {day}")
+
+    def _subjects(self, topic: Topic, count: int) -> list[Subject]:
+        """New subjects of a topic, and sometimes an old one whose value changes."""
+        subjects = [subject for subject in self.untold if subject.topic == topic][:count]
+        told = [subject for subject in self.latest if subject.topic == topic]
+        if told and self.random.random() < UPDATE_CHANCE:
+            subjects.append(self.random.choice(told))
+        return subjects
+
+    def _told(self, fact: Fact) -> list[Message]:
+        subject, random = fact.subject, self.random
+        leads = self.grammar.updates if subject in self.latest else self.grammar.openers
+        lead = random.choice(leads)
+        said = random.choice(subject.attribute.statements)
+        said = said.replace("{E}", subject.entity).replace("{V}", fact.value)
+        sentences = [f"{lead} {said}." if lead else f"{said[0].upper()}{said[1:]}."]
+        for _ in range(random.choice(CHAT_PER_FACT)):
+            place = random.randint(0, len(sentences))
+            sentences.insert(place, random.choice(subject.topic.chat))
+        return self._answered(" ".join(sentences))
+
+    def _answered(self, text: str) -> list[Message]:
+        answer = self.random.choice(self.grammar.acknowledgements)
+        return [Message("user", text), Message("assistant", answer)]
+
+
+def write_lifelog(seed: int, tokens: int, count_tokens: Callable[[str], int]) -> LifeLog:
+    """Sessions one after the other, as many whole ones as fit into `tokens`.
+
+    Raises:
+        BadParameter: not one session fits, or all there is to tell does not fill `tokens`.
+    """
+    log = LifeLog(load_grammar(), Random(seed))
+    left = tokens
+    while session := log.next_session():
+        left -= tokens_of(session.messages, count_tokens)
+        if left < 0:
+            break
+        log.keep(session)
+    if not log.sessions:
+        raise BadParameter(f"lifelog.tokens must hold a session, got {tokens}: take 400 or more.")
+    if left > 0 and not log.untold:
+        raise BadParameter(
+            f"lifelog.tokens is {tokens}, but all there is to tell is {tokens - left}: take less."
+        )
+    return log
+
+
+def tokens_of(messages: Sequence[Message], count_tokens: Callable[[str], int]) -> int:
+    """What the messages take, the marks around each included."""
+    return sum(count_tokens(message.content) + MARK_TOKENS for message in messages)

@@ -1,0 +1,135 @@
+"""Questions about a life-log, each with the one answer that the conversation gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+
+from larder.bench.lifelog import Fact, LifeLog, Subject, write_lifelog
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import BadParameter, UnknownName
+
+# How often each fact may be tried before there is nothing left to ask.
+ROUNDS = 20
+
+
+def lifelog_conversation(
+    seed: int,
+    tokens: int,
+    count_tokens: Callable[[str], int],
+    questions: int,
+    kinds: Sequence[str] = ("single", "session", "twohop", "list"),
+) -> Conversation:
+    """A life-log of at most `tokens` tokens with `questions` questions; equal seeds, equal logs.
+
+    Questions ask for facts of all sessions by turns. Their kinds come as often as in the training
+    of the seed model: `single` asks for a fact as it stands last, `session` in which session
+    something first came up, `twohop` for one attribute of what another attribute identifies, `list`
+    for all that was told of something.
+
+    Args:
+        seed: of everything random.
+        tokens: the most that the messages may take, marks between them included.
+        count_tokens: how many tokens a text is.
+        questions: how many to ask, all different.
+        kinds: those that may be asked.
+
+    Raises:
+        BadParameter: `tokens` is too small for a session or larger than there is to tell, or the
+            log does not hold enough to ask.
+        UnknownName: a kind that does not exist.
+    """
+    if not kinds:
+        raise BadParameter(f"lifelog.kinds must name one or more of {', '.join(KINDS)}, got none.")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise UnknownName(f"no kind of question {kind!r}: there are {', '.join(KINDS)}.")
+    log = write_lifelog(seed, tokens, count_tokens)
+    return Conversation(
+        name=f"lifelog-{tokens}-{seed}",
+        messages=tuple(log.messages),
+        questions=_draw(log, questions, kinds),
+    )
+
+
+def _draw(log: LifeLog, count: int, kinds: Sequence[str]) -> tuple[Question, ...]:
+    found: dict[str, Question] = {}
+    weights = [KINDS[kind][0] for kind in kinds]
+    for fact in _by_turns(log):
+        if len(found) >= count:
+            break
+        (kind,) = log.random.choices(kinds, weights)
+        question = KINDS[kind][1](fact, log)
+        if question:
+            found.setdefault(question.question, question)
+    if len(found) < count:
+        raise BadParameter(
+            f"lifelog.questions is {count}, but the log holds only {len(found)} of the kinds "
+            f"{', '.join(kinds)}: ask fewer, or write more tokens."
+        )
+    return tuple(found.values())
+
+
+def _by_turns(log: LifeLog) -> Iterator[Fact]:
+    """The facts as they stand, one of each session, then the next of each, several times over."""
+    sessions: dict[int, list[Fact]] = {}
+    for fact in log.latest.values():
+        sessions.setdefault(fact.session, []).append(fact)
+    for _ in range(ROUNDS):
+        rows = [_shuffled(facts, log.random) for facts in sessions.values()]
+        for turn in range(max(map(len, rows))):
+            yield from _shuffled([row[turn] for row in rows if turn < len(row)], log.random)
+
+
+def _shuffled(facts: Sequence[Fact], random: Random) -> list[Fact]:
+    return random.sample(facts, len(facts))
+
+
+def _single(fact: Fact, log: LifeLog) -> Question:
+    asked = log.random.choice(fact.subject.attribute.questions)
+    return Question(asked.replace("{E}", fact.subject.entity), fact.value, "single")
+
+
+def _session(fact: Fact, log: LifeLog) -> Question:
+    entity = fact.subject.entity
+    first = min(log.first[subject].session for subject in _told_of(fact.subject, log))
+    asked = f"In which session did I first talk about {entity}?"
+    return Question(asked, f"session {first}", "session")
+
+
+def _two_hop(fact: Fact, log: LifeLog) -> Question | None:
+    """None where the entity has no second attribute or the value does not identify it."""
+    name = fact.subject.attribute.name
+    others = [subject for subject in _told_of(fact.subject, log) if subject != fact.subject]
+    alike = [
+        other
+        for other in log.latest.values()
+        if (other.subject.attribute.name, other.value) == (name, fact.value)
+    ]
+    if not others or len(alike) > 1:
+        return None
+    wanted = log.latest[log.random.choice(others)]
+    asked = f"What is the {wanted.subject.attribute.name} of the one whose {name} is {fact.value}?"
+    return Question(asked, wanted.value, "twohop")
+
+
+def _list(fact: Fact, log: LifeLog) -> Question:
+    subjects = _told_of(fact.subject, log)
+    told = [f"{subject.attribute.name}: {log.latest[subject].value}" for subject in subjects]
+    return Question(
+        f"List everything I told you about {fact.subject.entity}.", "; ".join(told), "list"
+    )
+
+
+def _told_of(subject: Subject, log: LifeLog) -> list[Subject]:
+    """The subjects told of the same entity, in the order they first came up."""
+    same = (subject.topic, subject.entity)
+    return [other for other in log.first if (other.topic, other.entity) == same]
+
+
+KINDS: Mapping[str, tuple[float, Callable[[Fact, LifeLog], Question | None]]] = {
+    "single": (0.72, _single),
+    "session": (0.10, _session),
+    "twohop": (0.10, _two_hop),
+    "list": (0.08, _list),
+}

@@ -1,0 +1,249 @@
+"""Life-logs are what the seed model knows, and every question has its answer in them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from larder.bench.demo_conversation import BUNDLED, as_json, demo_conversation
+from larder.bench.grammar import VALUES, draw_value, load_grammar
+from larder.bench.lifelog import LifeLog, tokens_of, write_lifelog
+from larder.bench.lifelog_questions import lifelog_conversation
+from larder.core.conversation import Conversation, Message, Question
+from larder.core.errors import BadParameter, UnknownName
+from larder.session.files import read_conversation
+
+GRAMMAR = load_grammar()
+HEADER = re.compile(r"Session (\d+), [A-Z][a-z]+day [A-Z][a-z]+ \d+")
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def log_of(seed: int, tokens: int = 3000, questions: int = 40) -> Conversation:
+    return lifelog_conversation(seed, tokens, words, questions)
+
+
+def pattern_of(statement: str, entity: str) -> re.Pattern[str]:
+    before, after = (re.escape(p.replace("{E}", entity)) for p in statement.split("{V}"))
+    start = f"(?i:{before[0]}){before[1:]}" if before else ""
+    return re.compile(f"(?P<lead>.*, |.*: |){start}(?P<value>[^.]+){after}")
+
+
+STATEMENTS = [
+    ((entity, attribute.name), statement, pattern_of(statement, entity))
+    for topic in GRAMMAR.topics
+    for entity in topic.entities
+    for attribute in topic.attributes
+    for statement in attribute.statements
+]
+
+
+def statement_in(sentence: str) -> tuple[tuple[str, str], str, re.Match[str]] | None:
+    """Which statement a sentence is an instance of, if any.
+
+    Of "E is V" and "E is kept at V" the longer one is meant where both fit.
+    """
+    leads = {*GRAMMAR.openers, *GRAMMAR.updates}
+    matches = ((fact, said, pattern.fullmatch(sentence)) for fact, said, pattern in STATEMENTS)
+    found = [(f, said, m) for f, said, m in matches if m and m["lead"].strip() in leads]
+    return min(found, key=lambda one: len(one[2]["value"]), default=None)
+
+
+def sentences_of(text: str) -> list[str]:
+    return [part.rstrip(".") for part in re.split(r"(?<=[.!?]) ", text)]
+
+
+@cache
+def told(messages: tuple[Message, ...]) -> dict[tuple[str, str], list[tuple[int, str]]]:
+    """Read the facts off the text: per entity and attribute, session and value, in order.
+
+    Values are in lower case, for one that starts its sentence has lost its own.
+    """
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    session = 0
+    for message in messages:
+        if header := HEADER.fullmatch(message.content):
+            session = int(header[1])
+        for sentence in sentences_of(message.content):
+            if said := statement_in(sentence):
+                found.setdefault(said[0], []).append((session, said[2]["value"].lower()))
+    return found
+
+
+SINGLES = {
+    asked.replace("{E}", entity): (entity, attribute.name)
+    for topic in GRAMMAR.topics
+    for entity in topic.entities
+    for attribute in topic.attributes
+    for asked in attribute.questions
+}
+
+
+def session_of(single: Question, conversation: Conversation) -> int:
+    return told(conversation.messages)[SINGLES[single.question]][-1][0]
+
+
+def answer_of(question: Question, conversation: Conversation) -> str:
+    """The answer by going through everything that the text tells."""
+    facts = told(conversation.messages)
+    if question.kind == "single":
+        return facts[SINGLES[question.question]][-1][1]
+    if question.kind == "session":
+        entity = question.question.removeprefix("In which session did I first talk about ")[:-1]
+        return (
+            f"session {min(s for key, said in facts.items() if key[0] == entity for s, _ in said)}"
+        )
+    if question.kind == "twohop":
+        form = r"What is the (.+) of the one whose (.+?) is (.+)\?"
+        wanted, known, value = re.fullmatch(form, question.question).groups()  # type: ignore[union-attr]
+        (entity,) = [
+            key[0] for key, said in facts.items() if (key[1], said[-1][1]) == (known, value.lower())
+        ]
+        return facts[entity, wanted][-1][1]
+    entity = question.question.removeprefix("List everything I told you about ")[:-1]
+    lines = [f"{key[1]}: {said[-1][1]}" for key, said in facts.items() if key[0] == entity]
+    return "; ".join(lines)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_answer_is_what_the_text_says(seed: int) -> None:
+    conversation = log_of(seed)
+    for question in conversation.questions:
+        assert question.answer.lower() == answer_of(question, conversation), question
+    assert set(Counter(q.kind for q in conversation.questions)) == {
+        "single",
+        "session",
+        "twohop",
+        "list",
+    }
+    assert len({q.question for q in conversation.questions}) == len(conversation.questions) == 40
+
+
+def test_facts_change_now_and_then() -> None:
+    changed = [said for said in told(log_of(0).messages).values() if len(said) > 1]
+    assert changed
+    assert all(said[0][0] < said[-1][0] for said in changed)
+
+
+def test_a_question_fits_one_fact_only() -> None:
+    asked = Counter(
+        question.replace("{E}", entity)
+        for topic in GRAMMAR.topics
+        for entity in topic.entities
+        for attribute in topic.attributes
+        for question in attribute.questions
+    )
+    assert max(asked.values()) == 1
+
+
+def test_layout_is_header_then_turns() -> None:
+    messages = log_of(3).messages
+    assert HEADER.fullmatch(messages[0].content)
+    headers = [HEADER.fullmatch(m.content) for m in messages if m.role == "system"]
+    assert [int(header[1]) for header in headers if header] == list(range(1, len(headers) + 1))
+    roles = "".join(m.role[0] for m in messages)
+    assert re.fullmatch(r"(s(ua)+)+", roles)
+
+
+def test_wording_is_that_of_the_training_data(shared_data: Path) -> None:
+    """Facts reduced to their templates, there is hardly a sentence that the lab's files lack."""
+    theirs: Counter[str] = Counter()
+    for path in sorted((shared_data / "dialogues").glob("lifelog-*.json")):
+        theirs += shapes(read_conversation(path))
+    ours = shapes(log_of(1))
+    unknown = {shape: count for shape, count in ours.items() if shape not in theirs}
+    assert sum(unknown.values()) < 0.02 * ours.total(), unknown
+
+
+def shapes(conversation: Conversation) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for message in conversation.messages:
+        for sentence in sentences_of(HEADER.sub("HEADER", message.content)):
+            if said := statement_in(sentence):
+                found.update([said[1], f"lead: {said[2]['lead']}"])
+            else:
+                found.update([f"{message.role}: {sentence}"])
+    return found
+
+
+def test_equal_seeds_equal_logs() -> None:
+    assert log_of(7) == log_of(7)
+    assert log_of(7).messages != log_of(8).messages
+
+
+@pytest.mark.parametrize("tokens", [300, 1000, 3000])
+def test_tokens_are_a_bound_that_is_nearly_reached(tokens: int) -> None:
+    taken = tokens_of(log_of(0, tokens, 3).messages, words)
+    assert tokens - 300 < taken <= tokens
+
+
+def test_questions_come_from_all_sessions_by_turns() -> None:
+    log = write_lifelog(0, 3000, words)
+    conversation = lifelog_conversation(0, 3000, words, log.sessions, kinds=("single",))
+    asked = Counter(session_of(question, conversation) for question in conversation.questions)
+    standing = {said[-1][0] for said in told(conversation.messages).values()}
+    assert set(asked) == standing
+    # Sessions whose facts were all changed later have none to ask for; others make up for them.
+    assert max(asked.values()) <= 1 + log.sessions - len(standing)
+
+
+def test_a_session_not_kept_leaves_nothing_behind() -> None:
+    log = LifeLog(GRAMMAR, Random(0))
+    assert log.next_session() is not None
+    assert (log.messages, log.latest, log.first, log.sessions) == ([], {}, {}, 0)
+
+
+def test_values_of_every_kind() -> None:
+    random = Random(0)
+    kinds = {attribute.value_kind for topic in GRAMMAR.topics for attribute in topic.attributes}
+    assert kinds <= set(VALUES)
+    forms = {"code": r"[A-Z]{2}\d{3}", "phone": r"\d{3}-\d{3}-\d{4}", "money": r"\d+ dollars"}
+    forms |= {"person": r"\w+ \w+", "color_thing": r"the [\w ]+", "score": r"\d to \d"}
+    for kind in VALUES:
+        assert re.fullmatch(forms.get(kind, r".+"), draw_value(kind, GRAMMAR.words, random))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "questions", "kinds", "said"),
+    [
+        (10, 1, ("single",), "lifelog.tokens must hold a session, got 10"),
+        (10**6, 1, ("single",), "all there is to tell is"),
+        (400, 10**4, ("single",), "the log holds only"),
+        (400, 1, (), "lifelog.kinds must name one or more of single"),
+    ],
+)
+def test_bad_parameters(tokens: int, questions: int, kinds: tuple[str, ...], said: str) -> None:
+    with pytest.raises(BadParameter, match=said):
+        lifelog_conversation(0, tokens, words, questions, kinds)
+
+
+def test_unknown_kind() -> None:
+    with pytest.raises(UnknownName, match="'riddle': there are single, session, twohop, list"):
+        lifelog_conversation(0, 1000, words, 1, ("riddle",))
+
+
+class TestDemo:
+    def test_the_bundled_file_is_what_the_generator_makes(self) -> None:
+        assert BUNDLED.read_text(encoding="utf-8") == as_json(demo_conversation())
+
+    def test_it_reads_back(self) -> None:
+        made, read = demo_conversation(), read_conversation(BUNDLED)
+        assert (read.messages, read.questions) == (made.messages, made.questions)
+        assert {q.kind for q in read.questions} == {"single"}
+        assert len(read.questions) == 24
+
+    def test_it_can_be_written_from_the_command_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "new" / "conversation.json"
+        command = [sys.executable, "-m", "larder.bench.demo_conversation", str(path)]
+        subprocess.run(command, check=True)
+        assert json.loads(path.read_text()) == json.loads(BUNDLED.read_text())
