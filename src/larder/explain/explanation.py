@@ -1,0 +1,186 @@
+"""What a page about a cache shows, in plain numbers and words.
+
+    Explanation             one reading of one conversation
+    ├── ShownMessage        who spoke, when, and the text token by token
+    ├── ShownEpisode        one cache: what each token, layer and head kept
+    └── ShownAnswer         a question, what was answered, and by which episode
+
+Nothing here knows tensors: whoever fills it turns them into tuples first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter
+
+
+@dataclass(frozen=True)
+class ShownMessage:
+    """One utterance, as the tokens that the cache saw.
+
+    Args:
+        role: `system`, `user` or `assistant`. System messages are drawn as headings.
+        speaker: a person's name; empty shows the role.
+        date: when it was said; a date unlike the one before opens a new session.
+        tokens: the text of each token, joined they are the message (see `token_texts`).
+        lead_tokens: how many tokens at the start are the chat template's, drawn as marks.
+        tail_tokens: the same at the end.
+    """
+
+    role: str
+    speaker: str
+    date: str
+    tokens: tuple[str, ...]
+    lead_tokens: int = 0
+    tail_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.lead_tokens, self.tail_tokens) < 0:
+            raise BadParameter("ShownMessage.lead_tokens and tail_tokens must be at least 0.")
+        if self.lead_tokens + self.tail_tokens > len(self.tokens):
+            raise BadParameter(
+                f"ShownMessage.lead_tokens + tail_tokens must be at most its {len(self.tokens)} "
+                f"tokens, got {self.lead_tokens} + {self.tail_tokens}."
+            )
+
+
+@dataclass(frozen=True)
+class ShownEpisode:
+    """One cache of the conversation. A policy without episodes has exactly one.
+
+    Args:
+        name: a few words, such as the topic.
+        kept_heads: for each token of the whole transcript, how many (layer, kv head) pairs keep it.
+        kept_lengths: entries kept, layer by kv head.
+        segments: the pieces of conversation that made the scoring prompt.
+        topics: further words for the episode.
+        kept_by_layer: layer by token, how many kv heads of the layer keep it; empty if unknown.
+    """
+
+    name: str
+    kept_heads: tuple[int, ...]
+    kept_lengths: tuple[tuple[int, ...], ...]
+    segments: tuple[str, ...] = ()
+    topics: tuple[str, ...] = ()
+    kept_by_layer: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        heads = sum(len(row) for row in self.kept_lengths)
+        if any(not 0 <= count <= heads for count in self.kept_heads):
+            raise BadParameter(
+                f"ShownEpisode.kept_heads must lie in [0, {heads}], the pairs in kept_lengths, "
+                f"got {min(self.kept_heads)} to {max(self.kept_heads)}."
+            )
+        if self.kept_by_layer:
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        if len(self.kept_by_layer) != len(self.kept_lengths):
+            raise BadParameter(
+                f"ShownEpisode.kept_by_layer must have {len(self.kept_lengths)} layers like "
+                f"kept_lengths, got {len(self.kept_by_layer)}."
+            )
+        if any(len(row) != len(self.kept_heads) for row in self.kept_by_layer):
+            raise BadParameter(
+                f"Each layer of ShownEpisode.kept_by_layer must have {len(self.kept_heads)} "
+                "tokens like kept_heads."
+            )
+        if any(min(row, default=0) < 0 for row in self.kept_by_layer) or (
+            tuple(map(sum, zip(*self.kept_by_layer, strict=True))) != self.kept_heads
+        ):
+            raise BadParameter("ShownEpisode.kept_by_layer must sum over layers to kept_heads.")
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """A question and what came of it.
+
+    Args:
+        question: as it was asked.
+        answer: as the model gave it.
+        expected: the known answer; empty if none is.
+        episode: index of the episode that answered.
+        exact: whether a scorer found it equal to `expected`; None if nothing was expected.
+    """
+
+    question: str
+    answer: str
+    expected: str = ""
+    episode: int = 0
+    exact: bool | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was read, what was kept of it, and what was answered from that.
+
+    Args:
+        title: what was read, such as the file's name.
+        model: the model's name.
+        policy: the policy, as its spelling prints it.
+        context_tokens: tokens read.
+        budget_tokens: entries that each head may keep, on average.
+        full_kv_bytes: a cache that keeps everything.
+        kv_bytes: all episodes together.
+        active_kv_bytes: the one episode that answers.
+        peak_kv_bytes: the most that was held while reading.
+        messages: the transcript in order.
+        episodes: at least one; all over the same tokens, layers and heads.
+        answers: in the order asked; the first one's episode is shown at the start.
+        sliding_layers: layers that keep a sliding window whatever the policy says.
+    """
+
+    title: str
+    model: str
+    policy: str
+    context_tokens: int
+    budget_tokens: int
+    full_kv_bytes: int
+    kv_bytes: int
+    active_kv_bytes: int
+    peak_kv_bytes: int
+    messages: tuple[ShownMessage, ...]
+    episodes: tuple[ShownEpisode, ...]
+    answers: tuple[ShownAnswer, ...] = ()
+    sliding_layers: tuple[int, ...] = ()
+
+    @property
+    def heads_total(self) -> int:
+        """(layer, kv head) pairs: the most that can keep one token."""
+        return sum(self.heads_per_layer)
+
+    @property
+    def heads_per_layer(self) -> tuple[int, ...]:
+        """Kv heads of each layer."""
+        return tuple(len(row) for row in self.episodes[0].kept_lengths)
+
+    def __post_init__(self) -> None:
+        if not self.episodes:
+            raise BadParameter("Explanation.episodes must hold at least one episode, got none.")
+        self._check_episodes()
+        for answer in self.answers:
+            if not 0 <= answer.episode < len(self.episodes):
+                raise BadParameter(
+                    f"ShownAnswer.episode must lie in [0, {len(self.episodes)}), "
+                    f"got {answer.episode}."
+                )
+        if any(not 0 <= layer < len(self.heads_per_layer) for layer in self.sliding_layers):
+            raise BadParameter(
+                f"Explanation.sliding_layers must lie in [0, {len(self.heads_per_layer)}), "
+                f"got {self.sliding_layers}."
+            )
+
+    def _check_episodes(self) -> None:
+        tokens = sum(len(message.tokens) for message in self.messages)
+        for index, episode in enumerate(self.episodes):
+            if len(episode.kept_heads) != tokens:
+                raise BadParameter(
+                    f"ShownEpisode.kept_heads must have one count for each of the {tokens} tokens "
+                    f"in messages, got {len(episode.kept_heads)} in episode {index}."
+                )
+            if tuple(len(row) for row in episode.kept_lengths) != self.heads_per_layer:
+                raise BadParameter(
+                    "ShownEpisode.kept_lengths must have the same layers and heads in every "
+                    f"episode, {self.heads_per_layer} heads per layer, unlike episode {index}."
+                )
