@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "larder"
@@ -48,6 +52,25 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def source_files() -> list[Path]:
     folders = (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples")
     return sorted(file for folder in folders for file in folder.rglob("*.py"))
+
+
+def imported_packages(source: str) -> set[str]:
+    """The top-level names that a file imports, wherever in the file it does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def declared_distributions() -> set[str]:
+    """What pyproject.toml asks for on behalf of users, extras of theirs included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(w for e in extras if e != "dev" for w in extras[e])]
+    return {canonicalize_name(Requirement(line).name) for line in wanted}
 
 
 def run_python(code: str) -> str:
@@ -94,6 +117,24 @@ def test_a_long_function_is_found() -> None:
     short = "def short():\n    '''" + "Why.\n" * 100 + "'''\n    return 0\n"
     long = "def long():\n" + "    x = 0\n" * FUNCTION_LINES
     assert long_functions(short + long) == ["long"]
+
+
+def test_what_is_imported_is_declared() -> None:
+    imported = {
+        name for file in PACKAGE.rglob("*.py") for name in imported_packages(file.read_text())
+    }
+    carriers = packages_distributions()
+    undeclared = {
+        name
+        for name in imported - set(sys.stdlib_module_names) - {"larder"}
+        if not declared_distributions() & {canonicalize_name(d) for d in carriers.get(name, [])}
+    }
+    assert not undeclared, f"imported, not declared in pyproject.toml: {sorted(undeclared)}"
+
+
+def test_an_import_is_found_wherever_it_stands() -> None:
+    source = "import a.b, c\ndef late():\n    from d.e import f\nfrom . import g\n"
+    assert imported_packages(source) == {"a", "c", "d"}
 
 
 def test_importing_larder_loads_no_model_library() -> None:
