@@ -54,8 +54,8 @@ class Question:
 class Conversation:
     """A named source: its messages in order, and questions about it.
 
-    For `Form.TRANSCRIPT` and `Form.DOCUMENT` the model sees `opening` and the contents joined in one
-    user message; `question_prompt` is a format string with `{question}` that wraps a bare question.
+    For `Form.TRANSCRIPT` and `Form.DOCUMENT` the model sees `opening` and the contents joined, as
+    they are, in one user message; `question_prompt` is a format string with `{question}` that wraps a bare question.
     """
 
     name: str

@@ -1,0 +1,37 @@
+"""Larder keeps what a language model will need again: its KV cache, under a fixed memory budget."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+# Public name -> the module that owns it. Loaded on first use, so that `import larder` is instant
+# and touches neither torch nor transformers.
+_PUBLIC = {
+    "Engine": "larder.engine.engine",
+    "Answer": "larder.engine.answer",
+    "Conversation": "larder.core.conversation",
+    "Message": "larder.core.conversation",
+    "Question": "larder.core.conversation",
+    "LarderError": "larder.core.errors",
+    "Policy": "larder.session.policy",
+    "read_conversation": "larder.session.files",
+}
+
+__all__ = [
+    "Answer",
+    "Conversation",
+    "Engine",
+    "LarderError",
+    "Message",
+    "Policy",
+    "Question",
+    "read_conversation",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'larder' has no attribute {name!r}")

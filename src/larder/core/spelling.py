@@ -1,0 +1,149 @@
+"""One language for all methods: parts with parameters, joined by ` > `.
+
+    whole() > protect(sinks=4, recent=32) > snapkv(window=32) > pooled(tokens=512) > drop()
+
+A part is a frozen dataclass in a module of its public name. Parameters are named; a parameter that
+is None is left open and not printed. Parsing what was printed gives the same part again.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from larder.core.errors import BadParameter, SpellingError, UnknownName
+
+Value = int | float | str | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One part as written: its name and its parameters."""
+
+    name: str
+    parameters: dict[str, Value] = field(default_factory=dict)
+
+
+def parse(sentence: str) -> list[Call]:
+    """The calls of a sentence, in order.
+
+    Raises:
+        SpellingError: says where the sentence stops making sense.
+    """
+    try:
+        tree = ast.parse(sentence.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise SpellingError(
+            f"The policy {sentence!r} does not parse: {error.args[0]}. "
+            'Write parts as name(parameter=value), joined by " > ".'
+        ) from None
+    if isinstance(tree, ast.Compare):
+        if not all(isinstance(operator, ast.Gt) for operator in tree.ops):
+            raise SpellingError(f'In {sentence!r} parts must be joined by " > ".')
+        return [_call(node) for node in (tree.left, *tree.comparators)]
+    return [_call(tree)]
+
+
+def spell(part: Any) -> str:
+    """A part as it is written: every parameter that is not open, in the order of its fields."""
+    shown = ((f.name, getattr(part, f.name)) for f in fields(part))
+    inner = ", ".join(f"{name}={_literal(value)}" for name, value in shown if value is not None)
+    return f"{name_of(type(part))}({inner})"
+
+
+def name_of(kind: type) -> str:
+    """The public name of a part: the name of its file."""
+    return kind.__module__.rpartition(".")[2]
+
+
+def build(kind: type, parameters: dict[str, Value]) -> Any:
+    """Make a part from parameters as written.
+
+    Raises:
+        UnknownName: a parameter the part does not have.
+        BadParameter: a value of the wrong type or out of range.
+    """
+    hints, name = get_type_hints(kind), name_of(kind)
+    known = [f.name for f in fields(kind)]
+    for parameter in parameters:
+        if parameter not in known:
+            raise UnknownName(_unknown_parameter(name, parameter, known))
+    values = {key: _convert(name, key, value, hints[key]) for key, value in parameters.items()}
+    missing = [f.name for f in fields(kind) if _required(f) and f.name not in values]
+    if missing:
+        raise BadParameter(f"{name} needs {', '.join(missing)}: write {name}({missing[0]}=...).")
+    return kind(**values)
+
+
+def _call(node: ast.expr) -> Call:
+    text = ast.unparse(node)
+    if isinstance(node, ast.Name):
+        return Call(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise SpellingError(f"{text!r} is not a part: write name(parameter=value).")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise SpellingError(f"In {text!r} every parameter needs its name: name(parameter=value).")
+    return Call(node.func.id, {str(k.arg): _value(text, k.value) for k in node.keywords})
+
+
+def _value(text: str, node: ast.expr) -> Value:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        written = ast.unparse(node)
+        raise SpellingError(
+            f'In {text!r} {written} is not a value: write a number or a "text" in quotes.'
+        ) from None
+    if isinstance(value, bool) or not isinstance(value, int | float | str | None):
+        raise SpellingError(f"In {text!r} {value!r} is not a number or a text in quotes.")
+    return value
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return repr(value)
+
+
+def _required(f: Any) -> bool:
+    return f.default is MISSING and f.default_factory is MISSING
+
+
+def _unknown_parameter(name: str, parameter: str, known: list[str]) -> str:
+    near = get_close_matches(parameter, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{name} has no parameter {parameter!r}.{hint} It takes: {', '.join(known) or 'none'}."
+
+
+def _convert(name: str, key: str, value: Value, hint: Any) -> Any:
+    union = get_origin(hint) in (types.UnionType, Union)
+    for option in get_args(hint) if union else (hint,):
+        if option is type(None) and value is None:
+            return None
+        if isinstance(option, type) and issubclass(option, Enum):
+            return _member(name, key, value, option)
+        if option is float and isinstance(value, int) and not (union and int in get_args(hint)):
+            return float(value)
+        if isinstance(option, type) and type(value) is option:
+            return value
+    raise BadParameter(f"{name}.{key} must be {_describe(hint)}, got {value!r}.")
+
+
+def _member(name: str, key: str, value: Value, kind: type[Enum]) -> Enum:
+    for member in kind:
+        if member.value == value:
+            return member
+    known = ", ".join(repr(member.value) for member in kind)
+    raise BadParameter(f"{name}.{key} must be one of {known}, got {value!r}.")
+
+
+def _describe(hint: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: 'a "text"', type(None): "left out"}
+    options = get_args(hint) or (hint,)
+    return " or ".join(words.get(option, str(option)) for option in options)

@@ -1,0 +1,44 @@
+"""The dimension key, and the tensor types that cross layer borders.
+
+    B sequences     L layers        H query heads    K kv heads      R = H / K
+    Q query positions               S cached positions of one head   T packed positions, sum of S
+    D head size     P page size     N pages          C capacity      E episodes     V vocabulary
+
+Query head h belongs to kv head h // R. A *packed* tensor [T] holds the entries of kv head 0, then
+those of kv head 1, and so on; `lengths` says how many each head has.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Queries = Float[Tensor, "H Q D"]
+Keys = Float[Tensor, "K Q D"]
+Values = Float[Tensor, "K Q D"]
+Packed = Float[Tensor, " T"]
+PackedMask = Bool[Tensor, " T"]
+Positions = Int[Tensor, " Q"]
+
+
+class Mode(Enum):
+    """What a pass through the model does to the cache.
+
+    APPEND: attends, then the new entries stay.
+    SCRATCH: attends and leaves no trace (patched prompts, reconstruction, forced answers).
+    PROBE: attends to nothing; only queries, keys and values are recorded.
+    """
+
+    APPEND = "append"
+    SCRATCH = "scratch"
+    PROBE = "probe"
+
+
+class Variant(Enum):
+    """Whom a part follows where paper, released code and sound practice differ."""
+
+    LARDER = "larder"
+    PAPER = "paper"
+    CODE = "code"
