@@ -1,0 +1,125 @@
+"""The contract of a layer's storage: what every form of cache can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.merging import merge
+
+
+class Store(ABC):
+    """The cached entries of one layer of one sequence.
+
+    A store owns its tensors; what `entries` hands out are views, valid until the next change.
+    Entries of a head are in order of their true positions. One thread at a time may use a store.
+    A change that fails for want of memory leaves the store as it was.
+    """
+
+    layer: LayerSpec
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        sections: tuple[int, ...],
+    ) -> Queries:
+        """Attention of new tokens to the cache and causally among themselves; leaves no trace.
+
+        Args:
+            queries, keys, values: of the new tokens, post-RoPE.
+            positions: their true positions, later than all cached ones.
+            sections: lengths that partition Q into sequences that do not see each other.
+        """
+
+    @abstractmethod
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        """Add new entries to every head."""
+
+    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
+        """Attend and append: new tokens see the cache and, causally, one another.
+
+        A single token sees everything including itself, so it is appended first and needs only one
+        attention; if that fails, the caller takes it back with `truncate`.
+        """
+        if queries.shape[1] == 1:
+            self.append(keys, values, positions)
+            return self.attend_held(queries, positions).to(queries.dtype)
+        out = self.attend(queries, keys, values, positions, (queries.shape[1],))
+        self.append(keys, values, positions)
+        return out
+
+    @abstractmethod
+    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
+        """Attention of queries to everything held, themselves included, in float32."""
+
+    @abstractmethod
+    def apply(self, plan: Plan) -> None:
+        """Keep what the plan keeps; free the rest, and all slack, at once."""
+
+    @abstractmethod
+    def reserve(self, room: int) -> None:
+        """Set storage aside for at least `room` more tokens per head."""
+
+    @abstractmethod
+    def compact(self) -> None:
+        """Give all slack back."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Forget the entries at true positions `length` and later."""
+
+    @abstractmethod
+    def entries(self) -> Entries:
+        """What is held, as views."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent copy, without slack."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Everything needed to restore the store, as contiguous tensors without slack."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+        """The store that `state` came from."""
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor held, slack and metadata included."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, slack and metadata included."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Entries of each kv head."""
+        return self.entries().lengths
+
+
+Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]
+
+
+def joined(cached: Attended, among: Attended) -> Float[Tensor, "H Q D"]:
+    """Attention to the cache and among new tokens, as one, in float32."""
+    return merge((cached[0], among[0]), (cached[1], among[1]))[0]
+
+
+def empty(layer: LayerSpec, rows: int, like: Tensor) -> Tensor:
+    """Uninitialised storage for `rows` keys or values of a layer."""
+    return torch.empty(rows, layer.head_dim, dtype=like.dtype, device=like.device)

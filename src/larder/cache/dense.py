@@ -1,0 +1,146 @@
+"""A layer whose heads all hold the same positions: the plain cache, preallocated.
+
+    keys   [ head 0: entries, slack | head 1: entries, slack | ... ]      [K, C, D]
+
+One row of positions serves all heads, so a plan must keep the same entries in each.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from larder.cache.base import Attended, Store, joined
+from larder.core.errors import CacheError
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import causal_attention, ragged_attention
+
+GROWTH = 4  # storage grows by a quarter when a caller appends without having reserved
+LEAST_GROWTH_TOKENS = 64
+
+
+class Dense(Store):
+    """Every head keeps the same entries."""
+
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (layer.kv_heads, 0, layer.head_dim)
+        self.layer = layer
+        self._keys = torch.empty(shape, dtype=dtype, device=device)
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._positions = torch.empty(0, dtype=torch.int32, device=device)
+        self._length = 0
+
+    def attend(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        sections: tuple[int, ...],
+    ) -> Queries:
+        among = causal_attention(queries, keys, values, self.layer.scaling, sections)
+        if not self._length:
+            return among[0].to(queries.dtype)
+        return joined(self._cached(queries), among).to(queries.dtype)
+
+    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
+        del positions
+        return self._cached(queries)[0]
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        start, stop = self._length, self._length + keys.shape[1]
+        if stop > self._capacity:
+            self._resize(max(stop + LEAST_GROWTH_TOKENS, stop + stop // GROWTH))
+        self._keys[:, start:stop] = keys
+        self._values[:, start:stop] = values
+        self._positions[start:stop] = positions
+        self._length = stop
+
+    def apply(self, plan: Plan) -> None:
+        heads = plan.kept.split(plan.lengths)
+        chosen = [part - head * self._length for head, part in enumerate(heads)]
+        if any(not torch.equal(part, chosen[0]) for part in chosen):
+            raise CacheError(
+                "A dense cache holds the same entries in every head, but the plan keeps different "
+                "ones: use a ragged cache."
+            )
+        rows = chosen[0].to(self._keys.device)
+        self._keys, self._values = self._keys[:, rows], self._values[:, rows]
+        self._positions, self._length = self._positions[rows], len(rows)
+
+    def reserve(self, room: int) -> None:
+        if self._length + room > self._capacity:
+            self._resize(self._length + room)
+
+    def compact(self) -> None:
+        if self._length < self._capacity:
+            self._resize(self._length)
+
+    def truncate(self, length: int) -> None:
+        self._length = int((self._positions[: self._length] < length).sum())
+
+    def entries(self) -> Entries:
+        starts, lengths = self._layout()
+        return Entries(
+            self._keys.flatten(0, 1),
+            self._values.flatten(0, 1),
+            _each_head(self._positions, self.layer.kv_heads),
+            tuple(starts.tolist()),
+            tuple(lengths.tolist()),
+        )
+
+    def fork(self) -> Self:
+        return type(self).restore(self.layer, self.state())
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            "keys": self._keys[:, : self._length].clone(),
+            "values": self._values[:, : self._length].clone(),
+            "positions": self._positions[: self._length].clone(),
+        }
+
+    @classmethod
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store._keys, store._values = state["keys"], state["values"]
+        store._positions, store._length = state["positions"], len(state["positions"])
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._keys, self._values, self._positions
+
+    @property
+    def _capacity(self) -> int:
+        return self._keys.shape[1]
+
+    def _cached(self, queries: Queries) -> Attended:
+        keys, values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
+        starts, lengths = self._layout()
+        return ragged_attention(queries, keys, values, starts, lengths, self.layer.scaling)
+
+    def _layout(self) -> tuple[Tensor, Tensor]:
+        heads = torch.arange(self.layer.kv_heads)
+        return heads * self._capacity, torch.full_like(heads, self._length)
+
+    def _resize(self, capacity: int) -> None:
+        length, keys, values = self._length, self._keys, self._values
+        shape = (self.layer.kv_heads, capacity, self.layer.head_dim)
+        new_keys, new_values = keys.new_empty(shape), values.new_empty(shape)
+        new_keys[:, :length] = keys[:, :length]
+        new_values[:, :length] = values[:, :length]
+        positions = self._positions.new_zeros(capacity)
+        positions[:length] = self._positions[:length]
+        self._keys, self._values, self._positions = new_keys, new_values, positions
+
+
+def _each_head(positions: Tensor, heads: int) -> Tensor:
+    """One row of positions, seen by every head."""
+    return positions.repeat(heads)
+
+
+Part = Dense

@@ -1,0 +1,154 @@
+"""A layer whose heads keep different numbers of entries, in flat storage without padding.
+
+    keys   [ head 0 entries | slack | head 1 entries | slack | ... ]      one row an entry
+             ^starts[0]               ^starts[1]
+
+What a plan rejects is freed at once: the storage is laid out anew for what stays. Attention runs
+over the entries, never over the slack.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from larder.cache.base import Attended, Store, empty, joined
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import causal_attention, ragged_attention
+from larder.ops.packing import starts_of
+
+GROWTH_TOKENS = 64  # slack taken when a caller appends without having reserved
+
+
+class Ragged(Store):
+    """Per-head lengths, memory really freed."""
+
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+        nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
+        self.layer = layer
+        self._keys, self._values = nothing, nothing.clone()
+        self._positions = torch.empty(0, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._room = 0
+
+    def attend(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        sections: tuple[int, ...],
+    ) -> Queries:
+        among = causal_attention(queries, keys, values, self.layer.scaling, sections)
+        if not int(self._lengths.max()):
+            return among[0].to(queries.dtype)
+        return joined(self._cached(queries), among).to(queries.dtype)
+
+    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
+        del positions
+        return self._cached(queries)[0]
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        count = keys.shape[1]
+        if count > self._room:
+            self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
+        rows = (self._starts + self._lengths)[:, None] + torch.arange(count)  # [K, Q]
+        rows = rows.flatten().to(self._keys.device)
+        self._keys[rows] = keys.flatten(0, 1)
+        self._values[rows] = values.flatten(0, 1)
+        self._positions[rows] = positions.to(torch.int32).repeat(keys.shape[0])
+        self._lengths += count
+        self._room -= count
+
+    def apply(self, plan: Plan) -> None:
+        packed = torch.repeat_interleave(
+            self._starts - starts_of(self._lengths), self._lengths
+        ) + torch.arange(int(self._lengths.sum()))
+        rows = packed[plan.kept.cpu()].split(plan.lengths)
+        self._lay_out(list(rows), 0)
+
+    def reserve(self, room: int) -> None:
+        if room > self._room:
+            self._lay_out(self._everything(), room)
+
+    def compact(self) -> None:
+        if len(self._keys) > int(self._lengths.sum()):
+            self._lay_out(self._everything(), 0)
+
+    def truncate(self, length: int) -> None:
+        held = self.entries()
+        kept = [int((held.head_positions(h) < length).sum()) for h in range(len(held.lengths))]
+        self._lengths = torch.tensor(kept, dtype=torch.int64)
+        self._room = self._least_room()
+
+    def entries(self) -> Entries:
+        return Entries(
+            self._keys,
+            self._values,
+            self._positions,
+            tuple(self._starts.tolist()),
+            tuple(self._lengths.tolist()),
+        )
+
+    def fork(self) -> Self:
+        return type(self).restore(self.layer, self.state())
+
+    def state(self) -> dict[str, Tensor]:
+        rows = torch.cat(self._everything()).to(self._keys.device)
+        return {
+            "keys": self._keys[rows],
+            "values": self._values[rows],
+            "positions": self._positions[rows],
+            "lengths": self._lengths.clone(),
+        }
+
+    @classmethod
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store._keys, store._values = state["keys"], state["values"]
+        store._positions, store._lengths = state["positions"], state["lengths"]
+        store._starts = starts_of(store._lengths)
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._keys, self._values, self._positions, self._lengths, self._starts
+
+    def _cached(self, queries: Queries) -> Attended:
+        return ragged_attention(
+            queries, self._keys, self._values, self._starts, self._lengths, self.layer.scaling
+        )
+
+    def _everything(self) -> list[Tensor]:
+        """Rows of the storage that are in use, per head."""
+        pairs = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
+        return [torch.arange(start, start + length) for start, length in pairs]
+
+    def _least_room(self) -> int:
+        """Slack of the head that has least: the distance to its neighbor's first row."""
+        ends = torch.cat([self._starts[1:], torch.tensor([len(self._keys)])])
+        return int((ends - self._starts - self._lengths).min())
+
+    def _lay_out(self, rows: list[Tensor], room: int) -> None:
+        """Move the given rows of each head into fresh storage with `room` slack a head."""
+        lengths = torch.tensor([len(part) for part in rows], dtype=torch.int64)
+        starts = starts_of(lengths + room)
+        total = int(lengths.sum()) + room * len(rows)
+        keys = empty(self.layer, total, self._keys)
+        values = empty(self.layer, total, self._values)
+        positions = torch.zeros(total, dtype=torch.int32, device=self._keys.device)
+        for part, start in zip(rows, starts.tolist(), strict=True):
+            part = part.to(self._keys.device)
+            torch.index_select(self._keys, 0, part, out=keys[start : start + len(part)])
+            torch.index_select(self._values, 0, part, out=values[start : start + len(part)])
+            positions[start : start + len(part)] = self._positions[part]
+        self._keys, self._values, self._positions = keys, values, positions
+        self._lengths, self._starts, self._room = lengths, starts, room
+
+
+Part = Ragged

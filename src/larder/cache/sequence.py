@@ -1,0 +1,159 @@
+"""The cache of one sequence: a store per layer, and the true position of the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from larder.cache.base import Store
+from larder.cache.dense import Dense
+from larder.cache.ragged import Ragged
+from larder.cache.window import Window
+from larder.core.errors import CacheError
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import Keys, Mode, Positions, Queries, Values
+
+
+class Form(Enum):
+    """How the managed layers of a cache are held."""
+
+    DENSE = "dense"
+    RAGGED = "ragged"
+
+
+_STORES: Mapping[Form, type[Store]] = {Form.DENSE: Dense, Form.RAGGED: Ragged}
+
+
+class SequenceCache:
+    """Keys and values of one sequence, for all layers.
+
+    It owns the storage. `next_position` is the number of tokens truly read, whatever is left of
+    them. If a pass through the model fails halfway, `truncate(next_position)` puts every layer
+    back. Two threads must not use one cache; two caches share nothing.
+    """
+
+    def __init__(self, spec: ModelSpec, form: Form) -> None:
+        self.spec = spec
+        self.form = form
+        self.next_position = 0
+        self._stores = [_store(layer, spec, form) for layer in spec.layers]
+
+    def attend(
+        self,
+        layer: int,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        mode: Mode,
+        sections: tuple[int, ...],
+    ) -> Queries:
+        """One layer's attention, in one of three modes.
+
+        Raises:
+            CacheError: several sections were to be appended; a sequence is one section.
+        """
+        if mode is Mode.PROBE:
+            return torch.zeros_like(queries)
+        store = self._stores[layer]
+        if mode is Mode.SCRATCH:
+            return store.attend(queries, keys, values, positions, sections)
+        if len(sections) != 1:
+            raise CacheError(f"{len(sections)} sections were to be appended: append one at a time.")
+        return store.extend(queries, keys, values, positions)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens as read, once every layer holds them."""
+        self.next_position += tokens
+
+    def apply(self, layer: int, plan: Plan) -> None:
+        """Carry out a plan in one layer; what it rejects is freed at once."""
+        self._stores[layer].apply(plan)
+
+    def reserve(self, room: int) -> None:
+        """Set storage aside for at least `room` more tokens per head.
+
+        Sliding-window layers keep that many entries beyond their window, so that `truncate` can
+        take `room` tokens back exactly.
+        """
+        for store in self._stores:
+            store.reserve(room)
+
+    def compact(self) -> None:
+        """Give all slack back."""
+        for store in self._stores:
+            store.compact()
+
+    def truncate(self, length: int) -> None:
+        """Forget everything at true positions `length` and later."""
+        for store in self._stores:
+            store.truncate(length)
+        self.next_position = min(self.next_position, length)
+
+    def fork(self) -> SequenceCache:
+        """An independent copy, without slack."""
+        copy = SequenceCache(self.spec, self.form)
+        copy._stores = [store.fork() for store in self._stores]
+        copy.next_position = self.next_position
+        return copy
+
+    def entries(self, layer: int) -> Entries:
+        """What a layer holds, as views."""
+        return self._stores[layer].entries()
+
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Entries of each kv head of each layer."""
+        return tuple(store.lengths for store in self._stores)
+
+    @property
+    def managed_entries(self) -> int:
+        """Entries over all layers and heads that a budget governs."""
+        return sum(sum(self._stores[layer.index].lengths) for layer in self.spec.managed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held, slack and metadata included."""
+        return sum(store.nbytes for store in self._stores)
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors by name, without slack."""
+        return {
+            f"{index}.{name}": tensor
+            for index, store in enumerate(self._stores)
+            for name, tensor in store.state().items()
+        }
+
+    def meta(self) -> dict[str, str]:
+        """What `restore` needs beside the tensors."""
+        return {"form": self.form.value, "next_position": str(self.next_position)}
+
+    @classmethod
+    def restore(cls, spec: ModelSpec, state: Mapping[str, Tensor], meta: Mapping[str, str]) -> Self:
+        """The cache that `state` and `meta` came from.
+
+        Raises:
+            CacheError: the state has other layers than the model.
+        """
+        cache = cls(spec, Form(meta["form"]))
+        for index, store in enumerate(cache._stores):
+            prefix = f"{index}."
+            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            if not own:
+                raise CacheError(
+                    f"The saved cache has no layer {index}, but the model has "
+                    f"{len(spec.layers)} layers: it belongs to another model."
+                )
+            cache._stores[index] = type(store).restore(store.layer, own)
+        cache.next_position = int(meta["next_position"])
+        return cache
+
+
+def _store(layer: LayerSpec, spec: ModelSpec, form: Form) -> Store:
+    kind = Window if layer.sliding_window is not None else _STORES[form]
+    return kind(layer, spec.dtype, spec.device)

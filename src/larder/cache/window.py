@@ -1,0 +1,130 @@
+"""A sliding-window layer: it holds the last positions that any later query can still see.
+
+It holds its window by true position, whatever the budget, and is counted apart.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from larder.cache.base import Attended, Store, joined
+from larder.core.errors import CacheError
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import causal_attention, windowed_attention
+
+
+class Window(Store):
+    """The last `sliding_window` entries, the same in every head.
+
+    Entries that slid out are gone: `truncate` can go back by at most `slack_tokens` without loss,
+    so a caller who will roll back reserves that much first.
+    """
+
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+        if layer.sliding_window is None:
+            raise CacheError(f"Layer {layer.index} has no sliding window: use a dense cache.")
+        shape = (layer.kv_heads, 0, layer.head_dim)
+        self.layer = layer
+        self._window = layer.sliding_window
+        self._keys = torch.empty(shape, dtype=dtype, device=device)
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._positions = torch.empty(0, dtype=torch.int32, device=device)
+        self._slack = 0
+
+    def attend(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        sections: tuple[int, ...],
+    ) -> Queries:
+        scaling = self.layer.scaling
+        among = causal_attention(queries, keys, values, scaling, sections, self._window)
+        if not len(self._positions):
+            return among[0].to(queries.dtype)
+        return joined(self._cached(queries, positions), among).to(queries.dtype)
+
+    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
+        return self._cached(queries, positions)[0]
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        self._keys = torch.cat([self._keys, keys], dim=1)
+        self._values = torch.cat([self._values, values], dim=1)
+        self._positions = torch.cat([self._positions, positions.to(torch.int32)])
+        self._trim(int(positions[-1]) + 1 - self._window - self._slack)
+
+    def apply(self, plan: Plan) -> None:
+        raise CacheError(f"Layer {self.layer.index} slides its own window: no plan applies to it.")
+
+    def reserve(self, room: int) -> None:
+        """Keep `room` entries beyond the window, so that as many tokens can be taken back."""
+        self._slack = max(self._slack, room)
+
+    def compact(self) -> None:
+        """Forget what slid out of the window; later rollbacks reach no further than now."""
+        self._slack = 0
+        if len(self._positions):
+            self._trim(int(self._positions[-1]) + 1 - self._window)
+
+    def truncate(self, length: int) -> None:
+        self._keep(slice(0, int((self._positions < length).sum())))
+
+    def entries(self) -> Entries:
+        heads, held = self.layer.kv_heads, len(self._positions)
+        return Entries(
+            self._keys.flatten(0, 1),
+            self._values.flatten(0, 1),
+            self._positions.repeat(heads),
+            tuple(head * held for head in range(heads)),
+            (held,) * heads,
+        )
+
+    def fork(self) -> Self:
+        return type(self).restore(self.layer, self.state())
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            "keys": self._keys.clone(),
+            "values": self._values.clone(),
+            "positions": self._positions.clone(),
+        }
+
+    @classmethod
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store._keys, store._values = state["keys"], state["values"]
+        store._positions = state["positions"]
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._keys, self._values, self._positions
+
+    def _cached(self, queries: Queries, positions: Positions) -> Attended:
+        return windowed_attention(
+            queries,
+            positions,
+            self._keys,
+            self._values,
+            self._positions,
+            self._window,
+            self.layer.scaling,
+        )
+
+    def _trim(self, first: int) -> None:
+        """Forget positions before `first`, which no query sees any more."""
+        self._keep(slice(int((self._positions < first).sum()), None))
+
+    def _keep(self, rows: slice) -> None:
+        self._keys = self._keys[:, rows].contiguous()
+        self._values = self._values[:, rows].contiguous()
+        self._positions = self._positions[rows].clone()
+
+
+Part = Window
