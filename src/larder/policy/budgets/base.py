@@ -1,0 +1,63 @@
+"""What every budget can be asked: how many entries per layer, and which of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+
+# What was measured about a model: name -> one number per managed layer.
+Calibration = Mapping[str, tuple[float, ...]]
+
+
+class Budget(ABC):
+    """Splits a number of entries over layers and heads.
+
+    A budget is a frozen dataclass with the fields `tokens` (entries per kv head, averaged over
+    layers) and `kept` (a fraction of the context); at most one is given, none leaves it open.
+    """
+
+    tokens: int | None
+    kept: float | None
+
+    # Names of the measurements that `layer_tokens` looks up.
+    calibrations: ClassVar[frozenset[str]] = frozenset()
+
+    def layer_tokens(
+        self, tokens: int, layers: int, least: int, facts: Calibration
+    ) -> tuple[int, ...]:
+        """Entries per kv head for each managed layer; they sum to `layers * tokens`.
+
+        Args:
+            tokens: the average.
+            layers: managed layers.
+            least: entries that each layer needs for what is protected.
+            facts: measurements named in `calibrations`.
+        """
+        del least, facts
+        return (tokens,) * layers
+
+    @abstractmethod
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        """Plans for those of the judged layers that can be decided now.
+
+        Args:
+            ready: judged layers that have no plan yet, by layer index.
+            quotas: entries per kv head of every managed layer, by layer index.
+        """
+
+
+def check_size(name: str, tokens: int | None, kept: float | None) -> None:
+    """Raises: BadParameter: both sizes given, or one out of range."""
+    if tokens is not None and kept is not None:
+        raise BadParameter(
+            f"{name} was given tokens={tokens} and kept={kept}: give one of the two."
+        )
+    if tokens is not None and tokens < 1:
+        raise BadParameter(f"{name}.tokens must be at least 1, got {tokens}.")
+    if kept is not None and not 0 < kept <= 1:
+        raise BadParameter(f"{name}.kept must be a fraction in (0, 1], got {kept}.")

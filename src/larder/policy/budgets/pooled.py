@@ -1,0 +1,39 @@
+"""The heads of a layer share one pool of entries and compete for it.
+
+Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference" (2024), arXiv:2407.11550, algorithm 1; here without its floor per head, as EpiCache runs
+it for all methods (arXiv:2509.17396; `pair` in its released code). Protect sinks or recent tokens
+if no head may run empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+from larder.policy.budgets._selection import best_of_layer
+from larder.policy.budgets.base import Budget, check_size
+
+
+@dataclass(frozen=True)
+class Pooled(Budget):
+    """Joint selection over the heads of a layer.
+
+    Args:
+        tokens: entries per kv head, on average over the layer.
+        kept: the same as a fraction of the context.
+    """
+
+    tokens: int | None = None
+    kept: float | None = None
+
+    def __post_init__(self) -> None:
+        check_size("pooled", self.tokens, self.kept)
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        return {index: best_of_layer(scored, quotas[index]) for index, scored in ready.items()}
+
+
+Part = Pooled

@@ -1,0 +1,36 @@
+"""Every head of every layer keeps the same number of entries.
+
+The common default; EpiCache's released code calls it `pair-uniform` (arXiv:2509.17396).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+from larder.policy.budgets._selection import best_per_head
+from larder.policy.budgets.base import Budget, check_size
+
+
+@dataclass(frozen=True)
+class Uniform(Budget):
+    """The same for all.
+
+    Args:
+        tokens: entries per kv head.
+        kept: the same as a fraction of the context.
+    """
+
+    tokens: int | None = None
+    kept: float | None = None
+
+    def __post_init__(self) -> None:
+        check_size("uniform", self.tokens, self.kept)
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
+
+
+Part = Uniform

@@ -1,0 +1,32 @@
+"""No budget: everything stays. The full cache that all others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+from larder.policy.budgets.base import Budget
+
+WITHOUT_LIMIT = 1 << 62  # entries per head: more than any machine holds
+
+
+@dataclass(frozen=True)
+class Unlimited(Budget):
+    """Keep every entry."""
+
+    tokens: ClassVar[int] = WITHOUT_LIMIT
+    kept: ClassVar[None] = None
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        return {
+            index: Plan.from_mask(torch.ones_like(scored.protected), scored.lengths)
+            for index, scored in ready.items()
+        }
+
+
+Part = Unlimited

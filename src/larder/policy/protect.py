@@ -1,0 +1,59 @@
+"""Entries that no score can cost their place: the first tokens and the latest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from torch import Tensor
+
+from larder.core.errors import BadParameter, BudgetError
+from larder.core.types import PackedMask
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Sinks and recent tokens stay, inside the budget.
+
+    Args:
+        sinks: tokens at the start of the sequence.
+        recent: the latest tokens; a whole number is tokens, a fraction in (0, 1) is that share of
+            the budget.
+    """
+
+    sinks: int = 4
+    recent: int | float = 32
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise BadParameter(f"protect.sinks must be 0 or more, got {self.sinks}.")
+        if self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
+            raise BadParameter(
+                f"protect.recent must be tokens (0 or more) or a fraction below 1, "
+                f"got {self.recent}."
+            )
+
+    def recent_tokens(self, tokens: int) -> int:
+        """The latest tokens that stay, under a budget of `tokens` entries per head."""
+        return int(self.recent * tokens) if isinstance(self.recent, float) else self.recent
+
+    def least(self, tokens: int) -> int:
+        """Entries that every head needs under a budget of `tokens`.
+
+        Raises:
+            BudgetError: they do not fit.
+        """
+        least = self.sinks + self.recent_tokens(tokens)
+        if least > tokens:
+            raise BudgetError(
+                f"The budget of {tokens} tokens is smaller than sinks + recent = {self.sinks} + "
+                f"{self.recent_tokens(tokens)}: raise --budget, or lower protect(sinks, recent)."
+            )
+        return least
+
+    def mask(self, positions: Int[Tensor, " T"], length: int, tokens: int) -> PackedMask:
+        """Marks the entries at protected positions, when `length` tokens were read."""
+        return (positions < self.sinks) | (positions >= length - self.recent_tokens(tokens))
+
+
+Part = Protect

@@ -1,0 +1,40 @@
+"""What every scorer can be asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.types import Packed
+
+
+class Scorer(ABC):
+    """One published answer to the question: which cached entries will be needed again?
+
+    A scorer is a frozen dataclass. It judges one layer at a time and keeps no state.
+    """
+
+    # Names of the prompts that must be in the prompt book before reading starts.
+    prompts: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def score(self, seen: Seen) -> Packed:
+        """A float32 score for every cached entry, packed over heads; higher stays longer."""
+
+    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
+        """Token sequences to read behind the cache before judging, after a block was read.
+
+        None by default: the block's own pass is judged.
+
+        Args:
+            block: token ids just read.
+            start: the true position of the first of them.
+            book: prompts by name, as token ids.
+        """
+        del block, start, book
+        return ()
+
+    def wanted(self) -> frozenset[str]:
+        """Names of the prompts that this scorer, with these parameters, will look up."""
+        return self.prompts

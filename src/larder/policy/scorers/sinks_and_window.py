@@ -1,0 +1,39 @@
+"""Keep the first tokens and the most recent ones.
+
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453,
+section 3. Differs from the paper: keys stay rotated at their true positions instead of being
+re-rotated to their place in the cache, so that a full budget is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class SinksAndWindow(Scorer):
+    """StreamingLLM: recency, with the first tokens above everything.
+
+    Args:
+        sinks: tokens at the start of the sequence that always stay.
+    """
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise BadParameter(f"sinks_and_window.sinks must be 0 or more, got {self.sinks}.")
+
+    def score(self, seen: Seen) -> Packed:
+        positions = seen.entries.packed_positions()
+        return positions.float().masked_fill(positions < self.sinks, torch.inf)
+
+
+Part = SinksAndWindow

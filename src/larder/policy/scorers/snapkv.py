@@ -1,0 +1,69 @@
+"""Keep what the last queries looked at.
+
+Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024),
+arXiv:2404.14469, section 4 (window 32, max pooling over 7 in the authors' main setting). Query
+heads that share a kv head vote together: sums of their softmax weights, so one score per kv head.
+
+`variant="code"` is the adaptation that EpiCache compares with (arXiv:2509.17396, appendix): the
+last `window` tokens of each block are read once more as a prompt, an entry's score is its highest
+weight, nothing is pooled, and nothing protects the window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.types import Packed, Variant
+from larder.policy.scorers._attention import highest_weights, summed_weights
+from larder.policy.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class SnapKV(Scorer):
+    """Attention from the last `window` queries, summed, then smoothed over `kernel` positions.
+
+    Args:
+        window: queries that vote, in tokens. They always stay themselves.
+        kernel: width of the max pooling, in entries. Odd; 1 pools nothing.
+        variant: `larder` and `paper` as published, `code` as EpiCache runs it.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    variant: Variant = Variant.LARDER
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise BadParameter(f"snapkv.window must be at least 1 token, got {self.window}.")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadParameter(f"snapkv.kernel must be odd, got {self.kernel}.")
+
+    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
+        if self.variant is not Variant.CODE:
+            return ()
+        return (Scratch(block[-self.window :], (0, start + len(block))),)
+
+    def score(self, seen: Seen) -> Packed:
+        if self.variant is Variant.CODE:
+            return highest_weights(seen.queries, seen.entries, seen.layer.scaling)
+        voters = seen.query_positions[-self.window :]
+        queries = seen.queries[:, -self.window :]
+        votes = summed_weights(queries, voters, seen.entries, seen.layer.scaling)
+        heads = votes.split(seen.entries.lengths)
+        pooled = torch.cat([self._pool(head) for head in heads])
+        return pooled.masked_fill(seen.entries.packed_positions() >= voters[0], torch.inf)
+
+    def _pool(self, votes: Tensor) -> Tensor:
+        if not len(votes):
+            return votes
+        half = self.kernel // 2
+        return F.max_pool1d(votes[None], self.kernel, stride=1, padding=half)[0]
+
+
+Part = SnapKV
