@@ -1,0 +1,158 @@
+"""Any Hugging Face decoder, seen as a thing that reads token rows over caches of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import InputError, ModelError
+from larder.core.spec import ModelSpec
+from larder.core.types import Mode
+from larder.models import seam
+from larder.models.fingerprint import fingerprint
+from larder.models.passes import Observer, Pass, Row
+from larder.models.survey import Survey
+
+SURVEY_TOKENS = 8
+
+
+class Decoder:
+    """A model on Larder's attention, and what its caches look like.
+
+    The module's attention implementation is set to ours while a decoder holds it; `release`, or
+    leaving the `with` block, sets the former one again. Nothing else of the model is touched. One
+    thread at a time.
+
+    Args:
+        module: a `PreTrainedModel` with a language-model head, in eval mode.
+
+    Raises:
+        ModelError: the architecture has no seam, or asks for what cannot be honored.
+    """
+
+    def __init__(self, module: Any) -> None:
+        seam.register()
+        self.module = module
+        self._former = module.config._attn_implementation
+        _switch(module, seam.NAME)
+        try:
+            self.spec = self._survey()
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the number of token ids that the model's input table knows."""
+        return int(self.module.get_input_embeddings().weight.shape[0])
+
+    def token_table(self) -> Float[Tensor, "V hidden"]:
+        """The input embedding table, by reference."""
+        return self.module.get_input_embeddings().weight.detach()
+
+    @torch.no_grad()
+    def read(self, rows: Sequence[Row], mode: Mode, observer: Observer | None = None) -> None:
+        """Pass rows through all layers, without computing logits."""
+        self._run(self.module.base_model, rows, mode, observer)
+
+    @torch.no_grad()
+    def predict(
+        self, rows: Sequence[Row], mode: Mode, wanted: Sequence[int]
+    ) -> Float[Tensor, "N V"]:
+        """Pass rows through and return float32 logits at the wanted places of the packed rows."""
+        places = torch.tensor(wanted, device=self.spec.device)
+        out = self._run(self.module, rows, mode, None, logits_to_keep=places)
+        return out.logits[0].float()
+
+    def release(self) -> None:
+        """Give the model its own attention back."""
+        self.module.set_attn_implementation(self._former)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _run(
+        self,
+        module: Any,
+        rows: Sequence[Row],
+        mode: Mode,
+        observer: Observer | None,
+        **options: Any,
+    ) -> Any:
+        ids = [token for row in rows for token in row.ids]
+        self._check(ids)
+        journey = Pass(rows, mode, self.spec.device, observer)
+        try:
+            out = module(
+                input_ids=torch.tensor([ids], device=self.spec.device),
+                position_ids=journey.positions(),
+                use_cache=False,
+                larder=journey,
+                **options,
+            )
+        except BaseException:
+            journey.roll_back()
+            raise
+        journey.finish()
+        return out
+
+    def _check(self, ids: list[int]) -> None:
+        if not ids:
+            raise InputError("Nothing to read: the text has no tokens.")
+        if max(ids) >= self.vocabulary or min(ids) < 0:
+            raise InputError(
+                f"Token id {max(ids)} is outside the model's vocabulary of {self.vocabulary}: "
+                "use the tokenizer that came with the model."
+            )
+
+    @torch.no_grad()
+    def _survey(self) -> ModelSpec:
+        table = self.token_table()
+        survey, count = Survey(), min(SURVEY_TOKENS, table.shape[0])
+        ids = torch.arange(count, device=table.device)[None]
+        self.module.base_model(
+            input_ids=ids,
+            position_ids=torch.arange(count, device=table.device)[None],
+            use_cache=False,
+            larder=survey,
+        )
+        expected = self.module.config.get_text_config().num_hidden_layers
+        if set(survey.layers) != set(range(expected)):
+            raise ModelError(
+                f"{type(self.module).__name__} has {expected} layers, but only "
+                f"{sorted(survey.layers)} call attention through the public interface: Larder "
+                "cannot manage a model without that seam in every layer."
+            )
+        layers = tuple(survey.layers[index] for index in range(expected))
+        return ModelSpec(layers, table.dtype, table.device, fingerprint(self.module))
+
+
+def _switch(module: Any, name: str) -> None:
+    """Set the attention implementation, and make sure that it took."""
+    if not _has_seam(type(module)):
+        raise ModelError(
+            f"{type(module).__name__} does not use transformers' AttentionInterface, so Larder has "
+            "no seam to manage its cache: take an architecture that does (Llama, Qwen, Mistral, "
+            "Phi3, Gemma3, ...)."
+        )
+    module.set_attn_implementation(name)
+    if module.config._attn_implementation != name:
+        raise ModelError(f"{type(module).__name__} refused the attention implementation {name!r}.")
+
+
+def _has_seam(kind: type) -> bool:
+    """Whether the class declares that it dispatches attention through the public interface."""
+    return bool(kind._supports_attention_backend)  # pyright: ignore

@@ -1,0 +1,128 @@
+"""From a name or a folder to a verified decoder with its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from larder.core.errors import BadParameter, ModelError
+from larder.models.decoder import Decoder
+from larder.models.verification import check_rope, own_logits, verify
+
+SEED = "seed"
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A decoder, the tokenizer that came with it, and the name it was asked for by."""
+
+    decoder: Decoder
+    tokenizer: Any
+    name: str
+
+
+def load(name: str = SEED, device: str = "cpu", dtype: str | None = None) -> Loaded:
+    """Load a model and prove that it works through Larder's attention.
+
+    Args:
+        name: `seed` for the bundled model, a local folder, or a Hugging Face name.
+        device: where it runs, as torch spells it.
+        dtype: `float32` (default on a CPU), `bfloat16` (default elsewhere) or `float16`.
+
+    Raises:
+        ModelError: it cannot be loaded, or cannot be honored; the message says what to do.
+    """
+    source = str(files("larder.models") / "seed") if name == SEED else name
+    _check_folder(source)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    kind = _dtype(dtype, device)
+    config = _guarded(name, _read_config, source)
+    check_rope(config)
+    module = _guarded(name, AutoModelForCausalLM.from_pretrained, source, **_dtype_option(kind))
+    module = _move(module, device).eval()
+    tokenizer = _guarded(name, AutoTokenizer.from_pretrained, source)
+    return Loaded(adopt(module), tokenizer, name)
+
+
+def adopt(module: Any) -> Decoder:
+    """A decoder around a model that is already in memory, verified.
+
+    Raises:
+        ModelError: it cannot be honored; the model is left as it was.
+    """
+    check_rope(module.config)
+    expected = own_logits(module.eval())
+    decoder = Decoder(module)
+    try:
+        verify(decoder, expected)
+    except BaseException:
+        decoder.release()
+        raise
+    return decoder
+
+
+def _check_folder(source: str) -> None:
+    """What can be said about a local folder before transformers tries it."""
+    folder = Path(source)
+    if not folder.exists():
+        if folder.is_absolute() or source.startswith((".", "~")):
+            raise ModelError(f"The model folder {source} does not exist: check the path.")
+        return
+    if not folder.is_dir():
+        raise ModelError(f"{source} is a file: give the folder that holds config.json and weights.")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{source} has no config.json: it is not a Hugging Face model folder.")
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ModelError(
+            f"{source} has a config.json but no weights (*.safetensors): download them into it."
+        )
+
+
+def _guarded(name: str, function: Any, *args: Any, **options: Any) -> Any:
+    """Call into transformers and turn its refusals into one line of ours."""
+    try:
+        return function(*args, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        said = " ".join(str(error).split()).split(". ")[0]
+        raise ModelError(
+            f"The model {name!r} cannot be loaded: {said}. Give a local folder, a Hugging Face "
+            f"name that this machine can reach, or leave --model out for the bundled one."
+        ) from error
+
+
+def _read_config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source)
+
+
+def _dtype(dtype: str | None, device: str) -> torch.dtype:
+    if dtype is None:
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    return DTYPES[dtype]
+
+
+def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The keyword changed its name in transformers 4.56."""
+    import transformers
+    from packaging.version import Version
+
+    old = Version(transformers.__version__) < Version("4.56")
+    return {"torch_dtype" if old else "dtype": dtype}
+
+
+def _move(module: Any, device: str) -> Any:
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0]
+        raise ModelError(f"The device {device!r} cannot be used: {said}") from error

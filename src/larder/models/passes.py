@@ -1,0 +1,124 @@
+"""One pass of token rows through a model, each row over a cache of its own.
+
+A batch is packed, not padded: rows lie end to end along Q, and every token carries its true
+position. Rows do not see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import ModelError
+from larder.core.types import Keys, Mode, Queries, Values
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens to read over one cache.
+
+    Args:
+        cache: what they continue.
+        ids: the tokens.
+        sections: lengths that partition `ids` into texts that each continue the cache alone, as
+            several questions in scratch mode; one section by default.
+    """
+
+    cache: SequenceCache
+    ids: tuple[int, ...]
+    sections: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.sections or (len(self.ids),)
+
+    def positions(self) -> list[int]:
+        """True positions: every section starts at the cache's next one."""
+        start = self.cache.next_position
+        return [start + offset for part in self.parts for offset in range(part)]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one layer made of one row.
+
+    Args:
+        queries [H, Q, D], keys and values [K, Q, D]: post-RoPE.
+        positions: true positions [Q].
+    """
+
+    queries: Float[Tensor, "H Q D"]
+    keys: Float[Tensor, "K Q D"]
+    values: Float[Tensor, "K Q D"]
+    positions: Int[Tensor, " Q"]
+
+
+# Called after each layer of each row, once the cache of that layer is up to date.
+Observer = Callable[[int, int, Recorded], None]
+
+
+class Pass:
+    """The state of one forward call: rows, mode, and who watches. Used once."""
+
+    def __init__(
+        self, rows: Sequence[Row], mode: Mode, device: torch.device, observer: Observer | None
+    ) -> None:
+        self.rows = rows
+        self.called: set[int] = set()
+        self._mode = mode
+        self._observer = observer
+        self._positions = [torch.tensor(row.positions(), device=device) for row in rows]
+
+    def positions(self) -> Int[Tensor, "1 Q"]:
+        """True positions of all rows, as the model takes them."""
+        return torch.cat(self._positions)[None]
+
+    def attend(
+        self,
+        layer: int,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Queries:
+        del scaling, sliding_window  # known from the survey at load
+        self.called.add(layer)
+        if len(self.rows) == 1:
+            return self._row(0, layer, queries, keys, values)
+        widths = [len(row.ids) for row in self.rows]
+        parts = zip(
+            queries.split(widths, 1), keys.split(widths, 1), values.split(widths, 1), strict=True
+        )
+        return torch.cat([self._row(i, layer, *part) for i, part in enumerate(parts)], dim=1)
+
+    def finish(self) -> None:
+        """Count the tokens as read.
+
+        Raises:
+            ModelError: some layer of the model never asked for attention.
+        """
+        missed = {layer.index for layer in self.rows[0].cache.spec.layers} - self.called
+        if missed:
+            raise ModelError(f"Layers {sorted(missed)} never called attention in this pass.")
+        if self._mode is Mode.APPEND:
+            for row in self.rows:
+                row.cache.advance(len(row.ids))
+
+    def roll_back(self) -> None:
+        """Take back what a failed pass has already appended."""
+        if self._mode is Mode.APPEND:
+            for row in self.rows:
+                row.cache.truncate(row.cache.next_position)
+
+    def _row(self, index: int, layer: int, queries: Queries, keys: Keys, values: Values) -> Queries:
+        row, positions = self.rows[index], self._positions[index]
+        out = row.cache.attend(layer, queries, keys, values, positions, self._mode, row.parts)
+        if self._observer is not None:
+            self._observer(index, layer, Recorded(queries, keys, values, positions))
+        return out

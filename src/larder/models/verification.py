@@ -1,0 +1,92 @@
+"""Trust, after checking: a loaded model must give its own logits through Larder's attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import ModelError
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.passes import Row
+
+CHECKED_TOKENS = 24
+BLOCK_TOKENS = 10  # so that blocks, a short last block and single tokens are all tried
+
+# Largest difference that rounding explains, relative to the spread of the logits. bfloat16 keeps 8
+# bits, and sums taken in another order differ in the last few of them.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
+
+CHANGING_ROPE = {"dynamic", "longrope"}
+
+
+def check_rope(config: Any) -> None:
+    """Raises: ModelError: the rotation of cached keys would change as the text grows."""
+    text = config.get_text_config()
+    found = _rope_types(_declared_rope(text.to_dict())) & CHANGING_ROPE
+    if found:
+        raise ModelError(
+            f"The model's RoPE is {sorted(found)[0]!r}: its frequencies change with the length, "
+            "which would spoil keys already cached. Set a rope type with fixed frequencies "
+            "(default, linear, yarn, llama3) in its config."
+        )
+
+
+@torch.no_grad()
+def own_logits(module: Any) -> Float[Tensor, "Q V"]:
+    """Logits of the model on its own attention for the text that `verify` reads."""
+    ids = torch.tensor([_text(module)], device=module.device)
+    logits = module(input_ids=ids, use_cache=False).logits[0].float()
+    if not bool(torch.isfinite(logits).all()):
+        raise ModelError(
+            "The model's logits are not finite on a short text: its weights hold NaN or infinity. "
+            "Load intact weights, or another --dtype."
+        )
+    return logits
+
+
+def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
+    """Read a short text block by block and token by token, and compare.
+
+    Raises:
+        ModelError: Larder's logits differ from the model's own.
+    """
+    ids = _text(decoder.module)
+    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    cuts = [0, BLOCK_TOKENS, *range(BLOCK_TOKENS + 8, CHECKED_TOKENS + 1)]
+    parts = [
+        decoder.predict([Row(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
+        for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+    got = torch.cat(parts)
+    error = float((got - expected).abs().max() / expected.std().clamp_min(1e-6))
+    if not error <= TOLERANCE[decoder.spec.dtype]:
+        raise ModelError(
+            f"Through Larder's attention {type(decoder.module).__name__} gives other logits than "
+            f"on its own (difference {error:.2g} of their spread): it does something in attention "
+            "that Larder does not know, so it is refused."
+        )
+
+
+def _text(module: Any) -> list[int]:
+    """Token ids spread over the vocabulary, the same every time."""
+    size = int(module.get_input_embeddings().weight.shape[0])
+    return [(7 + 31 * i * i) % size for i in range(CHECKED_TOKENS)]
+
+
+def _declared_rope(config: dict[str, Any]) -> list[Any]:
+    return [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+
+
+def _rope_types(tree: Any) -> set[str]:
+    """Every rope type named anywhere in a configuration's nested rope entries."""
+    if isinstance(tree, dict):
+        own = {str(tree[key]) for key in ("rope_type", "type") if key in tree}
+        return own.union(*[_rope_types(value) for value in tree.values()])
+    if isinstance(tree, list):
+        return set().union(*[_rope_types(value) for value in tree])
+    return set()
