@@ -1,0 +1,32 @@
+"""What every schedule can be asked: in what order a long input is eaten."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from larder.prefill.reader import Lane, Reader
+
+# Called as tokens are read: (tokens read so far over all lanes, tokens to read over all lanes).
+Progress = Callable[[int, int], None]
+
+
+def silent(done: int, total: int) -> None:
+    """Progress for nobody."""
+
+
+class Schedule(ABC):
+    """Says when plans are made while a context is read. A frozen dataclass without state."""
+
+    tokens: int | None  # M_block, tokens read between two plans; None for schedules without blocks
+
+    @abstractmethod
+    def read(
+        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
+    ) -> None:
+        """Read `ids` into the cache of every lane and leave each within its budget."""
+
+
+def pieces(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """Consecutive pieces of `size` tokens; the last may be short."""
+    return [ids[start : start + size] for start in range(0, len(ids), size)]

@@ -1,0 +1,84 @@
+"""Reads tokens into caches and has the policy judge them: the step that all schedules share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from larder.cache.sequence import SequenceCache
+from larder.core.observation import Prompts, Scratch
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.passes import Recorded, Row
+from larder.policy.planner import Planner
+from larder.prefill.judge import Judge, Turn
+from larder.prefill.meter import Meter
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One cache being built, and the prompts that judge it."""
+
+    cache: SequenceCache
+    book: Prompts
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model, a policy and a budget, ready to read.
+
+    Args:
+        tokens: M, entries per kv head averaged over the managed layers.
+        quotas: the same per managed layer, by layer index.
+    """
+
+    decoder: Decoder
+    planner: Planner
+    tokens: int
+    quotas: Mapping[int, int]
+    meter: Meter
+
+    def append(self, lanes: Sequence[Lane], ids: tuple[int, ...]) -> None:
+        """Read tokens into every lane; nothing is judged."""
+        caches = [lane.cache for lane in lanes]
+        rows = [Row(cache, ids) for cache in caches]
+
+        def watch(row: int, layer: int, recorded: Recorded) -> None:
+            self.meter.note(caches, layer, 0)
+
+        self.decoder.read(rows, Mode.APPEND, watch)
+
+    def settle(
+        self, lanes: Sequence[Lane], ids: tuple[int, ...], block: tuple[int, ...], start: int
+    ) -> None:
+        """Read tokens into every lane, then bring each lane back within its budget.
+
+        Args:
+            ids: the tokens still to be read.
+            block: the tokens to judge by; `ids` are its last ones.
+            start: true position of the first token of `block`.
+        """
+        if self._fits(lanes, len(ids)):
+            self.append(lanes, ids)
+            return
+        scratches = [self.planner.scorer.scratch(block, start, lane.book) for lane in lanes]
+        caches = [lane.cache for lane in lanes]
+        judge = Judge(
+            self.planner, caches, self.tokens, self.quotas, self.meter, start + len(block)
+        )
+        if not scratches[0]:
+            judge.expect([Scratch(block, (0, judge.length))] * len(lanes), Turn.LAST)
+            self.decoder.read([Row(cache, ids) for cache in caches], Mode.APPEND, judge)
+            return
+        self.append(lanes, ids)
+        rounds = list(zip(*scratches, strict=True))
+        for number, asked in enumerate(rounds, start=1):
+            judge.expect(asked, Turn.LAST if number == len(rounds) else Turn.MORE)
+            rows = [Row(cache, s.ids) for cache, s in zip(caches, asked, strict=True)]
+            self.decoder.read(rows, Mode.SCRATCH, judge)
+
+    def _fits(self, lanes: Sequence[Lane], new_tokens: int) -> bool:
+        """Whether every layer of every lane stays within its budget without any plan."""
+        return all(
+            lane.cache.next_position + new_tokens <= min(self.quotas.values()) for lane in lanes
+        )

@@ -1,0 +1,46 @@
+"""Read block by block and decide after each: memory stays within budget + block.
+
+Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
+Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.2. Several caches, as those
+of episodes, are built one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter
+from larder.prefill.base import Progress, Schedule, pieces
+from larder.prefill.reader import Lane, Reader
+
+
+@dataclass(frozen=True)
+class Blockwise(Schedule):
+    """A plan after every block.
+
+    Args:
+        tokens: M_block, tokens read between two plans; left out, the smaller of 512 and the budget.
+    """
+
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 1:
+            raise BadParameter(f"blockwise.tokens must be at least 1, got {self.tokens}.")
+
+    def read(
+        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
+    ) -> None:
+        total = len(ids) * len(lanes)
+        for number, lane in enumerate(lanes):
+            done = number * len(ids)
+            for block in pieces(ids, self.tokens or len(ids)):
+                reader.settle((lane,), block, block, lane.cache.next_position)
+                done += len(block)
+                progress(done, total)
+            lane.cache.compact()
+            reader.meter.park(lane.cache)
+
+
+Part = Blockwise

@@ -1,0 +1,45 @@
+"""Read everything first, then decide: the schedule of SnapKV, KVzip and most published methods.
+
+The whole cache stands in memory before anything is dropped, so the budget binds only afterwards;
+the peak is counted and shown. Reading goes by large pieces without any plan in between, which is
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from larder.prefill.base import Progress, Schedule
+from larder.prefill.reader import Lane, Reader
+
+PIECE_TOKENS = 1024  # bounds activations; any number gives the same result
+
+
+@dataclass(frozen=True)
+class Whole(Schedule):
+    """One plan, when all has been read."""
+
+    tokens: ClassVar[None] = None
+
+    def read(
+        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
+    ) -> None:
+        total = len(ids) * len(lanes)
+        for number, lane in enumerate(lanes):
+            self._lane(reader, lane, ids)
+            reader.meter.park(lane.cache)
+            progress(len(ids) * (number + 1), total)
+
+    def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> None:
+        start = lane.cache.next_position
+        last = max(0, len(ids) - PIECE_TOKENS)  # the last piece is a full one: its queries may vote
+        lane.cache.reserve(len(ids))
+        for cut in range(0, last, PIECE_TOKENS):
+            reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])
+        reader.settle((lane,), ids[last:], ids, start)
+        lane.cache.compact()
+
+
+Part = Whole
