@@ -1,0 +1,28 @@
+"""What every arrangement can be asked: how many caches a conversation gets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from larder.core.conversation import Conversation
+from larder.session.embedders.base import Embedder
+from larder.session.routing import Router
+
+
+class Arrangement(ABC):
+    """The first slot of a policy: one cache for all, or one per episode. A frozen dataclass."""
+
+    @abstractmethod
+    def arrange(
+        self,
+        conversation: Conversation,
+        embedder: Callable[[str], Embedder],
+        count: Callable[[str], int],
+    ) -> Router:
+        """The way from a question to a cache.
+
+        Args:
+            embedder: loads an embedder by name.
+            count: tokens of a text.
+        """

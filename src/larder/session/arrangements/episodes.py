@@ -1,0 +1,111 @@
+"""One cache per episode of the conversation; a question goes to the nearest one.
+
+Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
+Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.1, stage 1. Where the
+released code differs from the paper, the defaults are: cosine matching (paper; the code takes the dot
+product with the raw centroid), the bare question (paper; the code embeds its whole prompt), eight
+representative segments (the code's scripts; its default is 4, the paper's 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder.session.arrangements.base import Arrangement
+from larder.session.clustering import choose_count, cluster, representatives
+from larder.session.embedders.base import Embedder
+from larder.session.matching import Rule
+from larder.session.routing import Episode, NearestEpisode, Router
+from larder.session.segments import Unit, cut
+
+
+@dataclass(frozen=True)
+class Episodes(Arrangement):
+    """Clusters of segments, a cache for each.
+
+    Args:
+        count: E; 0 chooses it by silhouette between 2 and 8.
+        segment: size of a segment, in units.
+        unit: `utterances`, `words` or `tokens`.
+        representatives: segments nearest to the centroid that make an episode's prompt.
+        embedder: `minilm`, `tokens`, or the name or folder of an embedding model.
+        match: `cosine` or `dot`.
+        tau_quantile: a chat turn opens a new episode when it is less similar to every centroid
+            than this share of held-out turns is to its own.
+        seed: of the clustering.
+    """
+
+    count: int = 4
+    segment: int = 4
+    unit: Unit = Unit.UTTERANCES
+    representatives: int = 8
+    embedder: str = "minilm"
+    match: Rule = Rule.COSINE
+    tau_quantile: float = 0.05
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for name in ("segment", "representatives"):
+            if getattr(self, name) < 1:
+                raise BadParameter(
+                    f"episodes.{name} must be at least 1, got {getattr(self, name)}."
+                )
+        if self.count < 0:
+            raise BadParameter(
+                f"episodes.count must be at least 1, or 0 to choose it by silhouette, "
+                f"got {self.count}."
+            )
+        if not 0 <= self.tau_quantile < 1:
+            raise BadParameter(
+                f"episodes.tau_quantile must be a fraction in [0, 1), got {self.tau_quantile}."
+            )
+
+    def arrange(
+        self,
+        conversation: Conversation,
+        embedder: Callable[[str], Embedder],
+        count: Callable[[str], int],
+    ) -> Router:
+        segments = cut(conversation, self.unit, self.segment, count)
+        loaded = embedder(self.embedder)
+        texts = [segment.text for segment in segments]
+        episodes = self.episodes(texts, loaded.embed_segments(texts))
+        return NearestEpisode(loaded, self.match, episodes)
+
+    def episodes(self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]) -> list[Episode]:
+        """Segments sorted into episodes, each with its representatives."""
+        clusters = cluster(rows, self.count or choose_count(rows, seed=self.seed), self.seed)
+        return [
+            _episode(
+                texts,
+                rows,
+                clusters.centroids[number],
+                members,
+                representatives(rows, clusters, number, self.representatives),
+            )
+            for number, members in enumerate(clusters.members)
+        ]
+
+
+def _episode(
+    texts: Sequence[str],
+    rows: Float32[np.ndarray, "N D"],
+    centroid: Float32[np.ndarray, " D"],
+    members: tuple[int, ...],
+    chosen: tuple[int, ...],
+) -> Episode:
+    return Episode(
+        centroid,
+        rows[list(members)],
+        tuple(texts[index] for index in members),
+        tuple(members.index(index) for index in chosen),
+    )
+
+
+Part = Episodes

@@ -1,0 +1,28 @@
+"""One cache answers every question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from larder.core.conversation import Conversation
+from larder.session.arrangements.base import Arrangement
+from larder.session.embedders.base import Embedder
+from larder.session.routing import OneCache, Router
+
+
+@dataclass(frozen=True)
+class Single(Arrangement):
+    """The whole conversation in one cache."""
+
+    def arrange(
+        self,
+        conversation: Conversation,
+        embedder: Callable[[str], Embedder],
+        count: Callable[[str], int],
+    ) -> Router:
+        del conversation, embedder, count
+        return OneCache()
+
+
+Part = Single

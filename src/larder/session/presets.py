@@ -1,0 +1,20 @@
+"""Published methods by name, each a sentence of parts. Budgets and blocks are left open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PRESETS: Mapping[str, str] = {
+    "full": "whole() > unlimited()",
+    "epicache": 'episodes() > blockwise() > patched(prompt="episode") > sensitivity()',
+    "epicache_batched": 'episodes() > episodic() > patched(prompt="episode") > sensitivity()',
+    "streaming_llm": "blockwise() > protect(sinks=4, recent=0) > sinks_and_window() > uniform()",
+    "snapkv": "blockwise() > snapkv() > pooled()",
+    "snapkv_whole": "whole() > snapkv() > pooled()",
+    "keydiff": "blockwise() > keydiff() > uniform()",
+    "kvzip": "blockwise() > reconstruct() > pooled()",
+    "kvzip_whole": "whole() > reconstruct() > global()",
+    "infinipot": 'blockwise() > patched(prompt="summarize") > pooled()',
+    "exact_question": 'blockwise() > patched(prompt="question") > pooled()',
+    "random": "blockwise() > random() > uniform()",
+}

@@ -1,0 +1,42 @@
+"""The prompts that policies judge by, written for a model: names to token ids.
+
+The requests are ours; what they ask for follows the papers: KVzip repeats the context
+(arXiv:2505.23416), InfiniPot asks for what matters (arXiv:2410.01518), EpiCache asks for the key
+facts of an episode and then shows its segments where the answer would stand (arXiv:2509.17396 and
+its released code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from larder.core.errors import UsageError
+from larder.core.observation import Prompts
+from larder.session.transcript import Scribe
+
+REPEAT = "Repeat the previous context exactly."
+SUMMARIZE = "Summarize the previous context, with its most important parts."
+EPISODE = (
+    "List the key facts of this part of the conversation: names, persons, dates, events, personal "
+    "details, plans, opinions and feelings."
+)
+
+
+def common_prompts(scribe: Scribe) -> dict[str, tuple[int, ...]]:
+    """The prompts that depend on nothing but the model."""
+    return {"repeat": scribe.question(REPEAT), "summarize": scribe.question(SUMMARIZE)}
+
+
+def episode_prompt(scribe: Scribe, texts: Sequence[str]) -> tuple[int, ...]:
+    """A request for key facts, answered with the episode's representative segments."""
+    return scribe.question(EPISODE) + scribe.encode("\n\n".join(texts))
+
+
+def require(book: Prompts, names: frozenset[str]) -> None:
+    """Raises: UsageError: a prompt is needed that nothing provides."""
+    for name in sorted(names - book.keys()):
+        way = {
+            "question": "it needs the question before reading: use it where questions are known",
+            "episode": "it needs episodes: put episodes() in front",
+        }.get(name, "no such prompt is known")
+        raise UsageError(f"The policy looks for the prompt {name!r}, but {way}.")

@@ -1,0 +1,98 @@
+"""A tokenizer's chat template, asked for whole conversations and for what one turn adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from typing import Any
+
+from larder.core.errors import ModelError
+
+PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+MARK = "0mark0"  # stands for an answer; no template changes it
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message in the template's own terms."""
+
+    role: str
+    content: str
+
+
+class End(Enum):
+    """How a rendering ends: after the last turn, or where the assistant's answer begins."""
+
+    CLOSED = "closed"
+    ANSWER = "answer"
+
+
+@dataclass(frozen=True)
+class Template:
+    """Renders turns as the model was trained to see them.
+
+    A template that refuses system turns inside a conversation, or two turns of one role, gets them
+    folded into the user's turns instead. Without a template, turns are plain lines.
+    """
+
+    tokenizer: Any
+
+    def render(self, turns: Sequence[Turn], end: End) -> str:
+        """The text of a conversation.
+
+        Raises:
+            ModelError: the template fails even on plain alternating turns.
+        """
+        if not self.tokenizer.chat_template:
+            return _plain(turns, end)
+        from jinja2 import TemplateError
+
+        try:
+            return self._apply(turns, end)
+        except TemplateError:
+            pass
+        try:
+            return self._apply(_tamed(turns), end)
+        except TemplateError as error:
+            raise ModelError(
+                f"The tokenizer's chat template refuses the conversation: {error}. Give a model "
+                "whose template takes user and assistant turns."
+            ) from error
+
+    def user_turn(self, content: str, end: End) -> str:
+        """What a user's turn adds behind a finished answer."""
+        turns = [Turn("user", "?"), Turn("assistant", MARK), Turn("user", content)]
+        return self._behind_mark(turns, end).removeprefix(self.closing())
+
+    def closing(self) -> str:
+        """What the template puts behind an answer to end the assistant's turn."""
+        return self._behind_mark([Turn("user", "?"), Turn("assistant", MARK)], End.CLOSED)
+
+    def _behind_mark(self, turns: Sequence[Turn], end: End) -> str:
+        _, found, rest = self.render(turns, end).partition(MARK)
+        if not found:
+            raise ModelError("The tokenizer's chat template drops the assistant's answers.")
+        return rest
+
+    def _apply(self, turns: Sequence[Turn], end: End) -> str:
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=end is End.ANSWER
+        )
+
+
+def _plain(turns: Sequence[Turn], end: End) -> str:
+    lines = "".join(f"{PLAIN_ROLES[turn.role]}: {turn.content}\n" for turn in turns)
+    return lines + "Assistant:" if end is End.ANSWER else lines
+
+
+def _tamed(turns: Sequence[Turn]) -> list[Turn]:
+    """The same words in strictly alternating user and assistant turns."""
+    told = [Turn("user", t.content) if t.role == "system" else t for t in turns]
+    merged = [
+        Turn(role, "\n".join(turn.content for turn in group))
+        for role, group in groupby(told, key=lambda turn: turn.role)
+    ]
+    return [Turn("user", "..."), *merged] if merged[0].role == "assistant" else merged

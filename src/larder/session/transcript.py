@@ -1,0 +1,95 @@
+"""From text to token ids: the model's chat template around a conversation, turn by turn."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.conversation import Conversation, Form
+from larder.session.template import End, Template, Turn
+
+ACKNOWLEDGEMENT = "I have read the text. Ask me anything about it."
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation as the model reads it.
+
+    Args:
+        ids: its tokens.
+        spans: tokens [start, stop) of each message, the header of its turn included. What the
+            template puts behind the last message belongs to none.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+class Scribe:
+    """Writes conversations, questions and requests in the form that a model was trained on.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._template = Template(tokenizer)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a bare text."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def write(self, conversation: Conversation) -> Transcript:
+        """A whole conversation. A document or a transcript becomes one user's turn, acknowledged,
+        so that whatever follows is an ordinary exchange.
+        """
+        text = self._template.render(_turns(conversation), End.CLOSED)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        stops = _content_stops(text, [message.content for message in conversation.messages])
+        cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
+        return Transcript(tuple(encoded["input_ids"]), tuple(zip(cuts, cuts[1:], strict=False)))
+
+    def question(self, text: str) -> tuple[int, ...]:
+        """A user's turn after a finished exchange, up to where the answer begins."""
+        return self.encode(self._template.user_turn(text, End.ANSWER))
+
+    def answer(self, text: str) -> tuple[int, ...]:
+        """An answer as it stands behind `question`, its end of turn included."""
+        return self.encode(text + self._template.closing())
+
+    def closing(self) -> tuple[int, ...]:
+        """What ends an assistant's turn."""
+        return self.encode(self._template.closing())
+
+    def message(self, role: str, text: str) -> tuple[int, ...]:
+        """A finished turn in the middle of a conversation."""
+        if role == "assistant":
+            return self.answer(text)
+        return self.encode(self._template.user_turn(text, End.CLOSED))
+
+
+def _turns(conversation: Conversation) -> list[Turn]:
+    if conversation.form is Form.CHAT:
+        return [Turn(message.role, message.content) for message in conversation.messages]
+    lines = (conversation.opening, *(message.content for message in conversation.messages))
+    text = "".join(lines)
+    return [Turn("user", text), Turn("assistant", ACKNOWLEDGEMENT)]
+
+
+def _content_stops(text: str, contents: Sequence[str]) -> list[int]:
+    """Where each content ends in the rendered text; templates may trim white space around it."""
+    cursor, stops = 0, []
+    for content in contents:
+        bare = content.strip()
+        found = text.find(bare, cursor)
+        cursor = cursor if found < 0 else found + len(bare)
+        stops.append(cursor)
+    return stops
