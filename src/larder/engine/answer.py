@@ -1,0 +1,32 @@
+"""What comes back for a question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and what it took.
+
+    Args:
+        question: as asked.
+        text: the answer, without its end of turn.
+        ids: its tokens.
+        episode: the number of the episode that answered; None where there are none.
+        similarity: of the question to that episode.
+        decode_seconds: from the question's first token read to the answer's last token chosen.
+        question_tokens: tokens of the question's turn.
+    """
+
+    question: str
+    text: str
+    ids: tuple[int, ...]
+    episode: int | None
+    similarity: float | None
+    decode_seconds: float
+    question_tokens: int
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.ids)

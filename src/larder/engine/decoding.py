@@ -1,0 +1,96 @@
+"""The loop: a prompt goes in, tokens come out. Token ids only, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BadParameter
+from larder.core.types import Mode
+from larder.engine.sampling import Sampling
+from larder.models.decoder import Decoder
+from larder.models.passes import Row
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an answer ends.
+
+    Args:
+        max_new_tokens: at most so many tokens.
+        stops: token ids that end a turn.
+    """
+
+    max_new_tokens: int = 256
+    stops: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise BadParameter(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+
+
+# Called with the number of the row and its new token; returns whether the row goes on.
+OnToken = Callable[[int, int], bool]
+
+
+def endless(row: int, token: int) -> bool:
+    """Goes on until the limits say stop."""
+    del row, token
+    return True
+
+
+@dataclass
+class _Stream:
+    """One sequence on its way: what it must read next, what it has said."""
+
+    cache: SequenceCache
+    unread: tuple[int, ...]
+    source: torch.Generator
+    said: list[int] = field(default_factory=list)
+
+
+def generate(
+    decoder: Decoder,
+    caches: Sequence[SequenceCache],
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    limits: Limits,
+    on_token: OnToken = endless,
+) -> list[list[int]]:
+    """Continue every cache with its prompt, all rows packed into one pass per step.
+
+    Each row gives what it would give alone. The stop token is not part of the answer. Caches keep
+    the prompt and all tokens of the answer but the last, which was never read.
+
+    Args:
+        caches: one per row; the same cache must not appear twice.
+        prompts: token ids to read first, one per row.
+        on_token: told of every token as it is chosen.
+    """
+    streams = [
+        _Stream(cache, prompt, sampling.generator())
+        for cache, prompt in zip(caches, prompts, strict=True)
+    ]
+    going = dict(enumerate(streams))
+    while going:
+        for number, logits in zip(list(going), _step(decoder, list(going.values())), strict=True):
+            stream = going[number]
+            token = sampling.choose(logits, stream.source)
+            if token in limits.stops:
+                del going[number]
+                continue
+            stream.said.append(token)
+            stream.unread = (token,)
+            if not on_token(number, token) or len(stream.said) >= limits.max_new_tokens:
+                del going[number]
+    return [stream.said for stream in streams]
+
+
+def _step(decoder: Decoder, streams: Sequence[_Stream]) -> torch.Tensor:
+    """Read what each stream has unread; logits [rows, V] behind its last token."""
+    rows = [Row(stream.cache, stream.unread) for stream in streams]
+    ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
+    return decoder.predict(rows, Mode.APPEND, ends.tolist())
