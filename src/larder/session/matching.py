@@ -1,0 +1,113 @@
+"""Which episode a question belongs to, and when a turn belongs to none.
+
+Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
+Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, equation 7
+and stage 3b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from jaxtyping import Float32
+
+from larder.core.errors import BadParameter
+from larder.session.clustering import SEED, cluster
+
+FOLDS = 5
+
+
+class Rule(Enum):
+    """How near a question is to an episode.
+
+    COSINE: the paper's; the length of a centroid does not count.
+    DOT: the released code's; the unit question with the plain mean, so tight episodes are favored.
+    """
+
+    COSINE = "cosine"
+    DOT = "dot"
+
+
+@dataclass(frozen=True)
+class Match:
+    """The episode chosen, and how near it is by the rule asked for."""
+
+    episode: int
+    similarity: float
+
+
+def match(
+    question: Float32[np.ndarray, " D"],
+    centroids: Float32[np.ndarray, "E D"],
+    rule: Rule = Rule.COSINE,
+) -> Match:
+    """Find the episode nearest to a question; of equals the first.
+
+    What is embedded should be the bare question. The released code embeds the whole formatted
+    prompt, which pulls all questions in one direction. A question always has an episode: no
+    threshold applies here.
+
+    Raises:
+        BadParameter: there is no episode to choose from.
+    """
+    if len(centroids) == 0:
+        raise BadParameter("cannot match a question against 0 episodes; read a conversation first.")
+    rows = centroids.astype(np.float64)
+    similarities = rows @ question.astype(np.float64)
+    if rule is Rule.COSINE:
+        lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(question)
+        # Rows that cancel have a centroid at zero, without direction: nothing is like it.
+        similarities = np.divide(
+            similarities, lengths, out=np.zeros_like(similarities), where=lengths > 0
+        )
+    episode = int(similarities.argmax())
+    return Match(episode, float(similarities[episode]))
+
+
+def is_new(similarity: float, tau: float) -> bool:
+    """Whether a chat turn, about to be filed, opens an episode of its own (the paper's 3b-2).
+
+    The paper applies its threshold to the query and gives it no value; the released code has none.
+    Here it is for turns alone: questions always go to the nearest episode.
+    """
+    return similarity < tau
+
+
+def calibrate_tau(
+    turns: Float32[np.ndarray, "N D"],
+    count: int = 4,
+    quantile: float = 0.05,
+    folds: int = FOLDS,
+    seed: int = SEED,
+) -> float:
+    """The cosine that only a share `quantile` of turns on known topics stay below.
+
+    Turns that took part in a centroid are nearer to it than new ones will be, so each is measured
+    against episodes formed without it: the turns are dealt into `folds`, and those of each fold
+    meet the centroids of the rest. With fewer than two turns nothing is held out, and the answer
+    is -1: no turn is ever new.
+
+    Args:
+        turns: unit rows, embedded as turns will be when they are filed.
+        count: episodes to form.
+        quantile: in [0, 1]; the share of turns on old topics that open an episode by mistake.
+        folds: parts to deal the turns into, at least 2.
+        seed: of the deal and of the episodes.
+
+    Raises:
+        BadParameter: `quantile` or `folds` outside its range.
+    """
+    if not 0 <= quantile <= 1:
+        raise BadParameter(f"tau.quantile must be in [0, 1], got {quantile}.")
+    if folds < 2:
+        raise BadParameter(f"tau.folds must be at least 2, got {folds}.")
+    if len(turns) < 2:
+        return -1.0
+    deal = np.random.default_rng(seed).permutation(len(turns)) % folds
+    similarities = []
+    for fold in np.unique(deal):
+        centroids = cluster(turns[deal != fold], count, seed).centroids
+        similarities += [match(turn, centroids).similarity for turn in turns[deal == fold]]
+    return float(np.quantile(similarities, quantile))
