@@ -1,0 +1,49 @@
+"""The language model's own token embeddings: the fallback that needs nothing installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from larder.session.embedders.base import Embedder
+from larder.session.encoder import unit_rows
+
+
+class TokenTable(Embedder):
+    """The mean of a text's rows in the model's input embedding table.
+
+    "LLM-embedding" in the ablation of M. Kim et al., "EpiCache: Episodic KV Cache Management for
+    Long-Term Conversation on Resource-Constrained Environments" (2025), arXiv 2509.17396, table 2,
+    where it is the weakest encoder.
+
+    Args:
+        table: the embedding table; it is held, not copied.
+        encode: token ids of a text, without special tokens.
+    """
+
+    def __init__(self, table: Float[Tensor, "V D"], encode: Callable[[str], Sequence[int]]) -> None:
+        self._table, self._encode = table.detach(), encode
+
+    @property
+    def name(self) -> str:
+        return "tokens"
+
+    def embed_segments(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
+        rows = torch.zeros(len(texts), self._table.shape[1])
+        for row, text in zip(rows, texts, strict=True):
+            row.copy_(self._mean(list(self._encode(text))))
+        return unit_rows(rows, self.name)
+
+    def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
+        return self.embed_segments(texts)
+
+    def _mean(self, ids: list[int]) -> Float[Tensor, " D"]:
+        # A text without tokens counts as the average token, which is like no topic in particular.
+        return (self._table[ids] if ids else self._table).float().mean(0)
+
+
+Part = TokenTable

