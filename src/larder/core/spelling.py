@@ -9,6 +9,8 @@ is None is left open and not printed. Parsing what was printed gives the same pa
 from __future__ import annotations
 
 import ast
+import keyword
+import re
 import types
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
@@ -18,6 +20,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 
 Value = int | float | str | None
+
+_GUARD = "__"
+_WORD_OR_TEXT = re.compile(r"""\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*""")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ def parse(sentence: str) -> list[Call]:
         SpellingError: says where the sentence stops making sense.
     """
     try:
-        tree = ast.parse(sentence.strip(), mode="eval").body
+        tree = ast.parse(_without_keywords(sentence.strip()), mode="eval").body
     except (SyntaxError, ValueError) as error:
         raise SpellingError(
             f"The policy {sentence!r} does not parse: {error.args[0]}. "
@@ -80,14 +85,27 @@ def build(kind: type, parameters: dict[str, Value]) -> Any:
 
 
 def _call(node: ast.expr) -> Call:
-    text = ast.unparse(node)
+    text = ast.unparse(node).replace(_GUARD, "")
     if isinstance(node, ast.Name):
-        return Call(node.id)
+        return Call(node.id.removesuffix(_GUARD))
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise SpellingError(f"{text!r} is not a part: write name(parameter=value).")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
+    if node.args or any(named.arg is None for named in node.keywords):
         raise SpellingError(f"In {text!r} every parameter needs its name: name(parameter=value).")
-    return Call(node.func.id, {str(k.arg): _value(text, k.value) for k in node.keywords})
+    return Call(
+        node.func.id.removesuffix(_GUARD),
+        {str(k.arg): _value(text, k.value) for k in node.keywords},
+    )
+
+
+def _without_keywords(sentence: str) -> str:
+    """The sentence with Python's own words made ordinary names: `global` is a part of ours."""
+
+    def guarded(found: re.Match[str]) -> str:
+        word = found[0]
+        return word + _GUARD if keyword.iskeyword(word) and word != "None" else word
+
+    return _WORD_OR_TEXT.sub(guarded, sentence)
 
 
 def _value(text: str, node: ast.expr) -> Value:
