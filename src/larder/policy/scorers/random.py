@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from larder.core.observation import Seen
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
 
-# Odd multipliers of a 64-bit mixing function (SplitMix64, Steele et al. 2014), kept in 63 bits.
-_MIX_1, _MIX_2, _MASK = 0x3F58476D1CE4E5B9, 0x14D049BB133111EB, (1 << 63) - 1
-_GOLDEN = 0x1E3779B97F4A7C15
+# Constants of the mixing function SplitMix64 (Steele, Lea and Flood, 2014); sums and products wrap.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_BITS = 24  # of the result that are used, so that float32 holds them exactly
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,9 @@ class Random(Scorer):
     seed: int = 0
 
     def score(self, seen: Seen) -> Packed:
-        heads = range(seen.layer.kv_heads)
         draws = [
-            _uniform(seen.entries.head_positions(head).long(), self._stream(seen, head))
-            for head in heads
+            _uniform(seen.entries.head_positions(head), self._stream(seen, head))
+            for head in range(seen.layer.kv_heads)
         ]
         return torch.cat(draws)
 
@@ -40,11 +44,14 @@ class Random(Scorer):
         return (self.seed * 1_000_003 + seen.layer.index) * 1_009 + head
 
 
-def _uniform(positions: torch.Tensor, stream: int) -> torch.Tensor:
-    mixed = (positions + 1) * _GOLDEN + stream * _MIX_1
-    mixed = ((mixed ^ (mixed >> 30)) * _MIX_1) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
-    return ((mixed ^ (mixed >> 31)) & 0xFFFFFF).float() / 0x1000000
+def _uniform(positions: Int[Tensor, " S"], stream: int) -> Float[Tensor, " S"]:
+    """One number in [0, 1) per position, from the stream's own sequence."""
+    start = np.uint64((stream * int(_MIX_2)) & 0xFFFFFFFFFFFFFFFF)
+    mixed = start + (positions.cpu().numpy().astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _MIX_1
+    mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _MIX_2
+    top = (mixed ^ (mixed >> _SHIFTS[2])) >> np.uint64(64 - _BITS)
+    return torch.from_numpy(top.astype(np.float32) / (1 << _BITS)).to(positions.device)
 
 
 Part = Random
