@@ -1,0 +1,111 @@
+"""Score all questions of a conversation in a few packed passes, without decoding.
+
+While nothing is evicted during decoding, greedy decoding gives the expected answer exactly if each of
+its tokens is the most likely one after the tokens before it. So the expected answers can be read,
+all side by side over one cache, in scratch mode; their log-likelihood comes with it and, unlike
+exact match, has no floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from larder.cache.sequence import SequenceCache
+from larder.core.conversation import Question
+from larder.core.types import Mode
+from larder.engine.engine import Engine
+from larder.models.passes import Row
+from larder.session.memory import Memory
+
+PASS_TOKENS = 2048  # questions and answers packed into one pass; bounds activations
+
+
+@dataclass(frozen=True)
+class Forced:
+    """How the expected answer to one question fared.
+
+    Args:
+        exact: whether greedy decoding would give it, end of turn included.
+        log_likelihood: of the expected answer, in nats per token, end of turn included.
+        tokens: its length, end of turn included.
+        episode: the cache that answered.
+    """
+
+    question: Question
+    exact: bool
+    log_likelihood: float
+    tokens: int
+    episode: int | None
+
+
+@dataclass(frozen=True)
+class _Section:
+    place: int
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer) - 1
+
+
+def force(engine: Engine, memory: Memory, questions: Sequence[Question]) -> list[Forced]:
+    """Score the expected answers; results in the order of the questions."""
+    wrap = memory.conversation.question_prompt
+    matches = [memory.router.route(question.question) for question in questions]
+    episodes = [None if match is None else match.episode for match in matches]
+    results: dict[int, Forced] = {}
+    for episode in sorted(set(episodes), key=lambda number: number or 0):
+        cache = memory.shelf.activate(episode or 0)
+        sections = [
+            _Section(
+                place,
+                engine.scribe.question(wrap.format(question=question.question)),
+                _ending(engine, question.answer),
+            )
+            for place, question in enumerate(questions)
+            if episodes[place] == episode
+        ]
+        for group in _groups(sections):
+            for section, exact, likelihood in _pass(engine, cache, group):
+                results[section.place] = Forced(
+                    questions[section.place], exact, likelihood, len(section.answer), episode
+                )
+    return [results[place] for place in range(len(questions))]
+
+
+def _ending(engine: Engine, answer: str) -> tuple[int, ...]:
+    """The answer's tokens and the one that ends the turn."""
+    return engine.scribe.encode(answer) + engine.scribe.closing()[:1]
+
+
+def _groups(sections: Sequence[_Section]) -> Iterator[list[_Section]]:
+    group: list[_Section] = []
+    for section in sections:
+        if group and sum(map(len, group)) + len(section) > PASS_TOKENS:
+            yield group
+            group = []
+        group.append(section)
+    if group:
+        yield group
+
+
+def _pass(
+    engine: Engine, cache: SequenceCache, group: Sequence[_Section]
+) -> Iterator[tuple[_Section, bool, float]]:
+    """Read a group over one cache; the last token of an answer is only predicted."""
+    ids = tuple(token for section in group for token in (section.prompt + section.answer)[:-1])
+    row, wanted, first = Row(cache, ids, tuple(map(len, group))), list[int](), 0
+    for section in group:
+        stop = first + len(section)
+        wanted += range(stop - len(section.answer), stop)
+        first = stop
+    logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, wanted)
+    parts = logits.split([len(section.answer) for section in group])
+    for section, part in zip(group, parts, strict=True):
+        expected = torch.tensor(section.answer, device=part.device)
+        likelihoods = part.log_softmax(-1).gather(1, expected[:, None])[:, 0]
+        exact = bool((part.argmax(-1) == expected).all())
+        yield section, exact, float(likelihoods.mean())
