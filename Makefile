@@ -19,6 +19,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 LOOSE := transformers tokenizers huggingface-hub sentence-transformers safetensors
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
+OLDEST_VENV := .venv-transformers-$(subst *,x,$(OLDEST))
+NEWEST_VENV := .venv-transformers-$(subst *,x,$(NEWEST))
 LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 
 .DEFAULT_GOAL := help
@@ -60,15 +62,15 @@ bench: $(STAMP) ## every benchmark, one JSONL file each in results/
 
 compat: compat-oldest compat-newest ## tests/models on the oldest and newest transformers
 
-compat-oldest: .venv-oldest/.installed
-	.venv-oldest/bin/python -m pytest -o filterwarnings=default tests/models
+compat-oldest: $(OLDEST_VENV)/.installed
+	$(OLDEST_VENV)/bin/python -m pytest -o filterwarnings=default tests/models
 
-compat-newest: .venv-newest/.installed
-	.venv-newest/bin/python -m pytest -o filterwarnings=default tests/models
+compat-newest: $(NEWEST_VENV)/.installed
+	$(NEWEST_VENV)/bin/python -m pytest -o filterwarnings=default tests/models
 
-.venv-oldest/.installed: VERSION = $(OLDEST)
-.venv-newest/.installed: VERSION = $(NEWEST)
-.venv-oldest/.installed .venv-newest/.installed: pyproject.toml constraints.txt Makefile
+$(OLDEST_VENV)/.installed: VERSION = $(OLDEST)
+$(NEWEST_VENV)/.installed: VERSION = $(NEWEST)
+$(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	grep -vE '$(LOOSE_PATTERN)' constraints.txt > $(@D)/constraints.txt
 	echo 'transformers==$(VERSION)' >> $(@D)/constraints.txt
@@ -78,4 +80,5 @@ compat-newest: .venv-newest/.installed
 	touch $@
 
 clean: ## remove the virtual environments and caches
-	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-transformers-* .pytest_cache .ruff_cache \
+		.hypothesis .import_linter_cache

@@ -28,7 +28,9 @@ SEED = 0
 jaxtyping.install_import_hook(checked_modules(PACKAGE, UNCHECKED), "beartype.beartype")
 
 # The same examples on every run and no deadline: a slow machine is not a failure.
-settings.register_profile("larder", derandomize=True, deadline=None, print_blob=True)
+# `--hypothesis-profile=thorough` looks further, at other examples every time.
+settings.register_profile("larder", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("larder")
 
 
