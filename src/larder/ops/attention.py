@@ -1,0 +1,161 @@
+"""Attention over a cache, with the log-sum-exp that lets parts of it be merged.
+
+Query head h belongs to kv head h // R. Outputs and log-sum-exp are float32 whatever the storage, so
+that merging parts rounds once, at the end. A query that sees nothing gets output 0 and log-sum-exp
+-inf.
+
+Ragged storage is one flat buffer: kv head h owns rows starts[h] to starts[h] + lengths[h] of keys
+and values; rows that nobody owns may lie between. Dense storage is the case of equal lengths.
+
+Every function has a readable form here and a fast one in `larder.ops.fast`, which is taken on a CPU
+where it applies. Gradients flow only through the readable forms, and they are taken where one is
+asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from larder.ops.fast import blocks, decode
+
+MOST_LOGITS = 1 << 22  # float32 logits held at once by the readable forms: 16 MiB
+
+
+def attention(
+    queries: Float[Tensor, "R Q D"],
+    keys: Float[Tensor, "S D"],
+    values: Float[Tensor, "S D"],
+    scaling: float,
+    mask: Bool[Tensor, "Q S"] | None = None,
+) -> tuple[Float[Tensor, "R Q D"], Float[Tensor, "R Q"]]:
+    """Attend one group of query heads to the entries of its kv head, in plain float32."""
+    logits = queries.float() @ keys.float().transpose(-1, -2) * scaling  # [R, Q, S]
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    lse = logits.logsumexp(-1)
+    peak = lse.masked_fill(lse.isneginf(), 0.0)  # -inf minus -inf would be NaN
+    weights = (logits - peak.unsqueeze(-1)).exp()
+    return weights @ values.float(), lse
+
+
+def ragged_attention(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """Attend every query to every cached entry of its kv head; nothing masked, nothing padded.
+
+    `starts` and `lengths` are int64 and stay in host memory. Never holds [H, Q, S] float32.
+    """
+    if not _needs_gradient(queries, keys, values):
+        if decode.serves(queries, keys, values, lengths.shape[0]):
+            return decode.decode_attention(queries, keys, values, starts, lengths, scaling)
+        if blocks.serves(queries, keys, values):
+            return blocks.ragged(queries, keys, values, starts, lengths, scaling)
+    return readable_ragged(queries, keys, values, starts, lengths, scaling)
+
+
+def causal_attention(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "K Q D"],
+    values: Float[Tensor, "K Q D"],
+    scaling: float,
+    sections: tuple[int, ...],
+    window: int | None = None,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """Attend new tokens to one another, each to itself and those before it in its own section.
+
+    Args:
+        sections: lengths that cut Q into independent sequences, in order.
+        window: a query at offset i sees offsets above i - window only.
+    """
+    if blocks.serves(queries, keys, values) and not _needs_gradient(queries, keys, values):
+        return blocks.causal(queries, keys, values, scaling, sections, window)
+    return readable_causal(queries, keys, values, scaling, sections, window)
+
+
+def windowed_attention(
+    queries: Float[Tensor, "H Q D"],
+    query_positions: Int[Tensor, " Q"],
+    keys: Float[Tensor, "K S D"],
+    values: Float[Tensor, "K S D"],
+    key_positions: Int[Tensor, " S"],
+    window: int,
+    scaling: float,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """Attend to cached entries of a sliding-window layer: those above query position - window."""
+    mask = key_positions > query_positions.unsqueeze(-1) - window  # [Q, S]
+    num_kv_heads, cached_len, head_dim = keys.shape
+    if mask.all():
+        lengths = torch.full((num_kv_heads,), cached_len, dtype=torch.int64)
+        starts = torch.arange(num_kv_heads, dtype=torch.int64) * cached_len
+        flat = keys.reshape(-1, head_dim), values.reshape(-1, head_dim)
+        return ragged_attention(queries, *flat, starts, lengths, scaling)
+    if blocks.serves(queries, keys, values) and not _needs_gradient(queries, keys, values):
+        return blocks.masked(queries, keys, values, scaling, mask)
+    return readable_masked(queries, keys, values, scaling, mask)
+
+
+def readable_ragged(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """`ragged_attention` for every device and type: one head after the other, queries in chunks."""
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    owned = zip(starts.tolist(), lengths.tolist(), strict=True)
+    groups = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
+    for group, (start, length) in zip(groups, owned, strict=True):
+        chunk = max(MOST_LOGITS // max(group.shape[0] * length, 1), 1)
+        rows = slice(start, start + length)
+        parts = [attention(q, keys[rows], values[rows], scaling) for q in group.split(chunk, dim=1)]
+        outs.append(torch.cat([out for out, _ in parts], dim=1))
+        lses.append(torch.cat([lse for _, lse in parts], dim=1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def readable_causal(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "K Q D"],
+    values: Float[Tensor, "K Q D"],
+    scaling: float,
+    sections: tuple[int, ...],
+    window: int | None = None,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """`causal_attention` for every device and type: one section after the other."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    split = (tensor.split(sections, dim=1) for tensor in (queries, keys, values))
+    for own_queries, own_keys, own_values in zip(*split, strict=True):
+        offsets = torch.arange(own_queries.shape[1], device=queries.device)
+        back = offsets.unsqueeze(-1) - offsets  # how far each key lies behind each query
+        mask = back >= 0 if window is None else (back >= 0) & (back < window)
+        parts.append(readable_masked(own_queries, own_keys, own_values, scaling, mask))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def readable_masked(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "K S D"],
+    values: Float[Tensor, "K S D"],
+    scaling: float,
+    mask: Bool[Tensor, "Q S"],
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """Attention under one mask for all heads: one head after the other."""
+    groups = queries.unflatten(0, (keys.shape[0], -1))  # [K, R, Q, D]
+    heads = zip(groups, keys, values, strict=True)
+    outs, lses = zip(*[attention(q, k, v, scaling, mask) for q, k, v in heads], strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

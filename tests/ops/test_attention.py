@@ -1,0 +1,216 @@
+"""Attention over ragged and dense caches: fast forms, readable forms and the obvious loop agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from larder.ops.attention import (
+    attention,
+    causal_attention,
+    ragged_attention,
+    readable_causal,
+    readable_masked,
+    readable_ragged,
+    windowed_attention,
+)
+from larder.ops.fast import blocks, decode
+from larder.ops.merging import merge
+from references.ops import attention as loop
+
+SCALING = 0.3
+# All read the same rounded inputs; only torch's kernel rounds its bfloat16 outputs again.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+group_lens = st.integers(1, 3)
+query_lens = st.integers(1, 6)
+head_sizes = st.sampled_from([1, 5, 16, 40])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+head_lengths = st.lists(st.integers(0, 70), min_size=1, max_size=4)
+seeds = st.integers(0, 2**31)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ragged_storage(
+    seed: int, lengths: list[int], head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, starts, lengths; around the heads lies slack full of NaN."""
+    starts, rows = [], 3
+    for h, length in enumerate(lengths):
+        starts.append(rows)
+        rows += length + h % 3
+    keys = torch.full((rows + 2, head_dim), torch.nan, dtype=dtype)
+    values = keys.clone()
+    for h, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        keys[start : start + length] = random(seed + 2 * h, length, head_dim, dtype=dtype)
+        values[start : start + length] = random(seed + 2 * h + 1, length, head_dim, dtype=dtype)
+    return keys, values, torch.tensor(starts), torch.tensor(lengths)
+
+
+def agree(result: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
+    for one, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_agree_notices_a_difference():
+    with pytest.raises(AssertionError):
+        agree((torch.tensor([1.0]),), (torch.tensor([1.001]),), 2e-5)
+
+
+@settings(max_examples=40)
+@given(seeds, head_lengths, group_lens, query_lens, head_sizes, dtypes)
+def test_ragged_forms_equal_the_loop(seed, lengths, group_len, query_len, head_dim, dtype):
+    cached = ragged_storage(seed, lengths, head_dim, dtype)
+    queries = random(seed, len(lengths) * group_len, query_len, head_dim, dtype=dtype)
+    expected = loop.ragged(queries, *cached, SCALING)
+    forms = (ragged_attention, readable_ragged, decode.decode_attention, blocks.ragged)
+    for form in forms:
+        result = form(queries, *cached, SCALING)
+        assert result[0].dtype is result[1].dtype is torch.float32
+        agree(result, expected, TOLERANCE[dtype] if form is blocks.ragged else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_spans_across_heads_equal_the_readable_form(dtype, threads):
+    before = torch.get_num_threads()
+    cached = ragged_storage(1, [1, 4000, 0, 33, 700], 64, dtype)
+    queries = random(2, 10, 2, 64, dtype=dtype)
+    torch.set_num_threads(threads)
+    try:
+        result = decode.decode_attention(queries, *cached, SCALING)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    agree(result, readable_ragged(queries, *cached, SCALING), 2e-5)
+
+
+def test_dispatch_takes_the_kernel_for_few_queries_only():
+    keys, values, _, _ = ragged_storage(0, [5, 6], 16, torch.float32)
+    assert decode.serves(random(0, 4, 1, 16), keys, values, 2)
+    assert not decode.serves(random(0, 4, 1000, 16), keys, values, 2)
+    assert not decode.serves(random(0, 4, 1, 16), keys.half(), values.half(), 2)
+    assert not decode.serves(random(0, 4, 1, 16), keys.T.contiguous().T, values, 2)
+
+
+@pytest.mark.parametrize("query_len", [1, 64])
+def test_gradients_are_those_of_the_readable_form(query_len):
+    cached = ragged_storage(3, [9, 4], 8, torch.float32)
+    queries = random(4, 4, query_len, 8).requires_grad_()
+    ragged_attention(queries, *cached, SCALING)[0].sum().backward()
+    again = queries.detach().clone().requires_grad_()
+    readable_ragged(again, *cached, SCALING)[0].sum().backward()
+    torch.testing.assert_close(queries.grad, again.grad)
+
+
+@pytest.mark.parametrize("form", [readable_ragged, decode.decode_attention, blocks.ragged])
+def test_large_logits_neither_overflow_nor_vanish(form):
+    cached = ragged_storage(5, [50, 3], 16, torch.float32)
+    queries = random(6, 4, 3, 16) * 1e4
+    result = form(queries, *cached, SCALING)
+    assert result[0].isfinite().all() and result[1].isfinite().all()
+    agree(result, loop.ragged(queries, *cached, SCALING), 1e-4)
+
+
+@pytest.mark.parametrize("form", [readable_ragged, decode.decode_attention, blocks.ragged])
+def test_a_query_reads_the_kv_head_of_its_group(form):
+    keys, starts, lengths = torch.zeros(3, 4), torch.arange(3), torch.ones(3, dtype=torch.int64)
+    values = torch.arange(3.0).unsqueeze(-1).expand(3, 4).contiguous()
+    out, _ = form(torch.zeros(6, 1, 4), keys, values, starts, lengths, SCALING)
+    assert out[:, 0, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("form", [readable_ragged, decode.decode_attention, blocks.ragged])
+def test_nan_stays_in_its_own_head(form):
+    keys, values, starts, lengths = ragged_storage(7, [40, 41], 8, torch.float32)
+    keys[starts[0] + 5] = torch.nan
+    out, lse = form(random(8, 4, 1, 8), keys, values, starts, lengths, SCALING)
+    assert out[:2].isnan().all() and lse[:2].isnan().all()
+    assert not out[2:].isnan().any() and not lse[2:].isnan().any()
+
+
+def test_empty_caches_give_zero_and_minus_infinity():
+    none = torch.zeros(2, dtype=torch.int64)
+    for query_len in (1, 64):
+        queries = random(0, 4, query_len, 8)
+        for form in (ragged_attention, readable_ragged):
+            out, lse = form(queries, torch.zeros(0, 8), torch.zeros(0, 8), none, none, SCALING)
+            assert not out.any() and lse.isneginf().all()
+    out, lse = attention(random(0, 2, 3, 8), torch.zeros(0, 8), torch.zeros(0, 8), SCALING)
+    assert not out.any() and lse.isneginf().all()
+
+
+def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity():
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    queries, keys, values = random(0, 4, 2, 8), random(1, 2, 3, 8), random(2, 2, 3, 8)
+    for form in (readable_masked, blocks.masked):
+        out, lse = form(queries, keys, values, SCALING, mask)
+        assert not out[:, 1].any() and lse[:, 1].isneginf().all()
+        assert out[:, 0].any() and lse[:, 0].isfinite().all()
+
+
+@settings(max_examples=40)
+@given(
+    seeds,
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.integers(1, 2),
+    group_lens,
+    st.one_of(st.none(), st.integers(1, 5)),
+)
+def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, window):
+    total = sum(sections)
+    queries = random(seed, num_kv_heads * group_len, total, 8)
+    keys, values = (
+        random(seed + 1, num_kv_heads, total, 8),
+        random(seed + 2, num_kv_heads, total, 8),
+    )
+    case = (queries, keys, values, SCALING, tuple(sections), window)
+    expected = loop.causal(*case)
+    for form in (causal_attention, readable_causal):
+        agree(form(*case), expected, 2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 199, 200, 500])
+def test_long_windows_cut_into_chunks_equal_the_readable_form(window):
+    queries, keys, values = random(0, 4, 200, 8), random(1, 2, 200, 8), random(2, 2, 200, 8)
+    case = (queries, keys, values, SCALING, (200,), window)
+    agree(causal_attention(*case), readable_causal(*case), 2e-5)
+
+
+@settings(max_examples=40)
+@given(seeds, st.integers(1, 4), st.integers(0, 12), st.integers(1, 14), group_lens)
+def test_windowed_equals_the_loop(seed, query_len, cached_len, window, group_len):
+    queries = random(seed, 2 * group_len, query_len, 8)
+    keys, values = random(seed + 1, 2, cached_len, 8), random(seed + 2, 2, cached_len, 8)
+    positions = torch.arange(cached_len + query_len)
+    case = (queries, positions[cached_len:], keys, values, positions[:cached_len], window, SCALING)
+    agree(windowed_attention(*case), loop.windowed(*case), 2e-5)
+
+
+@settings(max_examples=30)
+@given(seeds, st.integers(1, 40), st.data())
+def test_merging_the_parts_equals_the_whole(seed, cached_len, data):
+    cuts = data.draw(st.lists(st.integers(0, cached_len), max_size=3).map(sorted))
+    queries, keys, values = (
+        random(seed, 3, 4, 8),
+        random(seed, cached_len, 8),
+        random(1, cached_len, 8),
+    )
+    edges = [0, *cuts, cached_len]
+    parts = [
+        attention(queries, keys[a:b], values[a:b], SCALING)
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    agree(merge(outs, lses), attention(queries, keys, values, SCALING), 2e-5)
+
+
+def test_merging_nothing_with_nothing_gives_nothing():
+    out, lse = merge([torch.zeros(2, 3)] * 2, [torch.full((2,), -torch.inf)] * 2)
+    assert not out.any() and lse.isneginf().all()

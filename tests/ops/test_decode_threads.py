@@ -1,0 +1,63 @@
+"""The decode kernel lives beside torch's threads, other Python threads and forked children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from larder.ops.attention import readable_ragged
+from larder.ops.fast import decode
+
+FORKING = """
+import os
+import torch
+from larder.ops.fast.decode import decode_attention
+
+torch.set_num_threads(2)
+entries = torch.ones(4096, 64)
+case = torch.ones(2, 1, 64), entries, entries, torch.tensor([0]), torch.tensor([4096]), 0.1
+assert decode_attention(*case)[0].allclose(torch.ones(()))
+assert torch.get_num_threads() == 2
+child = os.fork()
+if not child:
+    os._exit(0 if decode_attention(*case)[0].allclose(torch.ones(())) else 1)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_threads_calling_at_once_beside_matrix_products_all_get_their_own_answer():
+    def worker(seed: int) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randn(5000, 32, generator=generator)
+        queries = torch.randn(4, 1, 32, generator=generator)
+        case = (queries, keys, keys, torch.tensor([0, 4000]), torch.tensor([4000, 1000]), 0.2)
+        expected = readable_ragged(*case)[0]
+        square = torch.randn(64, 64, generator=generator)
+        same = []
+        for _ in range(20):
+            square = torch.tanh(square @ square)
+            given = decode.decode_attention(*case)[0]
+            same.append(torch.allclose(given, expected, atol=2e-5))
+        return all(same)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(worker, range(8)))
+
+
+def test_a_forked_child_attends_and_torch_keeps_its_threads():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "child 0\n", done.stderr
+
+
+def test_without_a_threadsafe_layer_everything_runs_in_the_calling_thread(monkeypatch):
+    monkeypatch.setattr(decode, "THREADSAFE_LAYERS", ())
+    decode._launch.cache_clear()
+    try:
+        assert len(decode._bounds(1 << 20, 256)) == 2
+    finally:
+        decode._launch.cache_clear()
