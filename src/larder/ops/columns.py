@@ -1,0 +1,219 @@
+"""How much attention each cached entry gets: column statistics without the attention matrix.
+
+Every query is normalised by softmax, in float32, over the cached entries of its kv head alone, as
+after prefill. Queries are taken `chunk` at a time and one kv head after the other, so that two
+blocks of R x chunk x S float32 (S the longest head) are the most that is held, however many queries
+there are. 64 queries at a time keep such a block near the processor's cache; larger chunks measured
+slower on a CPU. Statistics carry no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.types import Packed
+
+CHUNK = 64  # queries
+
+
+class Group(Enum):
+    """How the statistics of the R query heads that share a kv head become one."""
+
+    MAX = "max"
+    SUM = "sum"
+    MEAN = "mean"
+
+    def join(self, statistics: Float[Tensor, "R S"]) -> Float[Tensor, " S"]:
+        """One number per entry from one per entry and query head."""
+        if self is Group.MAX:
+            return statistics.amax(0)
+        return statistics.sum(0) if self is Group.SUM else statistics.mean(0)
+
+
+def column_max(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    query_positions: Int[Tensor, " Q"] | None = None,
+    key_positions: Int[Tensor, " T"] | None = None,
+    group: Group = Group.MAX,
+    chunk: int = CHUNK,
+) -> Packed:
+    """The highest softmax weight that any query gives each cached entry; 0 without queries.
+
+    Args:
+        query_positions, key_positions: given both, a query sees entries up to its own position
+            only, as queries that are themselves in the cache must. key_positions are packed.
+        group: how the R heads of a group are joined.
+        chunk: queries per chunk, at least 1; changes memory, not results.
+
+    Raises:
+        BadParameter: `chunk` below 1, or one of the positions without the other.
+    """
+    positions = _checked(query_positions, key_positions, chunk)
+    heads = _folded(_raise, queries, keys, starts, lengths, scaling, positions, chunk)
+    return _packed([group.join(head) for head in heads], queries)
+
+
+def column_sum(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    query_positions: Int[Tensor, " Q"] | None = None,
+    key_positions: Int[Tensor, " T"] | None = None,
+    group: Group = Group.SUM,
+    chunk: int = CHUNK,
+) -> Packed:
+    """The softmax weight that all queries together give an entry. Arguments as `column_max`."""
+    positions = _checked(query_positions, key_positions, chunk)
+    heads = _folded(_add, queries, keys, starts, lengths, scaling, positions, chunk)
+    return _packed([group.join(head) for head in heads], queries)
+
+
+def column_mean(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    query_positions: Int[Tensor, " Q"] | None = None,
+    key_positions: Int[Tensor, " T"] | None = None,
+    group: Group = Group.MEAN,
+    chunk: int = CHUNK,
+) -> Packed:
+    """The mean softmax weight over all queries; one that cannot see an entry counts as 0.
+
+    Arguments as `column_max`.
+    """
+    positions = _checked(query_positions, key_positions, chunk)
+    heads = _folded(_add, queries, keys, starts, lengths, scaling, positions, chunk)
+    count = max(queries.shape[1], 1)
+    return _packed([group.join(head) / count for head in heads], queries)
+
+
+def attention_and_columns(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"], Packed]:
+    """`ragged_attention` and `column_max` of the same queries, from one pass over the logits.
+
+    For scratch passes, which need both. Arguments as theirs.
+    """
+    _checked(None, None, chunk)
+    groups = queries.detach().unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
+    outs = torch.zeros_like(groups, dtype=torch.float32)
+    lses = outs.new_full(groups.shape[:-1], -torch.inf)
+    columns: list[Tensor] = []
+    for h, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        own = slice(start, start + length)
+        own_keys, own_values = keys[own].detach().float(), values[own].detach().float()
+        highest = outs.new_zeros(groups.shape[1], length)
+        for asked, logits, weights in _chunks(groups[h], own_keys, scaling, None, chunk):
+            _raise(highest, weights)
+            outs[h, :, asked] = weights @ own_values
+            # The heaviest entry's weight is 1 over the sum of exponentials.
+            lses[h, :, asked] = logits.amax(-1) - weights.amax(-1).log()
+        columns.append(highest.amax(0))
+    return outs.flatten(0, 1), lses.flatten(0, 1), _packed(columns, queries)
+
+
+Fold = Callable[[Tensor, Tensor], None]
+Positions = tuple[Tensor, Tensor] | None
+
+
+def _raise(statistics: Float[Tensor, "R S"], weights: Float[Tensor, "R c S"]) -> None:
+    torch.maximum(statistics, weights.amax(1), out=statistics)
+
+
+def _add(statistics: Float[Tensor, "R S"], weights: Float[Tensor, "R c S"]) -> None:
+    statistics += weights.sum(1)
+
+
+def _folded(
+    fold: Fold,
+    queries: Tensor,
+    keys: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    positions: Positions,
+    chunk: int,
+) -> Iterator[Float[Tensor, "R S"]]:
+    """Per kv head, what `fold` makes of all its weights."""
+    groups = queries.detach().unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
+    first = 0
+    for group, start, length in zip(groups, starts.tolist(), lengths.tolist(), strict=True):
+        own_keys = keys[start : start + length].detach().float()
+        visible = None
+        if positions is not None:
+            visible = positions[0], positions[1][first : first + length]
+        statistics = own_keys.new_zeros(group.shape[0], length)
+        for _, _, weights in _chunks(group, own_keys, scaling, visible, chunk):
+            fold(statistics, weights)
+        first += length
+        yield statistics
+
+
+def _chunks(
+    queries: Float[Tensor, "R Q D"],
+    keys: Float[Tensor, "S D"],
+    scaling: float,
+    positions: Positions,
+    chunk: int,
+) -> Iterator[tuple[slice, Float[Tensor, "R c S"], Float[Tensor, "R c S"]]]:
+    """Logits and softmax weights of a few queries at a time, in two buffers that are used again."""
+    num_heads, query_len, head_dim = queries.shape
+    if not len(keys):
+        return
+    buffers = keys.new_empty(2, num_heads * min(chunk, query_len), len(keys))
+    for first in range(0, query_len, chunk):
+        asked = slice(first, min(first + chunk, query_len))
+        rows = (queries[:, asked].float() * scaling).reshape(-1, head_dim)
+        logits, weights = buffers[0, : len(rows)], buffers[1, : len(rows)]
+        torch.mm(rows, keys.T, out=logits)
+        grouped = (num_heads, -1, len(keys))
+        if positions is None:
+            torch.softmax(logits, -1, out=weights)
+        else:
+            hidden = positions[1] > positions[0][asked].unsqueeze(-1)  # [c, S]
+            logits.view(grouped).masked_fill_(hidden, -torch.inf)
+            torch.softmax(logits, -1, out=weights)
+            # A query that sees nothing has a row of NaN so far.
+            weights.view(grouped).masked_fill_(hidden, 0.0)
+        yield asked, logits.view(grouped), weights.view(grouped)
+
+
+def _checked(query_positions: Tensor | None, key_positions: Tensor | None, chunk: int) -> Positions:
+    if chunk < 1:
+        raise BadParameter(f"chunk must be at least 1 query, got {chunk}.")
+    if query_positions is None and key_positions is None:
+        return None
+    if query_positions is None or key_positions is None:
+        raise BadParameter(
+            "query_positions and key_positions must be given together, got one: "
+            "give both for a causal statistic, neither where every query sees every entry."
+        )
+    return query_positions, key_positions
+
+
+def _packed(heads: list[Tensor], queries: Tensor) -> Packed:
+    return torch.cat(heads) if heads else queries.new_zeros(0, dtype=torch.float32)
