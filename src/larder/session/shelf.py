@@ -1,7 +1,7 @@
 """Where the caches of one conversation live: one active on the device, the others parked.
 
-A parked cache is in host memory without slack. Exactly one of the two holds a cache at any time;
-a switch writes the active one back first, with all that was appended to it.
+A parked cache is in host memory without slack. A switch writes the active one back first, with all
+that was appended to it; interrupted halfway, no cache is lost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,27 @@ class Parked:
 
     state: Mapping[str, Tensor]
     meta: Mapping[str, str]
+    entries: int
+    next_position: int
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one cache holds, wherever it is.
+
+    Args:
+        entries: managed entries over all layers and heads.
+        nbytes: bytes of every tensor.
+        next_position: tokens it has truly read.
+    """
+
+    entries: int
+    nbytes: int
+    next_position: int
 
 
 class Shelf:
@@ -33,40 +50,40 @@ class Shelf:
 
     def __init__(self, spec: ModelSpec, caches: Iterable[SequenceCache]) -> None:
         self._spec = spec
-        self._parked: dict[int, Parked] = {}
+        self._parked = {number: _park(cache) for number, cache in enumerate(caches)}
         self._active: tuple[int, SequenceCache] | None = None
-        self._count = 0
-        for cache in caches:
-            self.add(cache)
 
     def __len__(self) -> int:
-        return self._count
-
-    def add(self, cache: SequenceCache) -> int:
-        """Park one more cache; returns its number."""
-        self._parked[self._count] = _park(cache)
-        self._count += 1
-        return self._count - 1
+        return len(self.holdings())
 
     def activate(self, number: int) -> SequenceCache:
         """The cache of that number, on the device; the one that was active is written back."""
-        if self._active is not None:
-            active, cache = self._active
-            if active == number:
-                return cache
-            self._parked[active] = _park(cache)
-            self._active = None
+        if self._active is not None and self._active[0] == number:
+            return self._active[1]
+        self.rest()
         restored = _restore(self._spec, self._parked[number])
-        del self._parked[number]
         self._active = (number, restored)
+        del self._parked[number]
         return restored
 
-    def replace(self, number: int, cache: SequenceCache) -> None:
-        """Put a rebuilt cache in the place of an old one."""
-        if self._active is not None and self._active[0] == number:
-            self._active = (number, cache)
-        else:
-            self._parked[number] = _park(cache)
+    def rest(self) -> None:
+        """Write the active cache back, so that the device is free."""
+        if self._active is None:
+            return
+        number, cache = self._active
+        self._parked[number] = _park(cache)
+        self._active = None
+
+    def holding(self, number: int, cache: SequenceCache) -> Shelf:
+        """A shelf with this cache parked under that number, new or in the place of another.
+
+        All other caches are shared with this shelf: go on with one of the two.
+        """
+        shelf = Shelf(self._spec, ())
+        shelf._parked = {**self._parked, number: _park(cache)}
+        is_replaced = self._active is not None and self._active[0] == number
+        shelf._active = None if is_replaced else self._active
+        return shelf
 
     @property
     def active(self) -> int | None:
@@ -81,20 +98,27 @@ class Shelf:
     @property
     def parked_bytes(self) -> int:
         """Bytes of the parked caches alone."""
-        return sum(parked.nbytes for parked in self._parked.values())
+        return sum(
+            parked.nbytes for number, parked in self._parked.items() if number != self.active
+        )
 
-    def bytes_of(self, number: int) -> int:
-        """Bytes of one cache."""
-        if self._active is not None and self._active[0] == number:
-            return self._active[1].nbytes
-        return self._parked[number].nbytes
+    def holdings(self) -> tuple[Holding, ...]:
+        """What each cache holds, by number."""
+        held = {
+            number: Holding(parked.entries, parked.nbytes, parked.next_position)
+            for number, parked in self._parked.items()
+        }
+        if self._active is not None:
+            number, cache = self._active
+            held[number] = Holding(cache.managed_entries, cache.nbytes, cache.next_position)
+        return tuple(held[number] for number in sorted(held))
 
 
 def _park(cache: SequenceCache) -> Parked:
     cache.compact()
     host = torch.device("cpu")
     state = {name: tensor.to(host) for name, tensor in cache.state().items()}
-    return Parked(state, cache.meta())
+    return Parked(state, cache.meta(), cache.managed_entries, cache.next_position)
 
 
 def _restore(spec: ModelSpec, parked: Parked) -> SequenceCache:
