@@ -23,7 +23,7 @@ from larder.session.prompts import common_prompts, episode_prompt, require
 from larder.session.routing import Router
 from larder.session.shelf import Shelf
 from larder.session.sizes import resolve
-from larder.session.transcript import Scribe
+from larder.session.transcript import Scribe, Transcript
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,26 @@ class Sizes:
     block: int | None = None
 
 
+@dataclass(frozen=True)
+class Source:
+    """What is read: a conversation, and what was said since.
+
+    Args:
+        said: question and answer of each later turn, a text each.
+        said_ids: the tokens of those turns, one after the other.
+    """
+
+    conversation: Conversation
+    transcript: Transcript
+    said: tuple[str, ...] = ()
+    said_ids: tuple[int, ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens, in the order they were said."""
+        return self.transcript.ids + self.said_ids
+
+
 def read(
     desk: Desk,
     conversation: Conversation,
@@ -66,23 +86,32 @@ def read(
         InputError: the conversation is empty.
         UsageError, BudgetError: sizes contradict each other or do not fit.
     """
-    started = time.perf_counter()
     transcript = desk.scribe.write(conversation)
     context = len(transcript.ids)
     if not conversation.messages or not context:
         raise InputError(f"{conversation.name} holds no messages: there is nothing to read.")
-    spec = desk.decoder.spec
-    tokens = resolve(policy.budget, sizes.budget, context, spec)
-    policy = policy.filled(tokens, sizes.block)
+    tokens = resolve(policy.budget, sizes.budget, context, desk.decoder.spec)
+    source = Source(conversation, transcript)
+    return gather(desk, source, policy.filled(tokens, sizes.block), prompts, progress)
+
+
+def gather(
+    desk: Desk, source: Source, policy: Policy, prompts: Prompts, progress: Progress = silent
+) -> Memory:
+    """Form episodes of a source and read it into one cache each.
+
+    Args:
+        policy: with every size filled in.
+    """
+    started = time.perf_counter()
     router = policy.session.arrange(
-        conversation, desk.embedder, lambda text: len(desk.scribe.encode(text))
+        source.conversation, desk.embedder, desk.scribe.length, source.said
     )
-    meter = Meter()
-    books = books_for(desk, router, prompts)
-    caches = build(desk, policy, transcript.ids, books, meter, progress)
+    meter, spec, context = Meter(), desk.decoder.spec, len(source.ids)
+    caches = build(desk, policy, source.ids, books_for(desk, router, prompts), meter, progress)
     figures = Figures(
         context_tokens=context,
-        budget_tokens=min(tokens, context),
+        budget_tokens=min(tokens_of(policy), context),
         full_kv_bytes=spec.full_bytes(context),
         kv_bytes=sum(cache.nbytes for cache in caches),
         active_kv_bytes=max(cache.nbytes for cache in caches),
@@ -90,7 +119,8 @@ def read(
         peak_entries=meter.peak_entries,
         prefill_seconds=time.perf_counter() - started,
     )
-    return Memory(policy, conversation, transcript, Shelf(spec, caches), router, figures)
+    shelf = Shelf(spec, caches)
+    return Memory(policy, source.conversation, source.transcript, shelf, router, figures)
 
 
 def books_for(desk: Desk, router: Router, prompts: Prompts) -> list[Prompts]:
@@ -98,7 +128,8 @@ def books_for(desk: Desk, router: Router, prompts: Prompts) -> list[Prompts]:
     common = {**common_prompts(desk.scribe), **prompts}
     shown = router.prompts()
     if not shown:
-        return [common]
+        # A chat that starts from nothing has no episodes yet, and nothing to judge by them.
+        return [{**common, **dict.fromkeys(router.writes, ())}]
     return [{**common, "episode": episode_prompt(desk.scribe, texts)} for texts in shown]
 
 
@@ -114,12 +145,20 @@ def build(
     planner, spec = policy.planner, desk.decoder.spec
     for book in books:
         require(book, planner.scorer.wanted())
-    tokens = policy.budget.tokens
-    assert tokens is not None  # filled in by `Policy.filled`
+    tokens = tokens_of(policy)
     facts = desk.calibrate(policy.budget.calibrations)
     quotas = planner.quotas(tokens, tuple(layer.index for layer in spec.managed), facts)
     form = Form.DENSE if tokens == WITHOUT_LIMIT else Form.RAGGED
     lanes = [Lane(SequenceCache(spec, form), book) for book in books]
+    if not ids:
+        return [lane.cache for lane in lanes]
     reader = Reader(desk.decoder, planner, tokens, quotas, meter)
     policy.schedule.read(reader, lanes, ids, progress)
     return [lane.cache for lane in lanes]
+
+
+def tokens_of(policy: Policy) -> int:
+    """M of a policy whose sizes are filled in."""
+    tokens = policy.budget.tokens
+    assert tokens is not None  # filled in by `Policy.filled`
+    return tokens

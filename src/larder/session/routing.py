@@ -1,16 +1,21 @@
-"""Which cache answers: the only one, or that of the nearest episode."""
+"""Which cache answers, and where a finished turn belongs: the only cache, or episodes.
+
+Routers are values: filing a turn or forming episodes anew gives another router, so that a chat
+changes from one state to the next in a single step.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 import numpy as np
 from jaxtyping import Float32
 
 from larder.session.embedders.base import Embedder
-from larder.session.matching import Match, Rule, match
+from larder.session.matching import Match, Rule, is_new, match
 
 
 @dataclass(frozen=True)
@@ -22,25 +27,82 @@ class Episode:
         rows: those embeddings, one per segment.
         texts: its segments, in order.
         representatives: which of them make its prompt.
+        places: where its segments stand among all segments of the conversation.
     """
 
     centroid: Float32[np.ndarray, " D"]
     rows: Float32[np.ndarray, "N D"]
     texts: tuple[str, ...]
     representatives: tuple[int, ...]
+    places: tuple[int, ...]
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:
         """The segments that its cache is judged by."""
         return tuple(self.texts[index] for index in self.representatives)
 
-    def grown(self, row: Float32[np.ndarray, " D"], text: str) -> Episode:
+    def grown(self, row: Float32[np.ndarray, " D"], text: str, place: int) -> Episode:
         """The episode with one more segment; centroid and prompt wait for the next refresh."""
-        return replace(self, rows=np.vstack([self.rows, row]), texts=(*self.texts, text))
+        return replace(
+            self,
+            rows=np.vstack([self.rows, row]),
+            texts=(*self.texts, text),
+            places=(*self.places, place),
+        )
+
+
+class Former(Protocol):
+    """Stage 1 of EpiCache: sorts segments into episodes."""
+
+    def episodes(
+        self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]
+    ) -> tuple[Episode, ...]:
+        """Segments sorted into episodes, each with its representatives."""
+        ...
+
+    def refreshed(self, episode: Episode) -> Episode:
+        """The same segments under a new centroid and new representatives."""
+        ...
+
+    def fitting(self, segments: int) -> int:
+        """How many episodes so many segments should form."""
+        ...
+
+    def tau(self, rows: Float32[np.ndarray, "N D"]) -> float:
+        """The similarity below which a turn opens an episode of its own."""
+        ...
+
+
+@dataclass(frozen=True)
+class Filing:
+    """Where a finished turn belongs.
+
+    Args:
+        router: the way to the caches once the turn is filed.
+        number: the cache that holds the turn; not the one that answered if its topic is new.
+    """
+
+    router: Router
+    number: int
+
+
+@dataclass(frozen=True)
+class Reform:
+    """What a refresh changes.
+
+    Args:
+        router: with new centroids and prompts.
+        rebuilt: the caches to build anew.
+    """
+
+    router: Router
+    rebuilt: tuple[int, ...]
 
 
 class Router(ABC):
-    """Chooses a cache for a question."""
+    """Chooses a cache for a question and files finished turns."""
+
+    writes: ClassVar[frozenset[str]]  # the names of the prompts that it provides
 
     @abstractmethod
     def route(self, question: str) -> Match | None:
@@ -50,9 +112,27 @@ class Router(ABC):
     def prompts(self) -> list[tuple[str, ...]]:
         """Per episode, the segments that its cache is judged by; none where all share a cache."""
 
+    @abstractmethod
+    def segments(self) -> list[int]:
+        """Per episode, how many segments are filed under it; none where all share a cache."""
+
+    @abstractmethod
+    def file(self, text: str, number: int) -> Filing:
+        """Find out where a turn belongs that cache `number` has answered.
+
+        Args:
+            text: question and answer, as one segment.
+        """
+
+    @abstractmethod
+    def reform(self, number: int) -> Reform:
+        """Run stage 1 again, because cache `number` has grown beyond its bound."""
+
 
 class OneCache(Router):
     """Nothing to choose."""
+
+    writes = frozenset()
 
     def route(self, question: str) -> Match | None:
         del question
@@ -61,18 +141,80 @@ class OneCache(Router):
     def prompts(self) -> list[tuple[str, ...]]:
         return []
 
+    def segments(self) -> list[int]:
+        return []
 
+    def file(self, text: str, number: int) -> Filing:
+        del text
+        return Filing(self, number)
+
+    def reform(self, number: int) -> Reform:
+        return Reform(self, (number,))
+
+
+@dataclass(frozen=True, eq=False)
 class NearestEpisode(Router):
-    """The episode whose centroid is nearest to the bare question (arXiv:2509.17396, eq. 7)."""
+    """The episode whose centroid is nearest to the bare question (arXiv:2509.17396, eq. 7).
 
-    def __init__(self, embedder: Embedder, rule: Rule, episodes: Sequence[Episode]) -> None:
-        self.embedder = embedder
-        self.rule = rule
-        self.episodes = list(episodes)
+    Turns are filed by the paper's stage 3b. Its threshold applies to turns alone, by cosine
+    whatever the rule for questions: a question always has an episode.
+
+    Args:
+        tau: calibrated on the segments that the episodes were formed of; None until the first turn
+            is filed.
+    """
+
+    writes = frozenset({"episode"})
+
+    embedder: Embedder
+    rule: Rule
+    episodes: tuple[Episode, ...]
+    former: Former = field(repr=False)
+    tau: float | None = None
 
     def route(self, question: str) -> Match | None:
+        if not self.episodes:
+            return None
         row = self.embedder.embed_questions([question])[0]
-        return match(row, np.stack([episode.centroid for episode in self.episodes]), self.rule)
+        return match(row, self._centroids(), self.rule)
 
     def prompts(self) -> list[tuple[str, ...]]:
         return [episode.prompt_texts for episode in self.episodes]
+
+    def segments(self) -> list[int]:
+        return [len(episode.texts) for episode in self.episodes]
+
+    def file(self, text: str, number: int) -> Filing:
+        row = self.embedder.embed_segments([text])[0]
+        place = sum(len(episode.texts) for episode in self.episodes)
+        alone = Episode(row, row[None], (text,), (0,), (place,))
+        if not self.episodes:
+            return Filing(replace(self, episodes=(alone,), tau=self.former.tau(row[None])), number)
+        tau = self.former.tau(self._rows()[1]) if self.tau is None else self.tau
+        episodes = list(self.episodes)
+        if is_new(match(row, self._centroids()).similarity, tau):
+            number = len(episodes)
+            episodes.append(alone)
+        else:
+            episodes[number] = episodes[number].grown(row, text, place)
+        return Filing(replace(self, episodes=tuple(episodes), tau=tau), number)
+
+    def reform(self, number: int) -> Reform:
+        texts, rows = self._rows()
+        if len(self.episodes) < self.former.fitting(len(texts)):
+            episodes = self.former.episodes(texts, rows)
+            router = replace(self, episodes=episodes, tau=None)
+            return Reform(router, tuple(range(len(episodes))))
+        episodes = list(self.episodes)
+        episodes[number] = self.former.refreshed(episodes[number])
+        return Reform(replace(self, episodes=tuple(episodes)), (number,))
+
+    def _centroids(self) -> Float32[np.ndarray, "E D"]:
+        return np.stack([episode.centroid for episode in self.episodes])
+
+    def _rows(self) -> tuple[tuple[str, ...], Float32[np.ndarray, "N D"]]:
+        """All segments in the order they were said."""
+        order = np.argsort([place for episode in self.episodes for place in episode.places])
+        texts = [text for episode in self.episodes for text in episode.texts]
+        rows = np.concatenate([episode.rows for episode in self.episodes])
+        return tuple(texts[index] for index in order), rows[order]

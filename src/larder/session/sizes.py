@@ -11,6 +11,7 @@ from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
 
 DEFAULT = "20%"
+OPEN_END = "512"  # for a chat that starts from nothing
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMG]i?B)?\s*")
 
@@ -70,6 +71,23 @@ def resolve(budget: Budget, asked: str | None, context_tokens: int, spec: ModelS
             "layers. Raise --budget."
         )
     return tokens
+
+
+def resolve_open(budget: Budget, asked: str | None, spec: ModelSpec) -> int:
+    """Entries per kv head where there is no context yet, as in a chat that starts from nothing.
+
+    Raises:
+        UsageError: the size is a share of the context.
+    """
+    is_given = budget.tokens is not None or budget.kept is not None or asked is not None
+    size = asked if is_given else OPEN_END
+    if budget.kept is not None or (size is not None and Size.parse(size).unit == "%"):
+        share = spell(budget) if budget.kept is not None else f"--budget {size}"
+        raise UsageError(
+            f"{share} is a share of the context, but a chat that starts from nothing has none: "
+            "give tokens (512) or bytes (64MiB)."
+        )
+    return resolve(budget, size, 0, spec)
 
 
 def _entry_bytes(spec: ModelSpec) -> int:

@@ -42,6 +42,10 @@ class Scribe:
         """Token ids of a bare text."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def length(self, text: str) -> int:
+        """Tokens of a bare text."""
+        return len(self.encode(text))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -60,6 +64,10 @@ class Scribe:
     def question(self, text: str) -> tuple[int, ...]:
         """A user's turn after a finished exchange, up to where the answer begins."""
         return self.encode(self._template.user_turn(text, End.ANSWER))
+
+    def opening(self, text: str) -> tuple[int, ...]:
+        """A user's turn at the very start, up to where the answer begins."""
+        return self.encode(self._template.render([Turn("user", text)], End.ANSWER))
 
     def answer(self, text: str) -> tuple[int, ...]:
         """An answer as it stands behind `question`, its end of turn included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from larder.core.conversation import Conversation
 from larder.session.embedders.base import Embedder
@@ -19,10 +19,12 @@ class Arrangement(ABC):
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
         count: Callable[[str], int],
+        said: Sequence[str] = (),
     ) -> Router:
         """The way from a question to a cache.
 
         Args:
             embedder: loads an embedder by name.
             count: tokens of a text.
+            said: what was said since the conversation, one segment per turn of a chat.
         """

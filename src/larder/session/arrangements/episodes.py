@@ -2,15 +2,15 @@
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.1, stage 1. Where the
-released code differs from the paper, the defaults are: cosine matching (paper; the code takes the dot
-product with the raw centroid), the bare question (paper; the code embeds its whole prompt), eight
-representative segments (the code's scripts; its default is 4, the paper's 1).
+released code differs from the paper, the defaults are: cosine matching (paper; the code takes the
+dot product with the raw centroid), the bare question (paper; the code embeds its whole prompt),
+eight representative segments (the code's scripts; its default is 4, the paper's 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float32
@@ -18,11 +18,13 @@ from jaxtyping import Float32
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
 from larder.session.arrangements.base import Arrangement
-from larder.session.clustering import choose_count, cluster, representatives
+from larder.session.clustering import COUNTS, choose_count, cluster, representatives
 from larder.session.embedders.base import Embedder
-from larder.session.matching import Rule
+from larder.session.matching import Rule, calibrate_tau
 from larder.session.routing import Episode, NearestEpisode, Router
 from larder.session.segments import Unit, cut
+
+LEAST_SEGMENTS = 2  # per episode, before a chat that has grown is divided into topics
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,25 @@ class Episodes(Arrangement):
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
         count: Callable[[str], int],
+        said: Sequence[str] = (),
     ) -> Router:
         segments = cut(conversation, self.unit, self.segment, count)
         loaded = embedder(self.embedder)
-        texts = [segment.text for segment in segments]
-        episodes = self.episodes(texts, loaded.embed_segments(texts))
-        return NearestEpisode(loaded, self.match, episodes)
+        texts = [*(segment.text for segment in segments), *said]
+        if not texts:
+            return NearestEpisode(loaded, self.match, (), self)
+        # What was read forms as many episodes as when it was read; turns add some as they suffice.
+        formed = max(min(self._asked, len(segments)), self.fitting(len(texts)))
+        former = self if formed >= self._asked else replace(self, count=formed)
+        episodes = former.episodes(texts, loaded.embed_segments(texts))
+        return NearestEpisode(loaded, self.match, episodes, self)
 
-    def episodes(self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]) -> list[Episode]:
+    def episodes(
+        self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]
+    ) -> tuple[Episode, ...]:
         """Segments sorted into episodes, each with its representatives."""
         clusters = cluster(rows, self.count or choose_count(rows, seed=self.seed), self.seed)
-        return [
+        return tuple(
             _episode(
                 texts,
                 rows,
@@ -90,7 +100,25 @@ class Episodes(Arrangement):
                 representatives(rows, clusters, number, self.representatives),
             )
             for number, members in enumerate(clusters.members)
-        ]
+        )
+
+    def refreshed(self, episode: Episode) -> Episode:
+        """The same segments under a new centroid and new representatives."""
+        [formed] = replace(self, count=1).episodes(episode.texts, episode.rows)
+        return replace(formed, places=episode.places)
+
+    def fitting(self, segments: int) -> int:
+        """How many episodes so many segments should form."""
+        return max(1, min(self._asked, segments // LEAST_SEGMENTS))
+
+    def tau(self, rows: Float32[np.ndarray, "N D"]) -> float:
+        """The similarity below which a turn opens an episode of its own."""
+        return calibrate_tau(rows, self._asked, self.tau_quantile, seed=self.seed)
+
+    @property
+    def _asked(self) -> int:
+        """Episodes that a conversation of any length should have."""
+        return self.count or COUNTS.start
 
 
 def _episode(
@@ -105,6 +133,7 @@ def _episode(
         rows[list(members)],
         tuple(texts[index] for index in members),
         tuple(members.index(index) for index in chosen),
+        members,
     )
 
 

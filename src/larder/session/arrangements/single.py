@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from larder.core.conversation import Conversation
@@ -20,8 +20,9 @@ class Single(Arrangement):
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
         count: Callable[[str], int],
+        said: Sequence[str] = (),
     ) -> Router:
-        del conversation, embedder, count
+        del conversation, embedder, count, said
         return OneCache()
 
 

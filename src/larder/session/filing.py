@@ -1,0 +1,183 @@
+"""A memory that grows by turns: stage 3b of EpiCache, which its released code leaves out.
+
+Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
+Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, stage 3b:
+a turn stays in the cache that answered it (3b-1); a turn like no episode opens one of its own
+(3b-2); a cache that exceeds M + M_block is built anew. The paper compares the question with tau;
+here it is the finished turn, so that a question is always answered by the nearest episode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from larder.cache.sequence import SequenceCache
+from larder.core.plan import Plan
+from larder.prefill.base import Progress, silent
+from larder.prefill.meter import Meter
+from larder.session.log import Exchange, Log
+from larder.session.matching import Match
+from larder.session.memory import Memory
+from larder.session.policy import DEFAULT_BLOCK_TOKENS, Policy
+from larder.session.reading import Desk, books_for, build, gather, tokens_of
+from larder.session.shelf import Shelf
+
+
+@dataclass(frozen=True)
+class State:
+    """A chat between two turns; each turn makes another one.
+
+    Args:
+        refreshes: how often caches had to be built anew.
+        opened: how many episodes turns have opened.
+    """
+
+    memory: Memory
+    log: Log
+    refreshes: int = 0
+    opened: int = 0
+
+
+@dataclass(frozen=True)
+class Drawer:
+    """The cache that answers a question, and where it stood before.
+
+    Args:
+        number: of the cache.
+        mark: true position of the question's first token.
+    """
+
+    number: int
+    cache: SequenceCache
+    match: Match | None
+    mark: int
+
+
+@dataclass(frozen=True)
+class Filed:
+    """The state behind a turn, and the number of the cache that holds the turn in it."""
+
+    state: State
+    number: int
+
+
+class Cabinet:
+    """The memory of a chat, one cache or one per episode.
+
+    `state` changes in a single step, so an interruption leaves the chat before or after a turn. A
+    refresh builds its caches beside the old ones, which stay until all are ready. Not safe for two
+    threads at once.
+
+    Args:
+        policy: with every size filled in.
+        log: what was said so far; it is read here.
+    """
+
+    def __init__(self, desk: Desk, policy: Policy, log: Log, progress: Progress = silent) -> None:
+        self._desk, self._progress = desk, progress
+        source = log.source(log.transcript(desk.scribe))
+        self.state = State(gather(desk, source, policy, {}, progress), log)
+        self.peak_bytes = self.state.memory.figures.peak_kv_bytes
+        self.peak_entries = self.state.memory.figures.peak_entries
+
+    @property
+    def shelf(self) -> Shelf:
+        return self.state.memory.shelf
+
+    @property
+    def length(self) -> int:
+        """Tokens said so far."""
+        said = sum(len(exchange.ids) for exchange in self.state.log.exchanges)
+        return len(self.state.memory.transcript.ids) + said
+
+    @property
+    def bound(self) -> int:
+        """L x K x (M + M_block): entries beyond which a cache is refreshed."""
+        heads = sum(layer.kv_heads for layer in self._desk.decoder.spec.managed)
+        policy = self.state.memory.policy
+        return heads * (tokens_of(policy) + block_of(policy))
+
+    def recall(self, question: str) -> Drawer:
+        """Make the cache for a bare question active; the one that was active is written back."""
+        cache, match = self.state.memory.recall(question)
+        return Drawer(0 if match is None else match.episode, cache, match, cache.next_position)
+
+    def file(self, drawer: Drawer, exchange: Exchange) -> Filed:
+        """The state once a finished turn is filed. Nothing changes before `accept`.
+
+        Args:
+            drawer: whose cache has read the turn from `drawer.mark` on.
+        """
+        state, memory = self.state, self.state.memory
+        filing = memory.router.file(exchange.text, drawer.number)
+        shelf, opened = memory.shelf, state.opened
+        if filing.number != drawer.number:
+            shelf = shelf.holding(filing.number, self._opened(drawer))
+            opened += 1
+        memory = replace(memory, shelf=shelf, router=filing.router)
+        log = state.log.plus(exchange)
+        return Filed(replace(state, memory=memory, log=log, opened=opened), filing.number)
+
+    def accept(self, drawer: Drawer, filed: Filed) -> None:
+        """Go over to what `file` has prepared."""
+        self.note(drawer.cache.managed_entries)
+        if filed.number != drawer.number:
+            drawer.cache.truncate(drawer.mark)
+        self.state = filed.state
+
+    def overdue(self) -> list[int]:
+        """The caches that exceed their bound, by number."""
+        holdings = self.shelf.holdings()
+        return [n for n, holding in enumerate(holdings) if holding.entries > self.bound]
+
+    def refresh(self) -> None:
+        """Bring every cache back within M, by stage 1 and block prefill over all that was said.
+
+        Where a chat has become long enough for more episodes than it has, all are formed anew.
+        Interrupted, the old caches stay, and the next turn refreshes first.
+        """
+        while overdue := self.overdue():
+            self._rebuild(overdue[0])
+
+    def note(self, entries: int) -> None:
+        """Remember the highest bytes and entries."""
+        self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes)
+        self.peak_entries = max(self.peak_entries, entries)
+
+    def _opened(self, drawer: Drawer) -> SequenceCache:
+        """A cache of its own for the turn: the protected first tokens, and what it has read."""
+        cache = drawer.cache.fork()
+        self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes + cache.nbytes)
+        sinks = self.state.memory.policy.protect.sinks
+        # Sliding-window layers hold their window whatever is planned.
+        for layer in cache.spec.managed:
+            entries = cache.entries(layer.index)
+            positions = entries.packed_positions()
+            keep = (positions < sinks) | (positions >= drawer.mark)
+            cache.apply(layer.index, Plan.from_mask(keep, entries.lengths))
+        return cache
+
+    def _rebuild(self, number: int) -> None:
+        memory, desk = self.state.memory, self._desk
+        reform = memory.router.reform(number)
+        memory.shelf.rest()
+        meter = Meter(memory.shelf.nbytes)
+        books = books_for(desk, reform.router, {})
+        wanted = [books[each] for each in reform.rebuilt]
+        ids = self.state.log.source(memory.transcript).ids
+        caches = build(desk, memory.policy, ids, wanted, meter, self._progress)
+        self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+        self.peak_entries = max(self.peak_entries, meter.peak_entries)
+        if len(caches) == len(books):
+            shelf = Shelf(desk.decoder.spec, caches)
+        else:
+            shelf = memory.shelf.holding(number, caches[0])
+        memory = replace(memory, shelf=shelf, router=reform.router)
+        refreshes = self.state.refreshes + 1
+        self.state = replace(self.state, memory=memory, refreshes=refreshes)
+
+
+def block_of(policy: Policy) -> int:
+    """M_block; schedules without blocks get as much room as a default block."""
+    tokens = policy.schedule.tokens
+    return min(DEFAULT_BLOCK_TOKENS, tokens_of(policy)) if tokens is None else tokens

@@ -1,0 +1,205 @@
+"""Where chats outlive the process: one JSON file each under `$LARDER_HOME/sessions`.
+
+What is kept is what was said, token by token. Caches are not: they are read again. A file is
+replaced in one step, after every turn; a reader or a crash finds the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from larder.core.errors import InputError, UsageError
+from larder.core.settings import home
+from larder.session.log import Log
+from larder.session.log_format import log_of, record_of
+
+SCHEMA = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Under what a chat was held.
+
+    Args:
+        model: the name it was loaded by.
+        fingerprint: of its weights and configuration.
+        policy: canonical spelling, sizes filled in.
+    """
+
+    model: str
+    fingerprint: str
+    policy: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A chat as the disk has it."""
+
+    log: Log
+    stamp: Stamp
+
+
+class Logbook(ABC):
+    """Keeps the log of one chat."""
+
+    @abstractmethod
+    def load(self) -> Kept | None:
+        """What was kept; None for a new chat."""
+
+    @abstractmethod
+    def save(self, log: Log, stamp: Stamp) -> None:
+        """Replace what was kept."""
+
+
+class Forgetful(Logbook):
+    """For a chat that ends with the process."""
+
+    def load(self) -> Kept | None:
+        return None
+
+    def save(self, log: Log, stamp: Stamp) -> None:
+        del log, stamp
+
+
+class SessionFile(Logbook):
+    """A chat by name. A file that this object did not read or write is never overwritten.
+
+    Args:
+        name: letters, digits, `.`, `_` and `-`.
+
+    Raises:
+        UsageError: the name is none.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.path = session_path(name)
+        self._seen: tuple[int, int, int] | None = None
+
+    def load(self) -> Kept | None:
+        """What was kept; None where there is no such file.
+
+        Raises:
+            InputError: the file cannot be read, is damaged, or is of another schema.
+        """
+        seen = self._mark()
+        if seen is None:
+            return None
+        kept = _kept(self.path, _parsed(self.path))
+        self._seen = seen
+        return kept
+
+    def save(self, log: Log, stamp: Stamp) -> None:
+        """Replace the file in one step.
+
+        Raises:
+            InputError: it cannot be written, or another process has changed it.
+        """
+        if self._mark() != self._seen:
+            raise InputError(
+                f"The session file {self.path} was changed by someone else since this chat read "
+                "it: end the other chat, or go on under another name."
+            )
+        try:
+            _replace(self.path, json.dumps(_record(log, stamp), ensure_ascii=False, indent=1))
+        except OSError as error:
+            raise InputError(
+                f"The session file {self.path} cannot be written ({error.strerror}): make room or "
+                "set LARDER_HOME to a folder that can be written to."
+            ) from error
+        self._seen = self._mark()
+
+    def _mark(self) -> tuple[int, int, int] | None:
+        """Tells one version of the file from the next: every save makes a new one."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InputError(
+                f"The session file {self.path} cannot be read ({error.strerror}): "
+                "check its permissions."
+            ) from error
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def session_path(name: str) -> Path:
+    """The file of a chat.
+
+    Raises:
+        UsageError: a name that no chat can have.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is no session name: it must be 1 to 100 letters, digits, '.', '_' or '-', "
+            "the first a letter or digit."
+        )
+    return home() / "sessions" / f"{name}.json"
+
+
+def session_names() -> list[str]:
+    """The chats that were kept, by name."""
+    names = (file.stem for file in (home() / "sessions").glob("*.json"))
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"The session file {path} cannot be read ({error.strerror}): check its permissions."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(_damaged(path, "it is not JSON")) from error
+
+
+def _kept(path: Path, record: Any) -> Kept:
+    """Raises: InputError: it is no session, or one of another schema."""
+    if not isinstance(record, dict) or not isinstance(record.get("schema"), int):
+        raise InputError(_damaged(path, "it has no schema number"))
+    if record["schema"] != SCHEMA:
+        raise InputError(
+            f"The session file {path} has schema {record['schema']}, this Larder reads {SCHEMA}: "
+            "use the Larder that wrote it, or another session name."
+        )
+    try:
+        told = record["model"]
+        stamp = Stamp(str(told["name"]), str(told["fingerprint"]), str(record["policy"]))
+        return Kept(log_of(record), stamp)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(_damaged(path, f"{error} is missing or of a wrong kind")) from error
+
+
+def _record(log: Log, stamp: Stamp) -> dict[str, Any]:
+    model = {"name": stamp.model, "fingerprint": stamp.fingerprint}
+    return {"schema": SCHEMA, "model": model, "policy": stamp.policy, **record_of(log)}
+
+
+def _damaged(path: Path, why: str) -> str:
+    return (
+        f"The session file {path} is damaged ({why}): repair it, move it away, or take another "
+        "session name."
+    )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside the file, force it to the disk, and only then take its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
