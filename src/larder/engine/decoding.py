@@ -63,7 +63,8 @@ def generate(
     """Continue every cache with its prompt, all rows packed into one pass per step.
 
     Each row gives what it would give alone. The stop token is not part of the answer. Caches keep
-    the prompt and all tokens of the answer but the last, which was never read.
+    the prompt and the answer; where no stop token ended it, its last token was never read, and
+    `next_position` says so.
 
     Args:
         caches: one per row; the same cache must not appear twice.

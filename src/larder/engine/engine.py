@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Self
@@ -10,9 +9,8 @@ from typing import Any, Self
 from larder.core.conversation import Conversation
 from larder.core.observation import Prompts
 from larder.engine.answer import Answer
-from larder.engine.decoding import Limits, generate
+from larder.engine.reply import Speaker, check_fits
 from larder.engine.sampling import Sampling
-from larder.engine.streaming import TextStream
 from larder.models.calibration import calibrate
 from larder.models.loading import SEED, Loaded, load
 from larder.policy.budgets.base import Calibration
@@ -21,7 +19,7 @@ from larder.session.embedders.base import Embedder
 from larder.session.embedding import load_embedder
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, Sizes, read
+from larder.session.reading import Desk, Sizes, read, tokens_of
 from larder.session.transcript import Scribe
 
 
@@ -114,31 +112,29 @@ class Engine:
         """
         cache, match = memory.recall(question)
         prompt = self.scribe.question(memory.conversation.question_prompt.format(question=question))
-        stream = TextStream(self.scribe.decode, stop, on_text)
-        mark, started = cache.next_position, time.perf_counter()
+        check_fits(prompt, tokens_of(memory.policy))
+        mark = cache.next_position
         cache.reserve(len(prompt) + max_new_tokens)
         try:
-            [ids] = generate(
-                self.loaded.decoder,
-                [cache],
-                [prompt],
-                sampling or Sampling(),
-                Limits(max_new_tokens, self.stops),
-                lambda row, token: stream.push(token),
+            reply = self.speaker.reply(
+                cache, prompt, sampling or Sampling(), max_new_tokens, stop, on_text
             )
         finally:
             cache.truncate(mark)
-        seconds = time.perf_counter() - started
-        stream.finish()
         episode, similarity = (None, None) if match is None else (match.episode, match.similarity)
         return Answer(
-            question, stream.text.strip(), tuple(ids), episode, similarity, seconds, len(prompt)
+            question, reply.text, reply.ids, episode, similarity, reply.seconds, len(prompt)
         )
 
     @cached_property
     def desk(self) -> Desk:
         """What reading needs; embedder and measurements are fetched when first asked for."""
         return Desk(self.loaded.decoder, self.scribe, self._embedder, self._calibrate)
+
+    @cached_property
+    def speaker(self) -> Speaker:
+        """What answers over a cache."""
+        return Speaker(self.loaded.decoder, self.scribe, self.stops)
 
     @cached_property
     def stops(self) -> frozenset[int]:

@@ -1,0 +1,77 @@
+"""One answer, spoken over one cache: what asking and chatting share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import InputError
+from larder.engine.decoding import Limits, generate
+from larder.engine.sampling import Sampling
+from larder.engine.streaming import TextStream
+from larder.models.decoder import Decoder
+from larder.session.transcript import Scribe
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What was said.
+
+    Args:
+        text: without the end of turn.
+        ids: its tokens.
+        seconds: from the prompt's first token read to the last token chosen.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that answers.
+
+    Args:
+        stops: token ids that end a turn.
+    """
+
+    decoder: Decoder
+    scribe: Scribe
+    stops: frozenset[int]
+
+    def reply(
+        self,
+        cache: SequenceCache,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop: Sequence[str],
+        on_text: Callable[[str], None],
+    ) -> Reply:
+        """Read the prompt and answer it; the cache keeps both, so the caller settles what stays.
+
+        Args:
+            stop: strings that end the answer.
+            on_text: told of the answer's text as it comes.
+        """
+        limits = Limits(max_new_tokens, self.stops)
+        stream = TextStream(self.scribe.decode, stop, on_text)
+        started = time.perf_counter()
+        [ids] = generate(
+            self.decoder, [cache], [prompt], sampling, limits, lambda row, token: stream.push(token)
+        )
+        seconds = time.perf_counter() - started
+        stream.finish()
+        return Reply(stream.text.strip(), tuple(ids), seconds)
+
+
+def check_fits(prompt: tuple[int, ...], tokens: int) -> None:
+    """Raises: InputError: a question takes more tokens than the budget holds."""
+    if len(prompt) > tokens:
+        raise InputError(
+            f"The question takes {len(prompt)} tokens, more than the budget of {tokens} per head: "
+            "shorten it, raise --budget, or give a long text as a file."
+        )
