@@ -64,7 +64,7 @@ class TestMatch:
 class TestTau:
     @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.4, 1.0])
     def test_equals_the_slow_calibration(self, quantile: float) -> None:
-        turns, folds = topics(0, 7), 5
+        turns, folds = topics(0, 3), 5
         deal = np.random.default_rng(3).permutation(len(turns)) % folds
 
         def form(rows: list[Row]) -> list[Row]:

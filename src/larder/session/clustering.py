@@ -108,13 +108,16 @@ def representatives(
 
 def _labels(embeddings: Float32[np.ndarray, "N D"], count: int, seed: int) -> np.ndarray:
     from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
 
     count = min(count, _distinct(embeddings))
     # pyright infers the type of `n_init` from its default "auto"; scikit-learn takes numbers.
     starts: Any = STARTS
     means = KMeans(n_clusters=count, n_init=starts, random_state=seed)
-    # In float64, rows that differ by rounding alone still have a distance.
-    return means.fit_predict(embeddings.astype(np.float64))
+    # On a few hundred rows threads cost more than they save; sums must not depend on their number.
+    with threadpool_limits(1):
+        # In float64, rows that differ by rounding alone still have a distance.
+        return means.fit_predict(embeddings.astype(np.float64))
 
 
 def _distinct(embeddings: Float32[np.ndarray, "N D"]) -> int:
