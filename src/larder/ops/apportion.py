@@ -4,39 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+HALVINGS = 200  # of the interval that holds the common factor: past float64's precision
 
-def apportion(total: int, weights: Sequence[float], least: int) -> tuple[int, ...]:
-    """Whole parts of `total` in proportion to `weights`, none below `least`, summing exactly.
 
-    Parts that would fall below the floor get it, and the others are scaled down; this repeats
-    until no part is below. Fractions go to the largest remainders, the earlier part first.
+def apportion(total: int, weights: Sequence[float], least: int, most: int) -> tuple[int, ...]:
+    """Whole parts of `total` in proportion to `weights`, within [least, most], summing exactly.
+
+    Every part is its weight times one common factor, cut to the bounds; the factor is found by
+    bisection. Fractions go to the largest remainders, the earlier part first.
 
     Raises:
-        ValueError: the floors alone exceed the total, or a weight is negative.
+        ValueError: the bounds do not admit the total, or a weight is negative.
     """
-    if least * len(weights) > total:
-        raise ValueError(f"{len(weights)} parts of at least {least} exceed {total}.")
+    if not least * len(weights) <= total <= most * len(weights):
+        raise ValueError(f"{len(weights)} parts in [{least}, {most}] cannot sum to {total}.")
     if min(weights) < 0:
         raise ValueError(f"Weights must be 0 or more, got {min(weights)}.")
-    shares = _raised(total, list(weights), least)
+    shares = _shares(total, weights, least, most)
     parts = [int(share) for share in shares]
     by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - shares[i], i))
-    for i in by_remainder[: total - sum(parts)]:
+    open_parts = [i for i in by_remainder if parts[i] < most]
+    for i in open_parts[: total - sum(parts)]:
         parts[i] += 1
     return tuple(parts)
 
 
-def _raised(total: int, weights: list[float], least: int) -> list[float]:
-    """Real shares of `total` with a floor."""
-    floored: set[int] = set()
-    while True:
-        free = [i for i in range(len(weights)) if i not in floored]
-        mass = sum(weights[i] for i in free)
-        room = total - least * len(floored)
-        shares = [float(least)] * len(weights)
-        for i in free:
-            shares[i] = room * weights[i] / mass if mass > 0 else room / len(free)
-        low = {i for i in free if shares[i] < least}
-        if not low:
-            return shares
-        floored |= low
+def _shares(total: int, weights: Sequence[float], least: int, most: int) -> list[float]:
+    """Real shares within the bounds; weights of 0 count as next to nothing."""
+    top = max(weights) or 1.0
+    scaled = [max(weight / top, 1e-9) for weight in weights]
+    low, high = 0.0, most / min(scaled)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if sum(_cut(middle * weight, least, most) for weight in scaled) < total:
+            low = middle
+        else:
+            high = middle
+    return [_cut(high * weight, least, most) for weight in scaled]
+
+
+def _cut(value: float, least: int, most: int) -> float:
+    return min(max(value, float(least)), float(most))

@@ -23,14 +23,20 @@ class Planner:
     budget: Budget
     compensation: Compensation
 
-    def quotas(self, tokens: int, layers: tuple[int, ...], facts: Calibration) -> dict[int, int]:
+    def quotas(
+        self, tokens: int, context: int, layers: tuple[int, ...], facts: Calibration
+    ) -> dict[int, int]:
         """Entries per kv head of each managed layer, by layer index.
+
+        Args:
+            tokens: the average over layers.
+            context: tokens to be read; no layer can fill more.
 
         Raises:
             BudgetError: the protected entries do not fit.
         """
         least = self.protect.least(tokens)
-        shares = self.budget.layer_tokens(tokens, len(layers), least, facts)
+        shares = self.budget.layer_tokens(tokens, len(layers), least, context, facts)
         return dict(zip(layers, shares, strict=True))
 
     def judge(self, seen: Seen, scores: Packed, tokens: int) -> Scored:

@@ -147,7 +147,7 @@ def build(
         require(book, planner.scorer.wanted())
     tokens = tokens_of(policy)
     facts = desk.calibrate(policy.budget.calibrations)
-    quotas = planner.quotas(tokens, tuple(layer.index for layer in spec.managed), facts)
+    quotas = planner.quotas(tokens, len(ids), tuple(layer.index for layer in spec.managed), facts)
     form = Form.DENSE if tokens == WITHOUT_LIMIT else Form.RAGGED
     lanes = [Lane(SequenceCache(spec, form), book) for book in books]
     if not ids:

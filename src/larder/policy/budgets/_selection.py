@@ -11,7 +11,7 @@ from larder.ops.topk import top_mask
 
 def best_per_head(scored: Scored, tokens: int) -> Plan:
     """Every head keeps its own best `tokens` entries."""
-    heads = scored.ranked().split(scored.lengths)
+    heads = torch.split(scored.ranked(), list(scored.lengths))
     return Plan.from_mask(torch.cat([top_mask(head, tokens) for head in heads]), scored.lengths)
 
 

@@ -28,7 +28,7 @@ class Budget(ABC):
     calibrations: ClassVar[frozenset[str]] = frozenset()
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
     ) -> tuple[int, ...]:
         """Entries per kv head for each managed layer; they sum to `layers * tokens`.
 
@@ -36,9 +36,10 @@ class Budget(ABC):
             tokens: the average.
             layers: managed layers.
             least: entries that each layer needs for what is protected.
+            most: entries that a layer can fill, the length of the context.
             facts: measurements named in `calibrations`.
         """
-        del least, facts
+        del least, most, facts
         return (tokens,) * layers
 
     @abstractmethod

@@ -39,7 +39,7 @@ class Global(Budget):
         layers = sorted(ready)
         ranked = [ready[index].ranked() for index in layers]
         count = sum(quotas[index] * len(ready[index].lengths) for index in layers)
-        marks = top_mask(torch.cat(ranked), count).split([len(part) for part in ranked])
+        marks = torch.split(top_mask(torch.cat(ranked), count), [len(part) for part in ranked])
         pairs = zip(layers, marks, strict=True)
         return {index: Plan.from_mask(mark, ready[index].lengths) for index, mark in pairs}
 

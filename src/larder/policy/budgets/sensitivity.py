@@ -51,11 +51,13 @@ class Sensitivity(Budget):
             raise BadParameter(f"sensitivity.alpha must be 0 or more, got {self.alpha}.")
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
     ) -> tuple[int, ...]:
+        if tokens >= most:
+            return (tokens,) * layers
         weights = [share**self.alpha for share in self._shares(facts["sensitivity"])]
         floor = least if self.variant is Variant.PAPER else max(least, tokens // FLOOR_SHARE, 1)
-        return apportion(layers * tokens, weights, min(floor, tokens))
+        return apportion(layers * tokens, weights, min(floor, tokens), most)
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
         return {index: best_of_layer(scored, quotas[index]) for index, scored in ready.items()}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,8 +18,8 @@ WITHOUT_LIMIT = 1 << 62  # entries per head: more than any machine holds
 class Unlimited(Budget):
     """Keep every entry."""
 
-    tokens: ClassVar[int] = WITHOUT_LIMIT
-    kept: ClassVar[None] = None
+    tokens: int | None = field(default=WITHOUT_LIMIT, init=False)
+    kept: float | None = field(default=None, init=False)
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
         return {

@@ -51,7 +51,7 @@ def _uniform(positions: Int[Tensor, " S"], stream: int) -> Float[Tensor, " S"]:
     mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _MIX_1
     mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _MIX_2
     top = (mixed ^ (mixed >> _SHIFTS[2])) >> np.uint64(64 - _BITS)
-    return torch.from_numpy(top.astype(np.float32) / (1 << _BITS)).to(positions.device)
+    return torch.tensor(top.astype(np.float32) / (1 << _BITS), device=positions.device)
 
 
 Part = Random

@@ -55,7 +55,7 @@ class SnapKV(Scorer):
         voters = seen.query_positions[-self.window :]
         queries = seen.queries[:, -self.window :]
         votes = summed_weights(queries, voters, seen.entries, seen.layer.scaling)
-        heads = votes.split(seen.entries.lengths)
+        heads = torch.split(votes, list(seen.entries.lengths))
         pooled = torch.cat([self._pool(head) for head in heads])
         return pooled.masked_fill(seen.entries.packed_positions() >= voters[0], torch.inf)
 
