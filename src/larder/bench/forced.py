@@ -1,9 +1,9 @@
 """Score all questions of a conversation in a few packed passes, without decoding.
 
-While nothing is evicted during decoding, greedy decoding gives the expected answer exactly if each of
-its tokens is the most likely one after the tokens before it. So the expected answers can be read,
-all side by side over one cache, in scratch mode; their log-likelihood comes with it and, unlike
-exact match, has no floor.
+While nothing is evicted during decoding, greedy decoding gives the expected answer exactly if each
+of its tokens is the most likely one after the tokens before it. So the expected answers can be
+read, all side by side over one cache, in scratch mode; their log-likelihood comes with it and,
+unlike exact match, has no floor.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -85,7 +84,7 @@ class Store(ABC):
         """What is held, as views."""
 
     @abstractmethod
-    def fork(self) -> Self:
+    def fork(self) -> Store:
         """An independent copy, without slack."""
 
     @abstractmethod
@@ -94,7 +93,7 @@ class Store(ABC):
 
     @classmethod
     @abstractmethod
-    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Store:
         """The store that `state` came from."""
 
     @abstractmethod

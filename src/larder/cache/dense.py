@@ -7,8 +7,6 @@ One row of positions serves all heads, so a plan must keep the same entries in e
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -94,7 +92,7 @@ class Dense(Store):
             tuple(lengths.tolist()),
         )
 
-    def fork(self) -> Self:
+    def fork(self) -> Dense:
         return type(self).restore(self.layer, self.state())
 
     def state(self) -> dict[str, Tensor]:
@@ -105,7 +103,7 @@ class Dense(Store):
         }
 
     @classmethod
-    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Dense:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
         store._positions, store._length = state["positions"], len(state["positions"])

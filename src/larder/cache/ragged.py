@@ -9,8 +9,6 @@ over the entries, never over the slack.
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -96,7 +94,7 @@ class Ragged(Store):
             tuple(self._lengths.tolist()),
         )
 
-    def fork(self) -> Self:
+    def fork(self) -> Ragged:
         return type(self).restore(self.layer, self.state())
 
     def state(self) -> dict[str, Tensor]:
@@ -109,7 +107,7 @@ class Ragged(Store):
         }
 
     @classmethod
-    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Ragged:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
         store._positions, store._lengths = state["positions"], state["lengths"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class Form(Enum):
     RAGGED = "ragged"
 
 
-_STORES: Mapping[Form, type[Store]] = {Form.DENSE: Dense, Form.RAGGED: Ragged}
+_STORES: Mapping[Form, type[Dense] | type[Ragged]] = {Form.DENSE: Dense, Form.RAGGED: Ragged}
 
 
 class SequenceCache:
@@ -134,7 +133,9 @@ class SequenceCache:
         return {"form": self.form.value, "next_position": str(self.next_position)}
 
     @classmethod
-    def restore(cls, spec: ModelSpec, state: Mapping[str, Tensor], meta: Mapping[str, str]) -> Self:
+    def restore(
+        cls, spec: ModelSpec, state: Mapping[str, Tensor], meta: Mapping[str, str]
+    ) -> SequenceCache:
         """The cache that `state` and `meta` came from.
 
         Raises:

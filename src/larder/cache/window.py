@@ -5,8 +5,6 @@ It holds its window by true position, whatever the budget, and is counted apart.
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -86,7 +84,7 @@ class Window(Store):
             (held,) * heads,
         )
 
-    def fork(self) -> Self:
+    def fork(self) -> Window:
         return type(self).restore(self.layer, self.state())
 
     def state(self) -> dict[str, Tensor]:
@@ -97,7 +95,7 @@ class Window(Store):
         }
 
     @classmethod
-    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Self:
+    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Window:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
         store._positions = state["positions"]

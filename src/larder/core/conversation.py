@@ -55,7 +55,8 @@ class Conversation:
     """A named source: its messages in order, and questions about it.
 
     For `Form.TRANSCRIPT` and `Form.DOCUMENT` the model sees `opening` and the contents joined, as
-    they are, in one user message; `question_prompt` is a format string with `{question}` that wraps a bare question.
+    they are, in one user message; `question_prompt` is a format string with `{question}` that wraps
+    a bare question.
     """
 
     name: str

@@ -44,10 +44,12 @@ class Entries:
 
     def between(self, start: int, stop: int) -> Entries:
         """The entries at positions [start, stop), as views into the same storage."""
-        starts, lengths = [], []
+        starts: list[int] = []
+        lengths: list[int] = []
         for head in range(len(self.lengths)):
             edges = torch.tensor([start, stop], device=self.positions.device)
-            low, high = torch.searchsorted(self.head_positions(head).long(), edges).tolist()
+            found = torch.searchsorted(self.head_positions(head).long(), edges)
+            low, high = int(found[0]), int(found[1])
             starts.append(self.starts[head] + low)
             lengths.append(high - low)
         return replace(self, starts=tuple(starts), lengths=tuple(lengths))

@@ -34,5 +34,5 @@ class Plan:
     @staticmethod
     def from_mask(keep: PackedMask, lengths: tuple[int, ...]) -> Plan:
         """The plan that keeps the marked entries of heads with `lengths` entries each."""
-        counts = tuple(int(part.sum()) for part in keep.split(lengths))
+        counts = tuple(int(part.sum()) for part in torch.split(keep, list(lengths)))
         return Plan(torch.nonzero(keep).flatten(), counts)

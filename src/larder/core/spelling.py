@@ -30,7 +30,7 @@ class Call:
     """One part as written: its name and its parameters."""
 
     name: str
-    parameters: dict[str, Value] = field(default_factory=dict)
+    parameters: dict[str, Value] = field(default_factory=dict[str, Value])
 
 
 def parse(sentence: str) -> list[Call]:
@@ -55,9 +55,9 @@ def parse(sentence: str) -> list[Call]:
 
 def spell(part: Any) -> str:
     """A part as it is written: every parameter that is not open, in the order of its fields."""
-    shown = ((f.name, getattr(part, f.name)) for f in fields(part))
+    shown = ((f.name, getattr(part, f.name)) for f in fields(part) if f.init)
     inner = ", ".join(f"{name}={_literal(value)}" for name, value in shown if value is not None)
-    return f"{name_of(type(part))}({inner})"
+    return f"{name_of(part.__class__)}({inner})"
 
 
 def name_of(kind: type) -> str:
@@ -73,7 +73,7 @@ def build(kind: type, parameters: dict[str, Value]) -> Any:
         BadParameter: a value of the wrong type or out of range.
     """
     hints, name = get_type_hints(kind), name_of(kind)
-    known = [f.name for f in fields(kind)]
+    known = [f.name for f in fields(kind) if f.init]
     for parameter in parameters:
         if parameter not in known:
             raise UnknownName(_unknown_parameter(name, parameter, known))

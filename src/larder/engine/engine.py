@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Self
+from typing import Any
 
 from larder.core.conversation import Conversation
 from larder.core.observation import Prompts
@@ -65,7 +65,7 @@ class Engine:
         block: int | None = None,
         device: str = "cpu",
         dtype: str | None = None,
-    ) -> Self:
+    ) -> Engine:
         """Load a model and put it under a policy; the bundled model is the default.
 
         Raises:

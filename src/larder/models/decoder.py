@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -73,7 +73,7 @@ class Decoder:
         """Give the model its own attention back."""
         self.module.set_attn_implementation(self._former)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Decoder:
         return self
 
     def __exit__(
