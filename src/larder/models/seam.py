@@ -7,7 +7,7 @@ them. What it must know of a pass comes down the model's own call as the keyword
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -46,6 +46,7 @@ HARMLESS = frozenset(
 )
 
 
+@runtime_checkable
 class Layers(Protocol):
     """What travels down as `larder`: it answers for every layer of one pass."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
@@ -51,6 +51,7 @@ class Episode:
         )
 
 
+@runtime_checkable
 class Former(Protocol):
     """Stage 1 of EpiCache: sorts segments into episodes."""
 
