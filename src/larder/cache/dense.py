@@ -68,8 +68,9 @@ class Dense(Store):
                 "ones: use a ragged cache."
             )
         rows = chosen[0].to(self._keys.device)
-        self._keys, self._values = self._keys[:, rows], self._values[:, rows]
-        self._positions, self._length = self._positions[rows], len(rows)
+        keys, values, positions = self._keys[:, rows], self._values[:, rows], self._positions[rows]
+        self._keys, self._values, self._positions = keys, values, positions
+        self._length = len(rows)
 
     def reserve(self, room: int) -> None:
         if self._length + room > self._capacity:

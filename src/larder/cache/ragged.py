@@ -82,8 +82,8 @@ class Ragged(Store):
     def truncate(self, length: int) -> None:
         held = self.entries()
         kept = [int((held.head_positions(h) < length).sum()) for h in range(len(held.lengths))]
-        self._lengths = torch.tensor(kept, dtype=torch.int64)
-        self._room = self._least_room()
+        lengths = torch.tensor(kept, dtype=torch.int64)
+        self._lengths, self._room = lengths, self._least_room(lengths)
 
     def entries(self) -> Entries:
         return Entries(
@@ -127,10 +127,10 @@ class Ragged(Store):
         pairs = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
         return [torch.arange(start, start + length) for start, length in pairs]
 
-    def _least_room(self) -> int:
+    def _least_room(self, lengths: Tensor) -> int:
         """Slack of the head that has least: the distance to its neighbor's first row."""
         ends = torch.cat([self._starts[1:], torch.tensor([len(self._keys)])])
-        return int((ends - self._starts - self._lengths).min())
+        return int((ends - self._starts - lengths).min())
 
     def _lay_out(self, rows: list[Tensor], room: int) -> None:
         """Move the given rows of each head into fresh storage with `room` slack a head."""

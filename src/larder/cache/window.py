@@ -1,6 +1,9 @@
 """A sliding-window layer: it holds the last positions that any later query can still see.
 
-It holds its window by true position, whatever the budget, and is counted apart.
+It holds its window by true position, whatever the budget, and is counted apart. What a block pushes
+out is forgotten with the next one, so that a pass that fails in a later layer can be taken back.
+
+    held    [ window of the block's first token | block ]
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from larder.ops.attention import causal_attention, windowed_attention
 class Window(Store):
     """The last `sliding_window` entries, the same in every head.
 
-    Entries that slid out are gone: `truncate` can go back by at most `slack_tokens` without loss,
-    so a caller who will roll back reserves that much first.
+    Entries that slid out are gone: `truncate` can go back over the last block appended without
+    loss, and over as many tokens more as were reserved; who rolls back further reserves first.
     """
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -53,10 +56,12 @@ class Window(Store):
         return self._cached(queries, positions)[0]
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self._keys = torch.cat([self._keys, keys], dim=1)
-        self._values = torch.cat([self._values, values], dim=1)
-        self._positions = torch.cat([self._positions, positions.to(torch.int32)])
-        self._trim(int(positions[-1]) + 1 - self._window - self._slack)
+        rows = self._seen_from(int(positions[0]) - self._slack)
+        self._hold(
+            torch.cat([self._keys[:, rows], keys], dim=1),
+            torch.cat([self._values[:, rows], values], dim=1),
+            torch.cat([self._positions[rows], positions.to(torch.int32)]),
+        )
 
     def apply(self, plan: Plan) -> None:
         raise CacheError(f"Layer {self.layer.index} slides its own window: no plan applies to it.")
@@ -69,7 +74,7 @@ class Window(Store):
         """Forget what slid out of the window; later rollbacks reach no further than now."""
         self._slack = 0
         if len(self._positions):
-            self._trim(int(self._positions[-1]) + 1 - self._window)
+            self._keep(self._seen_from(int(self._positions[-1])))
 
     def truncate(self, length: int) -> None:
         self._keep(slice(0, int((self._positions < length).sum())))
@@ -115,14 +120,20 @@ class Window(Store):
             self.layer.scaling,
         )
 
-    def _trim(self, first: int) -> None:
-        """Forget positions before `first`, which no query sees any more."""
-        self._keep(slice(int((self._positions < first).sum()), None))
+    def _seen_from(self, position: int) -> slice:
+        """The rows that a query at `position`, or at any later one, can see."""
+        return slice(int((self._positions <= position - self._window).sum()), None)
 
     def _keep(self, rows: slice) -> None:
-        self._keys = self._keys[:, rows].contiguous()
-        self._values = self._values[:, rows].contiguous()
-        self._positions = self._positions[rows].clone()
+        self._hold(
+            self._keys[:, rows].clone(memory_format=torch.contiguous_format),
+            self._values[:, rows].clone(memory_format=torch.contiguous_format),
+            self._positions[rows].clone(),
+        )
+
+    def _hold(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Change everything at once, when all of it is there."""
+        self._keys, self._values, self._positions = keys, values, positions
 
 
 Part = Window
