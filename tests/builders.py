@@ -1,0 +1,103 @@
+"""Small shapes and random tensors that tests of the heart are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from larder.core.observation import Entries, Seen
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec, ModelSpec
+
+HEAD_DIM = 8
+
+
+def a_layer(
+    kv_heads: int = 2, group: int = 2, window: int | None = None, index: int = 0
+) -> LayerSpec:
+    return LayerSpec(index, kv_heads * group, kv_heads, HEAD_DIM, 0.3, window)
+
+
+def a_spec(*layers: LayerSpec, dtype: torch.dtype = torch.float32) -> ModelSpec:
+    return ModelSpec(layers, dtype, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a layer makes of new tokens: queries [H, Q, D], keys and values [K, Q, D]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+    def part(self, start: int, stop: int) -> Tokens:
+        span = slice(start, stop)
+        return Tokens(
+            self.queries[:, span], self.keys[:, span], self.values[:, span], self.positions[span]
+        )
+
+
+def draw(
+    layer: LayerSpec,
+    count: int,
+    start: int = 0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tokens:
+    """Random tokens at true positions start, start + 1, ..."""
+    source = torch.Generator().manual_seed(1000 * seed + start)
+
+    def normal(heads: int) -> Tensor:
+        return (2 * torch.randn(heads, count, layer.head_dim, generator=source)).to(dtype)
+
+    positions = torch.arange(start, start + count)
+    return Tokens(
+        normal(layer.query_heads), normal(layer.kv_heads), normal(layer.kv_heads), positions
+    )
+
+
+def a_plan(heads: Iterable[Sequence[int]], held: Sequence[int]) -> Plan:
+    """The plan that keeps the named entries of each head, when heads hold `held` entries each."""
+    kept: list[int] = []
+    counts: list[int] = []
+    start = 0
+    for chosen, length in zip(heads, held, strict=True):
+        kept += [start + index for index in chosen]
+        counts.append(len(chosen))
+        start += length
+    return Plan(torch.tensor(kept, dtype=torch.int64), tuple(counts))
+
+
+def some_entries(
+    layer: LayerSpec,
+    positions: Sequence[Sequence[int]],
+    slack: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Entries:
+    """Random entries at the given positions of each head; rows that nobody owns hold garbage."""
+    source = torch.Generator().manual_seed(seed)
+    rows = sum(len(head) + slack for head in positions)
+    keys, values = torch.randn(2, rows, layer.head_dim, generator=source).mul(2).to(dtype)
+    places = torch.full((rows,), 10**6, dtype=torch.int32)
+    starts, start = [], 0
+    for head in positions:
+        starts.append(start)
+        places[start : start + len(head)] = torch.tensor(head, dtype=torch.int32)
+        start += len(head) + slack
+    lengths = tuple(len(head) for head in positions)
+    return Entries(keys, values, places, tuple(starts), lengths)
+
+
+def a_view(
+    layer: LayerSpec, positions: Sequence[Sequence[int]], queries: int = 5, seed: int = 0
+) -> Seen:
+    """What a layer saw after reading a block of `queries` tokens, at the end of its entries."""
+    length = 1 + max((p for head in positions for p in head), default=0)
+    block = draw(layer, queries, max(0, length - queries), seed + 1)
+    entries = some_entries(layer, positions, seed=seed)
+    return Seen(layer, entries, block.queries, block.positions, length, (0, length))

@@ -1,0 +1,102 @@
+"""The stores that the contract holds for: a new one joins by being listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import pytest
+import torch
+
+from builders import Tokens, a_layer, a_plan, draw
+from larder.cache.base import Store
+from larder.cache.dense import Dense
+from larder.cache.ragged import Ragged
+from larder.cache.window import Window
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from references.cache.dense import DenseLoop
+from references.cache.ragged import RaggedLoop
+from references.cache.window import WindowLoop
+
+
+class Plans(Enum):
+    """Which plans a store can carry out."""
+
+    NONE = "none"
+    SAME_IN_EVERY_HEAD = "same"
+    ANY = "any"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One form of storage, the loop it must equal, and what it can do."""
+
+    store: type[Store]
+    loop: Callable[[LayerSpec], RaggedLoop]
+    plans: Plans
+    window: int | None = None
+
+
+KINDS = {
+    "dense": Kind(Dense, DenseLoop, Plans.SAME_IN_EVERY_HEAD),
+    "ragged": Kind(Ragged, RaggedLoop, Plans.ANY),
+    "window": Kind(Window, WindowLoop, Plans.NONE, window=6),
+}
+SHAPES = {"grouped": (2, 2), "multi_query": (1, 3), "multi_head": (3, 1)}  # K, R
+
+
+@dataclass
+class Subject:
+    """A store under test."""
+
+    kind: Kind
+    layer: LayerSpec
+
+    def new(self, dtype: torch.dtype = torch.float32) -> Store:
+        return self.kind.store(self.layer, dtype, torch.device("cpu"))
+
+    def loop(self) -> RaggedLoop:
+        return self.kind.loop(self.layer)
+
+    def tokens(self, count: int, start: int = 0, seed: int = 0) -> Tokens:
+        return draw(self.layer, count, start, seed)
+
+    def chosen(self, held: int) -> list[list[int]]:
+        """Entries to keep in each head: uneven and one head empty, where the form allows it."""
+        if self.kind.plans is Plans.SAME_IN_EVERY_HEAD:
+            return [list(range(0, held, 3))] * self.layer.kv_heads
+        heads = [list(range(head, held, 2 + head)) for head in range(self.layer.kv_heads)]
+        return [*heads[:-1], []] if len(heads) > 1 else heads
+
+    def filled(self, count: int = 13) -> tuple[Store, RaggedLoop]:
+        """Some tokens appended, and a plan carried out if the form takes plans."""
+        store, loop, new = self.new(), self.loop(), self.tokens(count)
+        for twin in (store, loop):
+            twin.append(new.keys, new.values, new.positions)
+        if self.kind.plans is not Plans.NONE:
+            chosen = self.chosen(count)
+            loop.keep(chosen)
+            store.apply(self.plan(chosen, count))
+        return store, loop
+
+    def plan(self, chosen: list[list[int]], held: int) -> Plan:
+        return a_plan(chosen, [held] * self.layer.kv_heads)
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return SHAPES[request.param]
+
+
+@pytest.fixture(params=KINDS)
+def subject(request: pytest.FixtureRequest, shape: tuple[int, int]) -> Subject:
+    kind = KINDS[request.param]
+    return Subject(kind, a_layer(*shape, window=kind.window))
+
+
+@pytest.fixture(params=[name for name, kind in KINDS.items() if kind.plans is not Plans.NONE])
+def planned(request: pytest.FixtureRequest, shape: tuple[int, int]) -> Subject:
+    """Stores that carry out plans."""
+    return Subject(KINDS[request.param], a_layer(*shape))

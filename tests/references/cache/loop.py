@@ -1,0 +1,54 @@
+"""Attention over cached entries, one query, one head, one entry at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    position: int
+    key: Tensor
+    value: Tensor
+
+
+def attend_one(query: Tensor, entries: Sequence[Entry], scaling: float) -> Tensor:
+    """One query's attention to the entries, in float64; nothing seen gives zeros."""
+    weights = [math.exp(float(query.double() @ e.key.double()) * scaling) for e in entries]
+    out = torch.zeros(query.shape[0], dtype=torch.float64)
+    for weight, entry in zip(weights, entries, strict=True):
+        out += weight / sum(weights) * entry.value.double()
+    return out
+
+
+def attend(
+    heads: Sequence[Sequence[Entry]],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sections: tuple[int, ...],
+    scaling: float,
+    window: int | None = None,
+) -> Tensor:
+    """New tokens see the cache of their kv head, and their own section up to themselves."""
+    group = queries.shape[0] // keys.shape[0]
+    out = torch.zeros(queries.shape, dtype=torch.float64)
+    for head in range(queries.shape[0]):
+        first = 0
+        for section in sections:
+            for q in range(first, first + section):
+                at, kv = int(positions[q]), head // group
+                own = [
+                    Entry(int(positions[s]), keys[kv, s], values[kv, s])
+                    for s in range(first, q + 1)
+                ]
+                seen = [e for e in (*heads[kv], *own) if window is None or at - e.position < window]
+                out[head, q] = attend_one(queries[head, q], seen, scaling)
+            first += section
+    return out

@@ -1,0 +1,38 @@
+"""A list of entries per head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from larder.core.spec import LayerSpec
+from references.cache.loop import Entry, attend
+
+
+class RaggedLoop:
+    def __init__(self, layer: LayerSpec) -> None:
+        self.layer = layer
+        self.heads: list[list[Entry]] = [[] for _ in range(layer.kv_heads)]
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        sections: tuple[int, ...],
+    ) -> Tensor:
+        window, scaling = self.layer.sliding_window, self.layer.scaling
+        return attend(self.heads, queries, keys, values, positions, sections, scaling, window)
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        for head, entries in enumerate(self.heads):
+            for q, position in enumerate(positions.tolist()):
+                entries.append(Entry(position, keys[head, q], values[head, q]))
+
+    def keep(self, chosen: Sequence[Sequence[int]]) -> None:
+        self.heads = [
+            [entries[index] for index in indices]
+            for entries, indices in zip(self.heads, chosen, strict=True)
+        ]
