@@ -26,6 +26,7 @@ from larder.session.logbook import (
     Stamp,
     session_path,
 )
+from larder.session.memory import Memory
 from larder.session.policy import Policy
 from larder.session.reading import tokens_of
 from larder.session.sizes import resolve, resolve_open
@@ -119,12 +120,17 @@ class Chat:
     @property
     def policy(self) -> Policy:
         """With every size filled in."""
-        return self._cabinet.state.memory.policy
+        return self.memory.policy
 
     @property
     def former_policy(self) -> str | None:
         """The policy that a resumed session was last held under; None for a new one."""
         return None if self._kept is None else self._kept.stamp.policy
+
+    @property
+    def memory(self) -> Memory:
+        """What it remembers now: `engine.ask` leaves no trace in it. The next turn replaces it."""
+        return self._cabinet.state.memory
 
     @property
     def figures(self) -> ChatFigures:
@@ -138,7 +144,7 @@ class Chat:
             full_kv_bytes=self._engine.loaded.decoder.spec.full_bytes(cabinet.length),
             active_kv_bytes=shelf.nbytes - shelf.parked_bytes,
             parked_kv_bytes=shelf.parked_bytes,
-            peak_kv_bytes=cabinet.peak_bytes,
+            peak_kv_bytes=max(cabinet.peak_bytes, shelf.nbytes),
             peak_entries=cabinet.peak_entries,
             refreshes=cabinet.state.refreshes,
             opened=cabinet.state.opened,
@@ -148,7 +154,7 @@ class Chat:
     @property
     def episodes(self) -> tuple[EpisodeView, ...]:
         """Its caches, by number; a single one where the policy forms no episodes."""
-        shelf, router = self._cabinet.shelf, self._cabinet.state.memory.router
+        shelf, router = self._cabinet.shelf, self.memory.router
         heads = sum(layer.kv_heads for layer in self._engine.loaded.decoder.spec.managed)
         holdings = shelf.holdings()
         prompts = router.prompts() or [()] * len(holdings)

@@ -111,8 +111,8 @@ class SessionFile(Logbook):
             _replace(self.path, json.dumps(_record(log, stamp), ensure_ascii=False, indent=1))
         except OSError as error:
             raise InputError(
-                f"The session file {self.path} cannot be written ({error.strerror}): make room or "
-                "set LARDER_HOME to a folder that can be written to."
+                f"The session file {self.path} cannot be written ({error.strerror}): make room, or "
+                "set LARDER_HOME to another folder."
             ) from error
         self._seen = self._mark()
 
@@ -123,10 +123,7 @@ class SessionFile(Logbook):
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise InputError(
-                f"The session file {self.path} cannot be read ({error.strerror}): "
-                "check its permissions."
-            ) from error
+            raise InputError(_unreadable(self.path, error)) from error
         return found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -154,9 +151,7 @@ def _parsed(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(
-            f"The session file {path} cannot be read ({error.strerror}): check its permissions."
-        ) from error
+        raise InputError(_unreadable(path, error)) from error
     except (ValueError, RecursionError) as error:
         raise InputError(_damaged(path, "it is not JSON")) from error
 
@@ -181,6 +176,13 @@ def _kept(path: Path, record: Any) -> Kept:
 def _record(log: Log, stamp: Stamp) -> dict[str, Any]:
     model = {"name": stamp.model, "fingerprint": stamp.fingerprint}
     return {"schema": SCHEMA, "model": model, "policy": stamp.policy, **record_of(log)}
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return (
+        f"The session file {path} cannot be read ({error.strerror}): check its permissions, or set "
+        "LARDER_HOME to another folder."
+    )
 
 
 def _damaged(path: Path, why: str) -> str:
