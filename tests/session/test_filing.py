@@ -1,0 +1,239 @@
+"""Where finished turns belong, what a refresh changes, and how caches change places."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.conversation import Conversation, Message
+from larder.core.errors import UsageError
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import Mode
+from larder.policy.budgets.pooled import Part as Pooled
+from larder.session.arrangements.episodes import Episodes
+from larder.session.arrangements.single import Single
+from larder.session.embedders.base import Embedder
+from larder.session.matching import Rule
+from larder.session.routing import NearestEpisode
+from larder.session.shelf import Shelf
+from larder.session.sizes import resolve_open
+from topics import TopicEmbedder
+
+SPEC = ModelSpec(
+    (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)),
+    torch.float32,
+    torch.device("cpu"),
+)
+
+
+def topics(name: str) -> Embedder:
+    return TopicEmbedder()
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def talk(*contents: str) -> Conversation:
+    return Conversation("talk", tuple(Message("user", content) for content in contents))
+
+
+def arranged(history: Conversation, *said: str, **options: object) -> NearestEpisode:
+    part = Episodes(**{"count": 2, "segment": 1, **options})  # pyright: ignore
+    router = part.arrange(history, topics, words, said)
+    assert isinstance(router, NearestEpisode)
+    return router
+
+
+DOGS_AND_CARS = talk(*(f"my dog {n}" for n in range(6)), *(f"the car {n}" for n in range(6)))
+
+
+def test_a_turn_on_a_known_topic_grows_the_episode_that_answered() -> None:
+    router = arranged(DOGS_AND_CARS)
+    filing = router.file("a dog barks", 0)
+    grown = filing.router
+    assert isinstance(grown, NearestEpisode)
+    assert filing.number == 0 and len(grown.episodes) == 2
+    assert grown.episodes[0].texts[-1] == "a dog barks"
+    assert len(grown.episodes[0].rows) == len(router.episodes[0].rows) + 1
+    assert np.array_equal(grown.episodes[0].centroid, router.episodes[0].centroid)
+    assert grown.prompts() == router.prompts()
+
+
+def test_a_turn_on_a_new_topic_opens_an_episode() -> None:
+    router = arranged(DOGS_AND_CARS)
+    filing = router.file("the star shines", 1)
+    grown = filing.router
+    assert isinstance(grown, NearestEpisode)
+    assert filing.number == 2
+    row = TopicEmbedder().embed_segments(["the star shines"])[0]
+    assert np.array_equal(grown.episodes[2].centroid, row)
+    assert grown.episodes[2].prompt_texts == ("the star shines",)
+    assert grown.episodes[:2] == router.episodes
+
+
+def test_a_filed_turn_leaves_the_former_router_as_it_was() -> None:
+    router = arranged(DOGS_AND_CARS)
+    before = router.segments()
+    router.file("a dog barks", 0)
+    router.file("the star shines", 0)
+    assert router.segments() == before and router.tau is None
+
+
+def test_tau_is_calibrated_once_on_what_the_episodes_were_formed_of() -> None:
+    router = arranged(DOGS_AND_CARS)
+    first = router.file("a dog barks", 0).router
+    second = first.file("a strange dog", 0).router
+    assert isinstance(first, NearestEpisode) and isinstance(second, NearestEpisode)
+    assert router.former.tau(router.embedder.embed_segments(_texts(DOGS_AND_CARS))) == first.tau
+    assert second.tau == first.tau
+
+
+def test_with_too_few_segments_no_turn_is_new() -> None:
+    router = arranged(talk())
+    first = router.file("my dog", 0)
+    assert first.number == 0
+    second = first.router.file("the star shines", 0)
+    assert second.number == 0
+    assert second.router.segments() == [2]
+
+
+def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
+    rows = TopicEmbedder().embed_segments(_texts(DOGS_AND_CARS))
+    strict, loose = Episodes(count=2, tau_quantile=0.0), Episodes(count=2, tau_quantile=0.9)
+    assert strict.tau(rows) < loose.tau(rows)
+
+
+def test_a_refresh_gives_one_episode_a_new_centroid_and_new_representatives() -> None:
+    router = arranged(DOGS_AND_CARS, representatives=2).file("a dog barks", 0).router
+    reform = router.reform(0)
+    after = reform.router
+    assert isinstance(router, NearestEpisode) and isinstance(after, NearestEpisode)
+    assert reform.rebuilt == (0,)
+    rows = after.episodes[0].rows.astype(np.float64)
+    assert np.allclose(after.episodes[0].centroid, rows.mean(0), atol=1e-6)
+    assert not np.allclose(after.episodes[0].centroid, router.episodes[0].centroid)
+    assert after.episodes[0].places == router.episodes[0].places
+    assert after.episodes[1] is router.episodes[1]
+    assert after.tau == router.tau
+
+
+def test_a_new_segment_can_come_to_stand_for_its_episode() -> None:
+    router = arranged(talk("the car", "dog sea", "dog star"), count=2, representatives=1)
+    number = router.route("dog").episode  # pyright: ignore
+    for text in ("dog dog", "dog a dog", "a dog dog"):
+        router = router.file(text, number).router
+    assert router.reform(number).router.prompts()[number][0] in (
+        "dog dog",
+        "dog a dog",
+        "a dog dog",
+    )
+
+
+def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns() -> None:
+    router = arranged(talk())
+    for text in ("my dog", "the car", "a dog barks", "a car stops"):
+        router = router.file(text, 0).router
+    reform = router.reform(0)
+    after = reform.router
+    assert isinstance(after, NearestEpisode)
+    assert reform.rebuilt == (0, 1)
+    assert [e.texts for e in after.episodes] == [
+        ("my dog", "a dog barks"),
+        ("the car", "a car stops"),
+    ]
+    assert after.tau is None, "tau belongs to the episodes it was calibrated on"
+
+
+def test_too_few_segments_are_not_divided() -> None:
+    router = arranged(talk()).file("my dog", 0).router.file("the car", 0).router
+    assert router.reform(0).rebuilt == (0,)
+    assert router.reform(0).router.segments() == [2]
+
+
+def test_segments_keep_their_order_through_new_episodes_and_refreshes() -> None:
+    router = arranged(DOGS_AND_CARS)
+    said = ["a dog barks", "the star shines", "a car stops"]
+    for text, number in zip(said, (0, 0, 1), strict=True):
+        router = router.file(text, number).router
+    router = router.reform(0).router
+    assert isinstance(router, NearestEpisode)
+    assert router._rows()[0] == (*_texts(DOGS_AND_CARS), *said)
+
+
+def test_what_was_said_is_arranged_with_the_history() -> None:
+    router = arranged(DOGS_AND_CARS, "a dog barks", "a car stops")
+    assert router.segments() == [7, 7]
+
+
+def test_a_short_chat_comes_back_as_one_episode() -> None:
+    assert arranged(talk(), "my dog", "the car", count=4).segments() == [2]
+    assert len(arranged(talk(), "my dog", "the car", "a dog", "a car", count=4).segments()) == 2
+
+
+def test_one_cache_files_everything_where_it_is() -> None:
+    router = Single().arrange(talk("a"), topics, words, ("b",))
+    assert router.file("anything", 0).number == 0
+    assert router.reform(0).rebuilt == (0,)
+
+
+def test_nobody_answers_before_there_are_episodes() -> None:
+    router = NearestEpisode(TopicEmbedder(), Rule.COSINE, (), Episodes())
+    assert router.route("dog") is None
+
+
+@pytest.mark.parametrize("given", ["20%", None])
+def test_a_chat_from_nothing_has_no_context_to_take_a_share_of(given: str | None) -> None:
+    budget = Pooled() if given else Pooled(kept=0.2)
+    with pytest.raises(UsageError, match="share of the context"):
+        resolve_open(budget, given, SPEC)
+
+
+def test_a_chat_from_nothing_takes_a_size_of_its_own() -> None:
+    assert resolve_open(Pooled(), None, SPEC) == 512
+    assert resolve_open(Pooled(), "96", SPEC) == 96
+    assert resolve_open(Pooled(tokens=64), None, SPEC) == 64
+
+
+def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
+    shelf = Shelf(SPEC, [_cache(3), _cache(5)])
+    active = shelf.activate(0)
+    grown = shelf.holding(2, _cache(7)).holding(1, _cache(9))
+    assert [holding.next_position for holding in grown.holdings()] == [3, 9, 7]
+    assert grown.activate(0) is active
+    assert [holding.next_position for holding in shelf.holdings()] == [3, 5]
+
+
+def test_a_replaced_cache_is_no_longer_active() -> None:
+    shelf = Shelf(SPEC, [_cache(3)])
+    shelf.activate(0)
+    replaced = shelf.holding(0, _cache(4))
+    assert replaced.active is None
+    assert replaced.activate(0).next_position == 4
+
+
+def test_a_shelf_at_rest_holds_everything_once() -> None:
+    shelf = Shelf(SPEC, [_cache(3), _cache(5)])
+    shelf.activate(1)
+    active_bytes = shelf.nbytes - shelf.parked_bytes
+    assert active_bytes == shelf.holdings()[1].nbytes
+    shelf.rest()
+    assert shelf.active is None and shelf.nbytes == shelf.parked_bytes
+    assert len(shelf) == 2
+
+
+def _cache(tokens: int) -> SequenceCache:
+    cache = SequenceCache(SPEC, Form.RAGGED)
+    for layer in SPEC.layers:
+        queries = torch.randn(layer.query_heads, tokens, layer.head_dim)
+        keys = torch.randn(layer.kv_heads, tokens, layer.head_dim)
+        positions = torch.arange(tokens)
+        cache.attend(layer.index, queries, keys, keys, positions, Mode.APPEND, (tokens,))
+    cache.advance(tokens)
+    return cache
+
+
+def _texts(conversation: Conversation) -> tuple[str, ...]:
+    return tuple(message.content for message in conversation.messages)
