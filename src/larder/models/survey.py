@@ -34,4 +34,5 @@ class Survey:
             layer, queries.shape[0], keys.shape[0], keys.shape[2], scaling, sliding_window
         )
         sections = (queries.shape[1],)
-        return causal_attention(queries, keys, values, scaling, sections, sliding_window)[0]
+        out, _ = causal_attention(queries, keys, values, scaling, sections, sliding_window)
+        return out.to(queries.dtype)
