@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ def _measurement(
     if name != SENSITIVITY:
         raise UnknownName(unknown("calibration", name, [SENSITIVITY]))
     path, profile = home() / decoder.spec.fingerprint / f"{name}.json", Profile()
-    known = _recall(path, profile)
+    known = _recall(path, profile, len(decoder.spec.managed))
     if known is not None:
         return known
     text = (files("larder.models") / SAMPLE).read_text(encoding="utf-8")
@@ -54,12 +55,14 @@ def _measurement(
     return values
 
 
-def _recall(path: Path, profile: Profile) -> tuple[float, ...] | None:
+def _recall(path: Path, profile: Profile, layers: int) -> tuple[float, ...] | None:
     """What the file says, if it was measured with the same profile; a damaged file is no file."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["schema"] == SCHEMA and kept["profile"] == asdict(profile):
-            return tuple(float(value) for value in kept["values"])
+        values = tuple(float(value) for value in kept["values"])
+        whole = len(values) == layers and all(map(math.isfinite, values))
+        if whole and kept["schema"] == SCHEMA and kept["profile"] == asdict(profile):
+            return values
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None
