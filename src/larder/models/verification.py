@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from packaging.version import Version
 from torch import Tensor
 
 from larder.cache.sequence import Form, SequenceCache
@@ -25,9 +26,10 @@ CHANGING_ROPE = {"dynamic", "longrope"}
 
 
 def check_rope(config: Any) -> None:
-    """Raises: ModelError: the rotation of cached keys would change as the text grows."""
-    text = config.get_text_config()
-    found = _rope_types(_declared_rope(text.to_dict())) & CHANGING_ROPE
+    """Raises: ModelError: cached keys would be rotated by changing or by wrong frequencies."""
+    text = config.get_text_config().to_dict()
+    _check_rope_is_read(text)
+    found = _rope_types(_declared_rope(text)) & CHANGING_ROPE
     if found:
         raise ModelError(
             f"The model's RoPE is {sorted(found)[0]!r}: its frequencies change with the length, "
@@ -76,6 +78,22 @@ def _text(module: Any) -> list[int]:
     """Token ids spread over the vocabulary, the same every time."""
     size = int(module.get_input_embeddings().weight.shape[0])
     return [(7 + 31 * i * i) % size for i in range(CHECKED_TOKENS)]
+
+
+def _check_rope_is_read(config: dict[str, Any]) -> None:
+    """transformers 4 overlooks how version 5 spells RoPE, and silently takes its default."""
+    import transformers
+
+    declared = config.get("rope_parameters")
+    if not declared or Version(transformers.__version__) >= Version("5.0.0.dev0"):
+        return
+    read = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+    read |= config.get("rope_scaling") or {}
+    if any(read.get(key) != value for key, value in declared.items()):
+        raise ModelError(
+            "The model's config spells its RoPE as `rope_parameters`, which transformers "
+            f"{transformers.__version__} does not read: install transformers 5 or later."
+        )
 
 
 def _declared_rope(config: dict[str, Any]) -> list[Any]:
