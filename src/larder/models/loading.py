@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from larder.core.errors import BadParameter, ModelError
 from larder.models.decoder import Decoder
@@ -89,7 +90,7 @@ def _guarded(name: str, function: Any, *args: Any, **options: Any) -> Any:
     """Call into transformers and turn its refusals into one line of ours."""
     try:
         return function(*args, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         said = " ".join(str(error).split()).split(". ")[0]
         raise ModelError(
             f"The model {name!r} cannot be loaded: {said}. Give a local folder, a Hugging Face "
