@@ -1,0 +1,35 @@
+"""Tiny models, built once, on Larder's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt
+from larder.models.tiny import ARCHITECTURES, tiny
+
+KV_HEADS = {"multi_query": 1, "grouped": 2, "multi_head": 4}
+
+
+@pytest.fixture(scope="session")
+def adopted() -> Callable[[str, int], Decoder]:
+    """A decoder around `tiny(architecture, kv_heads)`."""
+
+    @cache
+    def make(architecture: str, kv_heads: int = 2) -> Decoder:
+        return adopt(tiny(architecture, kv_heads=kv_heads))
+
+    return make
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=KV_HEADS)
+def kv_heads(request: pytest.FixtureRequest) -> int:
+    return KV_HEADS[request.param]

@@ -1,0 +1,96 @@
+"""With nothing rejected, Larder gives the model's own logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.models.loading import adopt, load
+from larder.models.tiny import tiny
+from reading import own_logits, read_on, some_ids
+
+TOLERANCE = 1e-4  # float32, on logits whose spread is about 1 to 3
+LOW_TOLERANCE = 0.08  # bfloat16 has 8 bits; largest difference as a share of the spread
+READ, DECODED = 45, 32
+
+
+def through_larder(decoder, form: Form, ids, block: int) -> torch.Tensor:
+    """Blocks of a context, then single tokens."""
+    cache = SequenceCache(decoder.spec, form)
+    context = read_on(decoder, cache, ids[:READ], block)
+    decoded = read_on(decoder, cache, ids[READ:], 1)
+    assert cache.next_position == len(ids)
+    return torch.cat([context, decoded])
+
+
+@pytest.mark.parametrize("form, block", [(Form.DENSE, 16), (Form.RAGGED, 7)])
+def test_blocks_and_decoding_equal_the_model(architecture, kv_heads, adopted, form, block) -> None:
+    ids = some_ids(READ + DECODED)
+    expected = own_logits(tiny(architecture, kv_heads=kv_heads), ids)
+    got = through_larder(adopted(architecture, kv_heads), form, ids, block)
+    assert expected.std() > 0.5
+    assert (got - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("block", [2, 9, 15, 64])
+def test_blocks_of_any_size_equal_the_model(architecture, adopted, form, block) -> None:
+    ids = some_ids(READ)
+    cache = SequenceCache(adopted(architecture).spec, form)
+    got = read_on(adopted(architecture), cache, ids, block)
+    assert (got - own_logits(tiny(architecture), ids)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("form", Form)
+def test_bfloat16_stays_within_its_rounding(architecture, form) -> None:
+    ids = some_ids(READ + DECODED)
+    expected = own_logits(tiny(architecture, dtype=torch.bfloat16), ids)
+    got = through_larder(adopt(tiny(architecture, dtype=torch.bfloat16)), form, ids, 16)
+    assert (got - expected).abs().max() < LOW_TOLERANCE * expected.std()
+
+
+@pytest.mark.parametrize("form, block", [(Form.DENSE, 32), (Form.RAGGED, 7)])
+def test_the_seed_model_is_exact(form, block) -> None:
+    decoder = load().decoder
+    ids = some_ids(READ + DECODED, decoder.vocabulary)
+    got = through_larder(decoder, form, ids, block)
+    decoder.release()
+    assert (got - own_logits(decoder.module, ids)).abs().max() < TOLERANCE
+
+
+def test_the_seed_model_turns_as_it_was_trained() -> None:
+    """Written for one major version of transformers, a config may lose its RoPE base in another."""
+    rotary = load().decoder.module.base_model.rotary_emb
+    assert torch.allclose(rotary.inv_freq[1], torch.tensor(1e6 ** (-2 / 64)))
+
+
+def test_a_model_with_only_sliding_layers_is_exact() -> None:
+    from transformers import MistralForCausalLM
+
+    config = tiny("mistral").config
+    config.sliding_window = 9
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(1)
+    module = MistralForCausalLM(config).eval()
+    ids = some_ids(READ + DECODED)
+    expected = own_logits(module, ids)
+    decoder = adopt(module)
+    assert decoder.spec.managed == ()
+    for form in Form:
+        assert (through_larder(decoder, form, ids, 6) - expected).abs().max() < TOLERANCE
+
+
+def test_query_heads_use_their_own_kv_head(adopted) -> None:
+    """Head h belongs to kv head h // R: any other mapping is far from the model's logits."""
+    decoder, ids = adopted("llama", 2), some_ids(30)
+    expected = own_logits(tiny("llama"), ids)
+    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    plain = cache.attend
+
+    def interleaved(layer, queries, keys, values, *rest):
+        order = [0, 2, 1, 3]
+        return plain(layer, queries[order], keys, values, *rest)[order]
+
+    cache.attend = interleaved
+    assert (read_on(decoder, cache, ids, 8) - expected).abs().max() > 1000 * TOLERANCE

@@ -1,0 +1,42 @@
+"""A fingerprint is the model's, not its circumstances'."""
+
+from __future__ import annotations
+
+import torch
+
+from larder.models.decoder import Decoder
+from larder.models.fingerprint import fingerprint
+from larder.models.tiny import tiny
+
+
+def test_siblings_differ(architecture) -> None:
+    module, sibling = tiny(architecture), tiny(architecture, seed=1)
+    assert fingerprint(module) != fingerprint(sibling)
+
+
+def test_a_single_weight_tensor_counts() -> None:
+    module = tiny("llama")
+    before = fingerprint(module)
+    with torch.no_grad():
+        module.base_model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    assert fingerprint(module) != before
+
+
+def test_the_configuration_counts() -> None:
+    module = tiny("llama")
+    before = fingerprint(module)
+    module.config.rms_norm_eps *= 2
+    assert fingerprint(module) != before
+
+
+def test_adoption_changes_nothing(architecture) -> None:
+    module = tiny(architecture)
+    before = fingerprint(module)
+    with Decoder(module) as decoder:
+        assert decoder.spec.fingerprint == before == fingerprint(module)
+
+
+def test_saving_and_loading_changes_nothing(architecture, tmp_path) -> None:
+    module = tiny(architecture)
+    module.save_pretrained(tmp_path)
+    assert fingerprint(type(module).from_pretrained(tmp_path)) == fingerprint(module)

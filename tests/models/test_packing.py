@@ -1,0 +1,93 @@
+"""A row of a batch equals the same row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.types import Mode
+from larder.engine.decoding import Limits, generate
+from larder.engine.sampling import Sampling
+from larder.models.passes import Row
+from larder.models.tiny import tiny
+from reading import own_logits, read_on, some_ids
+
+CONTEXTS = (0, 21, 9, 2)  # tokens that each row has read before
+PROMPTS = (13, 1, 6, 3)
+NEW = 8
+
+
+def rows(decoder, form: Form) -> list[SequenceCache]:
+    """Caches with contexts of different lengths."""
+    caches = [SequenceCache(decoder.spec, form) for _ in CONTEXTS]
+    for number, (cache, count) in enumerate(zip(caches, CONTEXTS, strict=True)):
+        if count:
+            read_on(decoder, cache, some_ids(count, seed=number), 8)
+    return caches
+
+
+def prompts() -> list[tuple[int, ...]]:
+    return [some_ids(count, seed=10 + number) for number, count in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("mode", [Mode.APPEND, Mode.SCRATCH])
+def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form, mode) -> None:
+    decoder = adopted(architecture)
+    pairs = list(zip(rows(decoder, form), prompts(), strict=True))
+    packed = decoder.predict(
+        [Row(cache, ids) for cache, ids in pairs], mode, range(sum(PROMPTS))
+    ).split(PROMPTS)
+    again = zip(rows(decoder, form), prompts(), packed, strict=True)
+    for cache, ids, together in again:
+        alone = decoder.predict([Row(cache, ids)], mode, range(len(ids)))
+        torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "form, sampling",
+    [
+        (Form.DENSE, Sampling()),
+        (Form.RAGGED, Sampling()),
+        (Form.RAGGED, Sampling(temperature=1.0, top_k=9, seed=4)),
+    ],
+)
+def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampling) -> None:
+    decoder = adopted(architecture)
+    together = generate(decoder, rows(decoder, form), prompts(), sampling, Limits(NEW))
+    for cache, ids, said in zip(rows(decoder, form), prompts(), together, strict=True):
+        assert generate(decoder, [cache], [ids], sampling, Limits(NEW)) == [said]
+        assert len(said) == NEW
+    assert len({tuple(said) for said in together}) > 1
+
+
+def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted) -> None:
+    decoder, module = adopted(architecture), tiny(architecture)
+    together = generate(decoder, rows(decoder, Form.RAGGED), prompts(), Sampling(), Limits(NEW))
+    for number, (count, ids, said) in enumerate(zip(CONTEXTS, prompts(), together, strict=True)):
+        context = some_ids(count, seed=number) if count else ()
+        whole = (*context, *ids, *said)
+        expected = own_logits(module, whole).argmax(-1)[len(whole) - NEW - 1 : -1]
+        assert expected.tolist() == said
+
+
+def test_a_row_that_stops_early_does_not_disturb_the_others(adopted) -> None:
+    decoder = adopted("llama")
+    free = generate(decoder, rows(decoder, Form.RAGGED), prompts(), Sampling(), Limits(NEW))
+    stop = free[0][3]
+    limits = Limits(NEW, frozenset({stop}))
+    stopped = generate(decoder, rows(decoder, Form.RAGGED), prompts(), Sampling(), limits)
+    for whole, cut in zip(free, stopped, strict=True):
+        assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
+
+
+def test_questions_packed_as_sections_each_continue_the_cache_alone(architecture, adopted) -> None:
+    decoder = adopted(architecture)
+    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    read_on(decoder, cache, some_ids(25), 10)
+    packed = Row(cache, sum(prompts(), ()), PROMPTS)
+    together = decoder.predict([packed], Mode.SCRATCH, range(sum(PROMPTS))).split(PROMPTS)
+    for ids, part in zip(prompts(), together, strict=True):
+        alone = decoder.predict([Row(cache, ids)], Mode.SCRATCH, range(len(ids)))
+        torch.testing.assert_close(part, alone, atol=1e-4, rtol=0)

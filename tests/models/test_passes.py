@@ -1,0 +1,94 @@
+"""What a pass through a model does to a cache, and takes back when it fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import InputError, ModelError
+from larder.core.types import Mode
+from larder.models.passes import Pass, Recorded, Row
+from reading import read_on, some_ids
+
+
+def recordings(decoder, cache, ids, mode) -> dict[int, Recorded]:
+    seen: dict[int, Recorded] = {}
+
+    def watch(row: int, layer: int, recorded: Recorded) -> None:
+        assert row == 0
+        seen[layer] = recorded
+
+    decoder.read([Row(cache, ids)], mode, watch)
+    return seen
+
+
+def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
+    decoder = adopted(architecture)
+    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    read_on(decoder, cache, some_ids(12), 5)
+    before = cache.state()
+    probed = recordings(decoder, cache, some_ids(4, seed=1), Mode.PROBE)
+    assert all(torch.equal(t, before[name]) for name, t in cache.state().items())
+    assert cache.next_position == 12
+    appended = recordings(decoder, cache, some_ids(4, seed=1), Mode.APPEND)
+    assert probed.keys() == appended.keys() == {0, 1}
+    assert probed[1].positions.tolist() == [12, 13, 14, 15]
+    for name in ("queries", "keys", "values"):  # the first layer does not depend on attention
+        assert torch.equal(vars(probed[0])[name], vars(appended[0])[name])
+    assert torch.equal(cache.entries(1).head_keys(0)[-4:], appended[1].keys[0])
+
+
+def test_scratch_leaves_every_bit(architecture, adopted) -> None:
+    decoder = adopted(architecture)
+    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    read_on(decoder, cache, some_ids(12), 5)
+    before, size = cache.state(), cache.nbytes
+    recordings(decoder, cache, some_ids(7, seed=1), Mode.SCRATCH)
+    assert all(torch.equal(t, before[name]) for name, t in cache.state().items())
+    assert (cache.nbytes, cache.next_position) == (size, 12)
+
+
+@pytest.mark.parametrize(
+    "form, block, failing", [(Form.DENSE, 11, 1), (Form.RAGGED, 1, 0), (Form.RAGGED, 11, 1)]
+)
+def test_a_pass_that_fails_halfway_is_taken_back(
+    architecture, adopted, monkeypatch, form, block, failing
+) -> None:
+    decoder, ids = adopted(architecture), some_ids(40)
+    cache, twin = (SequenceCache(decoder.spec, form) for _ in range(2))
+    for each in (cache, twin):
+        read_on(decoder, each, ids[:20], 10)
+
+    def fail(row: int, layer: int, recorded: Recorded) -> None:
+        if layer == failing:
+            raise MemoryError("no more")
+
+    with pytest.raises(MemoryError):
+        decoder.read([Row(cache, ids[20 : 20 + block])], Mode.APPEND, fail)
+    assert cache.next_position == 20
+    for layer in decoder.spec.managed:
+        assert torch.equal(
+            cache.entries(layer.index).packed_positions(),
+            twin.entries(layer.index).packed_positions(),
+        )
+    got, expected = (read_on(decoder, each, ids[20:], 7) for each in (cache, twin))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
+    decoder = adopted("llama")
+    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    journey = Pass([Row(cache, (5,))], Mode.APPEND, torch.device("cpu"), None)
+    journey.called.add(1)
+    with pytest.raises(ModelError, match=r"Layers \[0\]"):
+        journey.finish()
+
+
+@pytest.mark.parametrize("ids, rule", [((), "no tokens"), ((5, 128), "128"), ((-1,), "-1")])
+def test_ids_that_no_model_knows_are_refused(adopted, ids, rule) -> None:
+    decoder = adopted("llama")
+    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    with pytest.raises(InputError, match=rule):
+        decoder.read([Row(cache, ids)], Mode.APPEND)
+    assert cache.next_position == 0

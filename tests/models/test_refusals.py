@@ -1,0 +1,227 @@
+"""What Larder cannot honor is refused when a model is loaded, with the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+
+from larder.core.errors import BadParameter, ModelError
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt, load
+from larder.models.tiny import tiny
+from larder.models.verification import check_rope
+from reading import own_logits, some_ids
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def built(name: str, **options: Any) -> Any:
+    """A random model of a class that this version of transformers may not have."""
+    if name not in dir(transformers):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    kind = vars(transformers).get(name) or transformers.__getattr__(name)
+    torch.manual_seed(0)
+    return kind(kind.config_class(**options)).eval()
+
+
+def refused(module: Any, reason: str) -> None:
+    """Adopting raises in one line, and the model is left as it was."""
+    former = module.config._attn_implementation
+    with pytest.raises(ModelError, match=reason) as caught:
+        adopt(module)
+    assert "\n" not in str(caught.value)
+    assert module.config._attn_implementation == former
+
+
+def test_soft_caps() -> None:
+    refused(built("Gemma2ForCausalLM", **SHAPE, sliding_window=8), "'softcap'")
+
+
+def test_learned_sinks() -> None:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    refused(built("GptOssForCausalLM", **SHAPE, **experts), "'s_aux'")
+
+
+def test_architectures_without_the_seam() -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
+    refused(built("BloomForCausalLM", **shape), "BloomForCausalLM .*no seam")
+    small = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    refused(built("CodeGenForCausalLM", **small), "CodeGenForCausalLM .*no seam")
+
+
+class Silent(nn.Module):
+    """A layer that never asks for attention."""
+
+    attention_type = "full_attention"
+
+    def forward(self, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def test_a_layer_that_never_calls_attention() -> None:
+    module = tiny("llama")
+    module.model.layers[1] = Silent()
+    refused(module, r"has 2 layers, but only \[0\] call attention")
+
+
+def test_attention_that_does_more_than_it_says() -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def sharper(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        return sdpa_attention_forward(module, 2 * query, *rest, **named)
+
+    AttentionInterface.register("sharper", sharper)
+    try:
+        module = tiny("llama")
+        module.set_attn_implementation("sharper")
+        refused(module, "other logits")
+    finally:
+        del AttentionInterface._global_mapping["sharper"]
+
+
+def test_dropout_is_not_silently_left_out() -> None:
+    module = tiny("llama")
+    module.config.attention_dropout = 0.5
+    for layer in module.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with Decoder(module) as decoder:
+        decoder.module.train()
+        from larder.cache.sequence import Form, SequenceCache
+        from reading import read_on
+
+        with pytest.raises(ModelError, match="eval mode"):
+            read_on(decoder, SequenceCache(decoder.spec, Form.RAGGED), some_ids(4), 4)
+
+
+def test_a_call_without_larder(architecture) -> None:
+    with Decoder(tiny(architecture)) as decoder:
+        with pytest.raises(ModelError, match="called without Larder's pass"):
+            own_logits(decoder.module, some_ids(4))
+
+
+def test_release_gives_the_model_back(architecture) -> None:
+    module = tiny(architecture)
+    expected, former = own_logits(module, some_ids(9)), module.config._attn_implementation
+    decoder = adopt(module)
+    assert module.config._attn_implementation == "larder"
+    decoder.release()
+    assert module.config._attn_implementation == former
+    assert torch.equal(own_logits(module, some_ids(9)), expected)
+
+
+def saved(folder: Path, **changes: Any) -> str:
+    """A tiny model's folder with changes in its config."""
+    tiny("llama").save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return str(folder)
+
+
+def entry(**rope: Any) -> dict[str, Any]:
+    """RoPE as both spellings of a config have it."""
+    return {"rope_scaling": rope, "rope_parameters": rope | {"rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_rope_that_changes_with_length(tmp_path, rope) -> None:
+    rope = rope | {"original_max_position_embeddings": 64}
+    with pytest.raises(ModelError, match=f"RoPE is '{rope['rope_type']}'"):
+        load(saved(tmp_path, **entry(**rope)))
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+@pytest.mark.filterwarnings("ignore")
+def test_rope_with_fixed_frequencies_is_welcome(tmp_path, kind) -> None:
+    rope = entry(rope_type=kind, factor=2.0, original_max_position_embeddings=64)
+    folder = saved(tmp_path, **rope)
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert adopt(module).spec.layers
+
+
+def test_a_base_that_this_transformers_does_not_read(tmp_path) -> None:
+    """Version 4 takes the default base, silently, for a config that version 5 wrote."""
+    spelled = {"rope_type": "default", "rope_theta": 5000.0}
+    folder = saved(tmp_path, rope_parameters=spelled)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if Version(transformers.__version__) < Version("5.0.0.dev0"):
+        with pytest.raises(ModelError, match="does not read"):
+            check_rope(config)
+        config.rope_theta = 5000.0
+    check_rope(config)
+
+
+def damaged_seed(folder: Path) -> Path:
+    """The bundled model with one weight that is not a number."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(str(files("larder.models") / "seed"), folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "down_proj" in name)
+    weights[name][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_weights_that_are_not_numbers(tmp_path) -> None:
+    with pytest.raises(ModelError, match="NaN"):
+        load(str(damaged_seed(tmp_path / "model")))
+
+
+def test_folders_that_hold_no_model(tmp_path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        load(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match="no config.json"):
+        load(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match="no weights"):
+        load(str(tmp_path))
+    with pytest.raises(ModelError, match="is a file"):
+        load(str(tmp_path / "config.json"))
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(str(tmp_path))
+
+
+def test_names_that_no_hub_answers_for() -> None:
+    with pytest.raises(ModelError, match="'nobody/nothing' cannot be loaded"):
+        load("nobody/nothing")
+
+
+def test_types_that_nobody_computes_in() -> None:
+    with pytest.raises(BadParameter, match="float32, bfloat16, float16"):
+        load(dtype="float12")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(ModelError, match="'cuda' cannot be used"):
+        load(device="cuda")

@@ -1,0 +1,182 @@
+"""The sensitivity profile: its mask, its cosines, and the file it is kept in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from larder.core.errors import BadParameter, UnknownName
+from larder.models import calibration
+from larder.models.loading import adopt
+from larder.models.sensitivity import Profile, block_mask, layer_similarities
+from larder.models.tiny import tiny
+from reading import some_ids
+
+SMALL = Profile(tokens=64, sinks=5, block=16, overlap=0.5)
+
+
+def visible(token: int, other: int, profile: Profile) -> bool:
+    """Token i of block b sees the sinks, its own block up to i, and the end of block b - 1."""
+    if other > token:
+        return False
+    own_block = other // profile.block == token // profile.block
+    before = other // profile.block == token // profile.block - 1
+    in_overlap = other % profile.block >= profile.block - int(profile.block * profile.overlap)
+    return other < profile.sinks or own_block or (before and in_overlap)
+
+
+@pytest.mark.parametrize("profile", [SMALL, Profile(64, 0, 10, 0.3), Profile(64, 20, 16, 1.0)])
+def test_the_mask_hides_what_the_rule_hides(profile) -> None:
+    mask = block_mask(profile)
+    assert mask.shape == (1, 1, 64, 64)
+    expected = [[visible(i, j, profile) for j in range(64)] for i in range(64)]
+    assert mask[0, 0].tolist() == expected
+    assert not mask[0, 0].equal(torch.ones(64, 64).tril().bool())
+
+
+def test_the_first_layer_is_not_sensitive_and_later_ones_are() -> None:
+    decoder = adopt(tiny("llama", layers=4))
+    values = layer_similarities(decoder, some_ids(64), SMALL)
+    assert values[0] == pytest.approx(1, abs=1e-6)
+    assert all(0 < value < 0.9999 for value in values[1:])
+
+
+def test_a_mask_that_hides_nothing_changes_nothing() -> None:
+    decoder = adopt(tiny("qwen2", layers=3))
+    values = layer_similarities(decoder, some_ids(64), Profile(64, 0, 64, 0.0))
+    assert values == pytest.approx([1, 1, 1], abs=1e-6)
+
+
+def test_cosines_equal_a_loop_over_heads_and_tokens() -> None:
+    """Keys under the mask come from the model's own masked attention."""
+    module, ids = tiny("llama", layers=2), some_ids(64)
+    expected = masked_key_cosine(module, ids)
+    decoder = adopt(module)
+    assert layer_similarities(decoder, ids, SMALL)[1] == pytest.approx(expected, abs=1e-5)
+
+
+def masked_key_cosine(module, ids) -> float:
+    """Mean cosine of the second layer's keys with and without the mask, by loops."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    keys: list[torch.Tensor] = []
+
+    def recorded(module, query, key, value, attention_mask, **rest):
+        if module.layer_idx == 1:
+            keys.append(key[0])
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+
+    AttentionInterface.register("recorded", recorded)
+    module.set_attn_implementation("recorded")
+    rows = [[0.0 if visible(i, j, SMALL) else -1e9 for j in range(64)] for i in range(64)]
+    hidden = torch.tensor(rows)[None, None]
+    plain = torch.full((64, 64), -1e9).triu(1)[None, None]
+    try:
+        with torch.no_grad():
+            for mask in (plain, hidden):
+                module.base_model(
+                    input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False
+                )
+    finally:
+        module.set_attn_implementation("sdpa")
+        del AttentionInterface._global_mapping["recorded"]
+    cosines = [
+        float(keys[0][h, t] @ keys[1][h, t] / keys[0][h, t].norm() / keys[1][h, t].norm())
+        for h in range(keys[0].shape[0])
+        for t in range(64)
+    ]
+    return sum(cosines) / len(cosines)
+
+
+def test_sliding_layers_are_not_profiled() -> None:
+    decoder = adopt(tiny("gemma3", layers=4))
+    assert len(layer_similarities(decoder, some_ids(64), SMALL)) == 2
+
+
+def test_a_text_that_is_too_short_is_refused() -> None:
+    with pytest.raises(BadParameter, match="reads 64 tokens, but got 60"):
+        layer_similarities(adopt(tiny("llama")), some_ids(60), SMALL)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": 1}, {"block": 0}, {"sinks": -1}, {"overlap": 1.5}], ids=str
+)
+def test_profiles_out_of_range_are_refused(wrong) -> None:
+    with pytest.raises(BadParameter, match="overlap in"):
+        Profile(**wrong)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Measurements are counted, and made up."""
+    calls: list[int] = []
+
+    def measure(decoder, ids, profile):
+        calls.append(len(ids))
+        return tuple(0.5 + index / 10 for index in range(len(decoder.spec.managed)))
+
+    monkeypatch.setattr(calibration, "layer_similarities", measure)
+    return calls
+
+
+def encode(text: str) -> list[int]:
+    return [3 + ord(letter) % 100 for letter in text]
+
+
+def test_a_measurement_is_kept_and_used_again(counted, larder_home) -> None:
+    decoder, names = adopt(tiny("llama")), frozenset({"sensitivity"})
+    first = calibration.calibrate(decoder, encode, names)
+    path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
+    assert json.loads(path.read_text())["values"] == [0.5, 0.6]
+    assert calibration.calibrate(decoder, encode, names) == first == {"sensitivity": (0.5, 0.6)}
+    assert len(counted) == 1
+    other = adopt(tiny("llama", seed=1))
+    calibration.calibrate(other, encode, names)
+    assert len(counted) == 2
+    assert not list(larder_home.rglob("*.draft"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", '{"schema": 0}', '{"schema": 1, "profile": {}}', '"\\ud800"', "null"],
+)
+def test_a_damaged_file_is_measured_again(counted, larder_home, damage) -> None:
+    decoder, names = adopt(tiny("llama")), frozenset({"sensitivity"})
+    calibration.calibrate(decoder, encode, names)
+    path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
+    path.write_text(damage)
+    calibration.calibrate(decoder, encode, names)
+    assert len(counted) == 2
+    assert json.loads(path.read_text())["values"] == [0.5, 0.6]
+
+
+@pytest.mark.parametrize("values", [[0.5], [0.5, "x"], [0.5, float("nan")], 7])
+def test_values_that_do_not_fit_the_model_are_measured_again(counted, larder_home, values) -> None:
+    decoder, names = adopt(tiny("llama")), frozenset({"sensitivity"})
+    calibration.calibrate(decoder, encode, names)
+    path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"values": values}))
+    assert calibration.calibrate(decoder, encode, names) == {"sensitivity": (0.5, 0.6)}
+
+
+def test_a_home_that_cannot_be_written_is_no_failure(counted, tmp_path, monkeypatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("LARDER_HOME", str(blocked))
+    names = frozenset({"sensitivity"})
+    assert calibration.calibrate(adopt(tiny("llama")), encode, names)
+
+
+def test_the_bundled_text_is_measured_for_real() -> None:
+    decoder = adopt(tiny("llama"))
+    values = calibration.calibrate(decoder, encode, frozenset({"sensitivity"}))["sensitivity"]
+    assert values[0] == pytest.approx(1, abs=1e-6)
+    assert 0 < values[1] < 1
+
+
+def test_unknown_measurements_are_refused() -> None:
+    with pytest.raises(UnknownName, match="Did you mean 'sensitivity'"):
+        calibration.calibrate(adopt(tiny("llama")), encode, frozenset({"sensitivty"}))

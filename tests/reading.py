@@ -1,0 +1,40 @@
+"""Reading token ids through a decoder, and what the model says on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.passes import Row
+
+
+def some_ids(count: int, vocabulary: int = 128, seed: int = 0) -> tuple[int, ...]:
+    """Random token ids without the special ones."""
+    source = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, vocabulary, (count,), generator=source).tolist())
+
+
+@torch.no_grad()
+def own_logits(module: Any, ids: Sequence[int]) -> Tensor:
+    """Logits [Q, V] of a transformers model on its own attention."""
+    return module(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+
+
+def cuts(total: int, block: int) -> list[tuple[int, int]]:
+    """Blocks [start, stop) of `block` tokens, the last one short."""
+    return [(start, min(start + block, total)) for start in range(0, total, block)]
+
+
+def read_on(decoder: Decoder, cache: SequenceCache, ids: Sequence[int], block: int) -> Tensor:
+    """Logits [Q, V] of ids read block by block behind a cache."""
+    parts = [
+        decoder.predict([Row(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
+        for a, b in cuts(len(ids), block)
+    ]
+    return torch.cat(parts)
