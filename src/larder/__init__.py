@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Engine": "larder.engine.engine",
     "Answer": "larder.engine.answer",
+    "Chat": "larder.engine.chat",
     "Conversation": "larder.core.conversation",
     "Message": "larder.core.conversation",
     "Question": "larder.core.conversation",
@@ -21,6 +22,7 @@ _PUBLIC = {
 
 __all__ = [
     "Answer",
+    "Chat",
     "Conversation",
     "Engine",
     "LarderError",

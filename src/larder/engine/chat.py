@@ -102,7 +102,8 @@ class Chat:
         except BaseException:
             cache.truncate(drawer.mark)
             raise
-        cache.compact()
+        finally:
+            cache.compact()
         cabinet.refresh()
         self.outcome = Outcome(drawer.number, filed.number, cabinet.state.refreshes - before)
         return _answer(text, reply, drawer, len(prompt))
