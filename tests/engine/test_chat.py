@@ -302,7 +302,9 @@ def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine:
     assert len(SessionFile("mine").load().log.exchanges) == len(chat.turns)  # pyright: ignore
     assert chat.memory.router.prompts() == memory.router.prompts()
     stop = False
-    chat.say("And my dog is kind.", max_new_tokens=6)
+    heard: list[int] = []
+    chat.say("My dog?", on_text=lambda _: heard.append(chat.figures.refreshes), max_new_tokens=6)
+    assert heard[0] == 1, "the refresh comes before the next answer"
     assert chat.figures.refreshes == 1 and within(chat)
 
 
