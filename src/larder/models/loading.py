@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from larder.core.errors import BadParameter, ModelError
 from larder.models.decoder import Decoder
+from larder.models.quieting import quiet
 from larder.models.verification import check_rope, own_logits, verify
 
 SEED = "seed"
@@ -41,6 +42,11 @@ def load(name: str = SEED, device: str = "cpu", dtype: str | None = None) -> Loa
     """
     source = str(files("larder.models") / "seed") if name == SEED else name
     _check_folder(source)
+    with quiet():
+        return _load(name, source, device, dtype)
+
+
+def _load(name: str, source: str, device: str, dtype: str | None) -> Loaded:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     kind = _dtype(dtype, device)

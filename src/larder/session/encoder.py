@@ -1,12 +1,11 @@
 """A Hugging Face text model, held to turn texts into one vector each.
 
-What the embedders share: quiet loading, batches of texts of like length, unit rows.
+What the embedders share: loading, batches of texts of like length, unit rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from larder.core.errors import ModelError
+from larder.models.quieting import quiet
 
 BATCH = 32
 
@@ -78,22 +78,6 @@ def unit_rows(rows: Float[Tensor, "N D"], name: str) -> Float32[np.ndarray, "N D
             "its weights are damaged, take another."
         )
     return torch.nn.functional.normalize(rows.float(), dim=-1).cpu().numpy()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Let transformers load without progress bars and advice; its settings come back afterwards."""
-    from transformers.utils import logging
-
-    had_bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bars:
-            logging.enable_progress_bar()
 
 
 def _load(source: str, padding_side: str) -> tuple[Any, Any]:

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float32
 
 from larder.core.errors import DependencyError, ModelError
+from larder.models.quieting import quiet
 from larder.session.embedders.base import Embedder
-from larder.session.encoder import BATCH, quiet, unit_rows, unloadable
+from larder.session.encoder import BATCH, unit_rows, unloadable
 
 
 class SentenceTransformers(Embedder):
