@@ -54,12 +54,21 @@ class Scribe:
         """A whole conversation. A document or a transcript becomes one user's turn, acknowledged,
         so that whatever follows is an ordinary exchange.
         """
+        text, ids, starts = self._encoded(conversation)
+        stops = _content_stops(text, [message.content for message in conversation.messages])
+        cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
+        return Transcript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
+
+    def text(self, conversation: Conversation) -> tuple[str, list[int]]:
+        """A whole conversation as `write` tokenizes it, and where in it each token starts."""
+        text, _, starts = self._encoded(conversation)
+        return text, starts
+
+    def _encoded(self, conversation: Conversation) -> tuple[str, tuple[int, ...], list[int]]:
         text = self._template.render(_turns(conversation), End.CLOSED)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = [start for start, _ in encoded["offset_mapping"]]
-        stops = _content_stops(text, [message.content for message in conversation.messages])
-        cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
-        return Transcript(tuple(encoded["input_ids"]), tuple(zip(cuts, cuts[1:], strict=False)))
+        return text, tuple(encoded["input_ids"]), starts
 
     def question(self, text: str) -> tuple[int, ...]:
         """A user's turn after a finished exchange, up to where the answer begins."""
