@@ -27,6 +27,7 @@ import torch
 from larder import Conversation, Engine, read_conversation
 from larder.bench.bootstrap import Bootstrap
 from larder.bench.forced import force
+from larder.core.errors import BudgetError
 from larder.session.arrangements.episodes import Episodes
 
 POLICIES = (
@@ -76,13 +77,11 @@ def _run(options: argparse.Namespace) -> None:
                 head = {"file": path.stem, "policy": policy, "share": share, "basis": basis}
                 if _key(head) in known:
                     continue
-                row = head | _measure(base, conversation, policy, share, basis)
+                row = head | _measured(base, conversation, policy, share, basis)
                 out.write(json.dumps(row) + "\n")
                 out.flush()
-                print(
-                    f"{path.stem:18} {policy:14} {share:5} {basis:7} {row['exact_mean']:.2f}",
-                    file=sys.stderr,
-                )
+                told = row.get("exact_mean", row.get("refused"))
+                print(path.stem, policy, share, basis, told, file=sys.stderr)
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
@@ -94,6 +93,16 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
             yield policy, share, ACTIVE
             if policy.startswith("epicache"):
                 yield policy, share, TOTAL
+
+
+def _measured(
+    base: Engine, conversation: Conversation, policy: str, share: str, basis: str
+) -> dict[str, Any]:
+    """The measurements, or why there are none: a budget may be smaller than what is protected."""
+    try:
+        return _measure(base, conversation, policy, share, basis)
+    except BudgetError as error:
+        return {"refused": str(error), "questions": []}
 
 
 def _measure(

@@ -1,0 +1,249 @@
+"""How fast reading and decoding are, as ratios in one run against what a user would pick instead.
+
+    python benchmarks/speed.py [prefill] [decode] [scoring] [episodes] [--model seed|qwen3-0.6b]
+
+prefill   16K tokens read block by block at M = 1024 against the full cache, Larder's and
+          transformers' own.
+decode    one token behind 16K entries per head against 1K, caches filled with random numbers:
+          Larder's dense and ragged caches, transformers' DynamicCache.
+scoring   what judging costs: a policy's prefill against the same schedule with random scores.
+episodes  E caches built one after the other against all in one batched pass: seconds and peak.
+
+`qwen3-0.6b` is a random-weight model in that shape. Medians over interleaved rounds; one JSONL line
+per case in results/speed.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import environment, interleaved, percentiles, write
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from larder import Policy
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.loading import load
+from larder.models.passes import Row
+from larder.prefill.meter import Meter
+from larder.prefill.reader import Lane, Reader
+
+LONG, SHORT, BLOCK, MEAN = 16384, 1024, 512, 1024
+OUT = Path("results/speed.jsonl")
+JUDGED = {
+    "random": "random() > uniform(tokens=1024)",
+    "streaming_llm": "sinks_and_window() > uniform(tokens=1024)",
+    "keydiff": "keydiff() > uniform(tokens=1024)",
+    "snapkv": "snapkv() > pooled(tokens=1024)",
+    "patched (64 tokens)": 'patched(prompt="summarize") > pooled(tokens=1024)',
+    "patched (400 tokens)": 'patched(prompt="episode") > pooled(tokens=1024)',
+    "kvzip": "reconstruct() > pooled(tokens=1024)",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["prefill", "decode", "scoring", "episodes"])
+    parser.add_argument("--model", default="seed", choices=["seed", "qwen3-0.6b"])
+    parser.add_argument("--tokens", type=int, default=LONG)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    module, decoder = _model(options.model)
+    parts: dict[str, Callable[..., dict[str, list[float]]]] = {
+        "prefill": _prefill,
+        "decode": _decode,
+        "scoring": _scoring,
+        "episodes": _episodes,
+    }
+    for part in options.parts:
+        print(f"\n{part}: {options.model}, {options.tokens} tokens")
+        seconds = parts[part](module, decoder, options.tokens, options.rounds)
+        _tell(part, options, seconds)
+
+
+def _model(name: str) -> tuple[Any, Decoder]:
+    """The module on its own attention, and a decoder over a second copy of the same weights."""
+    if name == "seed":
+        own, ours = load("seed"), load("seed")
+        own.decoder.release()
+        return own.decoder.module, ours.decoder
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+    )
+    own = Qwen3ForCausalLM(config).eval()
+    ours = Qwen3ForCausalLM(config).eval()
+    ours.load_state_dict(own.state_dict(), assign=True)
+    return own, Decoder(ours)
+
+
+def _prefill(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
+    ids = _ids(decoder, tokens)
+    full = Policy.parse("full")
+    cases = {
+        "transformers, DynamicCache": lambda: _own_prefill(module, ids),
+        "larder, full": lambda: _read(decoder, full, [()], ids),
+    }
+    for name in ("keydiff", "snapkv", "patched (400 tokens)"):
+        policy, prompt = _blockwise(name), _ids(decoder, 400)
+        cases[f"larder, {name}"] = lambda p=policy, q=prompt: _read(decoder, p, [q], ids)
+    return interleaved(cases, rounds)
+
+
+def _decode(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
+    long, short = _filled(decoder, Form.DENSE, tokens), _filled(decoder, Form.RAGGED, SHORT)
+    own_long, own_short = _own_filled(module, decoder, tokens), _own_filled(module, decoder, SHORT)
+    cases = {
+        f"transformers, {tokens} entries": lambda: _own_step(module, own_long, tokens),
+        f"transformers, {SHORT} entries": lambda: _own_step(module, own_short, tokens),
+        f"larder dense, {tokens} entries": lambda: _step(decoder, long),
+        f"larder ragged, {SHORT} entries": lambda: _step(decoder, short),
+    }
+    return interleaved(cases, rounds * 5, warmups=2)
+
+
+def _scoring(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
+    del module
+    ids = _ids(decoder, tokens)
+    cases = {}
+    for name in JUDGED:
+        prompt = _ids(decoder, 64 if "64" in name else 400)
+        policy = _blockwise(name)
+        cases[name] = lambda p=policy, q=prompt: _read(decoder, p, [q], ids)
+    return interleaved(cases, rounds)
+
+
+def _episodes(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
+    del module
+    ids, prompts = _ids(decoder, tokens), [_ids(decoder, 400 + i) for i in range(4)]
+    prompts = [prompt[:400] for prompt in prompts]
+    judged = JUDGED["patched (400 tokens)"]
+    peaks: dict[str, int] = {}
+    cases = {}
+    for name, schedule in (("E passes", "blockwise"), ("one batched pass", "episodic")):
+        policy = Policy.parse(f"{schedule}(tokens={BLOCK}) > {judged}")
+
+        def run(policy: Policy = policy, name: str = name) -> None:
+            peaks[name] = _read(decoder, policy, prompts, ids).peak_bytes
+
+        cases[name] = run
+    seconds = interleaved(cases, rounds)
+    for name, peak in peaks.items():
+        print(f"  peak of {name}: {peak / 2**20:.1f} MiB")
+        write(OUT, [{"part": "episodes", "case": name, "peak_kv_bytes": peak}])
+    return seconds
+
+
+def _blockwise(name: str) -> Policy:
+    return Policy.parse(f"blockwise(tokens={BLOCK}) > {JUDGED[name]}")
+
+
+def _read(
+    decoder: Decoder, policy: Policy, prompts: list[tuple[int, ...]], ids: tuple[int, ...]
+) -> Meter:
+    """Read ids into one cache per prompt, as a session does."""
+    planner, meter = policy.planner, Meter()
+    tokens = policy.budget.tokens or MEAN
+    layers = tuple(layer.index for layer in decoder.spec.managed)
+    quotas = planner.quotas(tokens, len(ids), layers, {})
+    form = Form.DENSE if tokens > len(ids) else Form.RAGGED
+    lanes = [
+        Lane(
+            SequenceCache(decoder.spec, form),
+            dict.fromkeys(("episode", "summarize"), prompt) | {"repeat": prompt[:16]},
+        )
+        for prompt in prompts
+    ]
+    policy.schedule.read(Reader(decoder, planner, tokens, quotas, meter), lanes, ids, _quiet)
+    return meter
+
+
+def _quiet(done: int, total: int) -> None:
+    del done, total
+
+
+def _ids(decoder: Decoder, count: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(count)
+    top = min(decoder.vocabulary, 4096)
+    return tuple(torch.randint(6, top, (count,), generator=generator).tolist())
+
+
+def _filled(decoder: Decoder, form: Form, entries: int) -> SequenceCache:
+    """A cache with random entries; ragged heads hold half to one and a half of `entries` each."""
+    state: dict[str, torch.Tensor] = {}
+    for layer in decoder.spec.layers:
+        heads, size, name = layer.kv_heads, layer.head_dim, layer.index
+        lengths = torch.full((heads,), entries)
+        if form is Form.RAGGED:
+            lengths += torch.linspace(-entries // 2, entries // 2, heads).long()
+            state[f"{name}.lengths"] = lengths
+        total = int(lengths.sum())
+        shape = (total, size) if form is Form.RAGGED else (heads, entries, size)
+        state[f"{name}.keys"], state[f"{name}.values"] = torch.randn(shape), torch.randn(shape)
+        places = [torch.arange(n, dtype=torch.int32) for n in lengths.tolist()]
+        state[f"{name}.positions"] = torch.cat(places if form is Form.RAGGED else places[:1])
+    meta = {"form": form.value, "next_position": str(2 * entries)}
+    cache = SequenceCache.restore(decoder.spec, state, meta)
+    cache.reserve(64)
+    return cache
+
+
+@torch.no_grad()
+def _step(decoder: Decoder, cache: SequenceCache) -> None:
+    mark = cache.next_position
+    decoder.predict([Row(cache, (7,))], Mode.APPEND, [0])
+    cache.truncate(mark)
+
+
+@torch.no_grad()
+def _own_prefill(module: Any, ids: tuple[int, ...]) -> None:
+    cache = DynamicCache(config=module.config)
+    for start in range(0, len(ids), SHORT):
+        module.model(torch.tensor([ids[start : start + SHORT]]), past_key_values=cache)
+
+
+def _own_filled(module: Any, decoder: Decoder, entries: int) -> DynamicCache:
+    cache = DynamicCache(config=module.config)
+    for layer in decoder.spec.layers:
+        shape = (1, layer.kv_heads, entries, layer.head_dim)
+        cache.update(torch.randn(shape), torch.randn(shape), layer.index)
+    return cache
+
+
+@torch.no_grad()
+def _own_step(module: Any, cache: DynamicCache, position: int) -> None:
+    places = torch.tensor([[position]])
+    module(torch.tensor([[7]]), position_ids=places, past_key_values=cache, logits_to_keep=1)
+    cache.crop(-1)
+
+
+def _tell(part: str, options: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+    base = percentiles(next(iter(seconds.values())))["p50"]
+    rows = []
+    for name, values in seconds.items():
+        figures = percentiles(values)
+        print(f"  {name:34} {figures['p50']:9.4f} s   {base / figures['p50']:6.2f}x the first")
+        rows.append(
+            {"part": part, "case": name, "model": options.model, "tokens": options.tokens}
+            | figures
+            | {"rounds": options.rounds}
+            | environment()
+        )
+    write(OUT, rows)
+
+
+if __name__ == "__main__":
+    main()
