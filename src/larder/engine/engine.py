@@ -77,8 +77,10 @@ class Engine:
     def under(
         self, policy: str | Policy, budget: str | None = None, block: int | None = None
     ) -> Engine:
-        """The same model under another policy."""
-        return Engine(self.loaded, policy, budget, block)
+        """The same model, and the embedders already loaded, under another policy."""
+        engine = Engine(self.loaded, policy, budget, block)
+        engine._embedder = self._embedder
+        return engine
 
     def read(
         self,
