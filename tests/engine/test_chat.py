@@ -1,115 +1,31 @@
-"""A chat under a small budget: what stays, what moves, what survives, what is undone."""
+"""A chat under a small budget: what stays, what moves, and what is read anew."""
 
 from __future__ import annotations
-
-import json
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.cache.sequence import SequenceCache
+from chats import (
+    BLOCK,
+    BUDGET,
+    HISTORY,
+    POLICIES,
+    active,
+    logits,
+    same,
+    state,
+    states,
+    under,
+    within,
+)
 from larder.core.conversation import Conversation, Message
-from larder.core.errors import InputError, UsageError
 from larder.core.types import Mode
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded, adopt, load
+from larder.models.loading import Loaded
 from larder.models.passes import Row
-from larder.models.tiny import tiny
-from larder.session.logbook import SessionFile, session_path
-from larder.session.routing import NearestEpisode
-from topics import TopicEmbedder
-
-BUDGET, BLOCK = 96, 32
-EPISODES = (
-    "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=4, recent=8)"
-    ' > patched(prompt="episode") > pooled()'
-)
-SINGLE = "single() > blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
-POLICIES = {"episodes": EPISODES, "single": SINGLE, "full": "full"}
-HISTORY = Conversation(
-    "two topics",
-    tuple(
-        Message(*told)
-        for n in range(5)
-        for told in (
-            ("user", f"My dog number {n} is called Rex{n}."),
-            ("assistant", f"A fine dog, number {n}."),
-            ("user", f"The car in lot {n} is red."),
-            ("assistant", f"I noted the car {n}."),
-        )
-    ),
-)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load()
-
-
-@pytest.fixture(scope="module")
-def engine(loaded: Loaded) -> Engine:
-    return under(loaded, EPISODES)
-
-
-def under(loaded: Loaded, policy: str) -> Engine:
-    limited = policy != "full"
-    engine = Engine(loaded, policy, *((str(BUDGET), BLOCK) if limited else (None, None)))
-    engine.desk = replace(engine.desk, embedder=lambda name: TopicEmbedder())
-    return engine
-
-
-def state(cache: SequenceCache) -> dict[str, Any]:
-    cache.compact()
-    return {**cache.state(), **cache.meta()}
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[k], other[k]) if isinstance(one[k], torch.Tensor) else one[k] == other[k]
-        for k in one
-    )
-
-
-def states(chat: Chat) -> list[dict[str, Any]]:
-    """Every cache of a chat, on a copy of its shelf, so that nothing moves."""
-    shelf = chat.memory.shelf
-    active, found = shelf.active, []
-    for number in range(len(shelf)):
-        found.append(state(shelf.activate(number).fork()))
-    if active is None:
-        shelf.rest()
-    else:
-        shelf.activate(active)
-    return found
-
-
-def logits(engine: Engine, cache: SequenceCache, text: str) -> torch.Tensor:
-    ids = engine.scribe.question(text)
-    return engine.loaded.decoder.predict([Row(cache, ids)], Mode.SCRATCH, [len(ids) - 1])
-
-
-def raising(error: type[BaseException]) -> Callable[[str], None]:
-    def on_text(text: str) -> None:
-        raise error(text)
-
-    return on_text
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def within(chat: Chat, room: int = 0) -> bool:
-    figures = chat.figures
-    most = figures.budget_tokens + figures.block_tokens + room
-    return all(view.entries_per_head <= most for view in chat.episodes)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -182,11 +98,6 @@ def test_one_cache_is_active_and_all_bytes_are_counted(engine: Engine) -> None:
         entries = [tensor for found in states(chat) for tensor in found.values()]
         held = sum(t.nbytes for t in entries if isinstance(t, torch.Tensor))
         assert 0 <= figures.kv_bytes - held < 1000, "beyond the entries there is only bookkeeping"
-
-
-def active(chat: Chat) -> int:
-    [view] = [view for view in chat.episodes if view.is_active]
-    return view.number
 
 
 def test_a_new_topic_is_answered_by_the_nearest_episode_and_then_has_its_own(
@@ -263,151 +174,6 @@ def test_a_chat_from_nothing_finds_its_topics_when_it_has_grown(engine: Engine) 
     assert [view.segments for view in chat.episodes] == [(n + 2) // 2, (n + 1) // 2]
     assert all(view.next_position == chat.figures.log_tokens for view in chat.episodes)
     assert within(chat)
-
-
-@pytest.mark.parametrize("policy", ["episodes", "single"])
-def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: Loaded, policy: str) -> None:
-    engine = under(loaded, POLICIES[policy])
-    chat = Chat(engine, "mine")
-    while not chat.figures.refreshes:
-        chat.say(f"My dog and the car are {len(chat.turns)} years old.", max_new_tokens=6)
-    back = Chat(engine, "mine")
-    assert back.turns == chat.turns and back.figures.log_tokens == chat.figures.log_tokens
-    assert back.former_policy == str(chat.policy) == str(back.policy)
-    assert all(same(a, b) for a, b in zip(states(back), states(chat), strict=True))
-    said = [engine.ask(each.memory, "What is old?", max_new_tokens=6) for each in (back, chat)]
-    assert said[0].ids == said[1].ids
-    kept = SessionFile("mine").load()
-    assert kept is not None and kept.log.exchanges == chat.turns
-
-
-def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine: Engine) -> None:
-    calls: list[int] = []
-
-    def progress(done: int, total: int) -> None:
-        calls.append(done)
-        if stop and done > BLOCK:
-            raise KeyboardInterrupt
-
-    stop = False
-    chat = Chat(engine, "mine", history=HISTORY, progress=progress)
-    stop = True
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            turns, memory = chat.turns, chat.memory
-            chat.say("My dog is big and my dog is old.", max_new_tokens=6)
-    assert len(chat.turns) == len(turns) + 1, "the turn was finished before the refresh"
-    assert chat.figures.refreshes == 0 and not within(chat)
-    assert within(chat, len(chat.turns[-1].ids))
-    assert len(SessionFile("mine").load().log.exchanges) == len(chat.turns)  # pyright: ignore
-    assert chat.memory.router.prompts() == memory.router.prompts()
-    stop = False
-    heard: list[int] = []
-    chat.say("My dog?", on_text=lambda _: heard.append(chat.figures.refreshes), max_new_tokens=6)
-    assert heard[0] == 1, "the refresh comes before the next answer"
-    assert chat.figures.refreshes == 1 and within(chat)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("topic", ["dog", "star"])
-def test_an_interrupted_turn_is_undone(
-    engine: Engine, error: type[BaseException], topic: str
-) -> None:
-    chat = Chat(engine, "mine", history=HISTORY)
-    chat.say("My dog is old.", max_new_tokens=6)
-    before, turns = states(chat), chat.turns
-    file = session_path("mine").read_bytes()
-    with pytest.raises(error):
-        chat.say(f"Tell me of the {topic}.", on_text=raising(error), max_new_tokens=6)
-    assert chat.turns == turns and session_path("mine").read_bytes() == file
-    assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
-
-
-def test_a_turn_that_cannot_be_filed_or_kept_is_undone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = Chat(engine, "mine", history=HISTORY)
-    before = states(chat)
-    with monkeypatch.context() as patch:
-        patch.setattr(NearestEpisode, "file", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            chat.say("Tell me of the star.", max_new_tokens=6)
-    session_path("mine").parent.mkdir(parents=True)
-    session_path("mine").write_text("someone else's")
-    with pytest.raises(InputError, match="changed by someone else"):
-        chat.say("Tell me of the star.", max_new_tokens=6)
-    assert chat.turns == () and len(chat.episodes) == 2
-    assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
-    assert session_path("mine").read_text() == "someone else's"
-
-
-def test_sliding_windows_come_back_whole_from_an_interrupted_turn(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = tiny("gemma3", layers=3)
-    module.resize_token_embeddings(len(loaded.tokenizer), mean_resizing=False)
-    engine = under(Loaded(adopt(module), loaded.tokenizer, "tiny"), EPISODES)
-    engine.stops = frozenset()
-    chat, twin = Chat(engine, history=HISTORY), Chat(engine, history=HISTORY)
-    for each in (chat, twin):
-        each.say("My dog is old.", max_new_tokens=4)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Chat, "_finish", interrupt)  # 40 tokens are through: five windows
-        chat.say("Tell me of the dog.", max_new_tokens=40)
-    assert all(same(a, b) for a, b in zip(states(chat), states(twin), strict=True))
-    said = [each.say("A star is far.", max_new_tokens=12) for each in (chat, twin)]
-    assert said[0].ids == said[1].ids
-    assert all(same(a, b) for a, b in zip(states(chat), states(twin), strict=True))
-
-
-def test_the_file_is_written_after_every_turn(engine: Engine) -> None:
-    chat = Chat(engine, "mine", history=HISTORY)
-    assert not session_path("mine").exists()
-    for count in (1, 2):
-        chat.say("My dog is old.", max_new_tokens=6)
-        record = json.loads(session_path("mine").read_text(encoding="utf-8"))
-        assert len(record["turns"]) == count
-    assert record["policy"] == str(chat.policy)
-    assert record["model"]["fingerprint"] == engine.loaded.decoder.spec.fingerprint
-    assert len(record["history"]["messages"]) == len(HISTORY.messages)
-
-
-def test_a_session_of_another_model_is_not_gone_on_with(engine: Engine) -> None:
-    Chat(engine, "mine").say("My dog is old.", max_new_tokens=4)
-    path = session_path("mine")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    record["model"] = {"name": "other/model", "fingerprint": "0"}
-    path.write_text(json.dumps(record), encoding="utf-8")
-    before = path.read_bytes()
-    with pytest.raises(InputError, match="--model other/model") as caught:
-        Chat(engine, "mine")
-    assert str(path) in str(caught.value) and path.read_bytes() == before
-
-
-def test_a_session_keeps_its_history(engine: Engine) -> None:
-    Chat(engine, "mine", history=HISTORY).say("My dog is old.", max_new_tokens=4)
-    assert Chat(engine, "mine").history == HISTORY
-    assert len(Chat(engine, "mine", history=HISTORY).turns) == 1
-    with pytest.raises(UsageError, match="another history"):
-        Chat(engine, "mine", history=replace(HISTORY, messages=HISTORY.messages[:2]))
-
-
-def test_a_chat_without_a_name_leaves_nothing(engine: Engine, larder_home: Path) -> None:
-    Chat(engine).say("My dog is old.", max_new_tokens=4)
-    assert not larder_home.exists()
-
-
-@pytest.mark.parametrize("text", ["", " \n", "dog " * 200, "half a \ud83d"])
-def test_messages_that_cannot_be_said(engine: Engine, text: str) -> None:
-    chat = Chat(engine, history=HISTORY)
-    with pytest.raises(InputError):
-        chat.say(text)
-    assert chat.turns == () and within(chat)
-
-
-def test_a_policy_that_must_know_its_question_cannot_chat(loaded: Loaded) -> None:
-    with pytest.raises(UsageError, match="question"):
-        Chat(under(loaded, "exact_question"))
 
 
 @settings(max_examples=4)

@@ -1,0 +1,98 @@
+"""What tests of chats share: policies, a history of two topics, and ways to look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from larder.cache.sequence import SequenceCache
+from larder.core.conversation import Conversation, Message
+from larder.core.types import Mode
+from larder.engine.chat import Chat
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from larder.models.passes import Row
+from topics import TopicEmbedder
+
+BUDGET, BLOCK = 96, 32
+EPISODES = (
+    "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=4, recent=8)"
+    ' > patched(prompt="episode") > pooled()'
+)
+SINGLE = "single() > blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
+POLICIES = {"episodes": EPISODES, "single": SINGLE, "full": "full"}
+HISTORY = Conversation(
+    "two topics",
+    tuple(
+        Message(*told)
+        for n in range(5)
+        for told in (
+            ("user", f"My dog number {n} is called Rex{n}."),
+            ("assistant", f"A fine dog, number {n}."),
+            ("user", f"The car in lot {n} is red."),
+            ("assistant", f"I noted the car {n}."),
+        )
+    ),
+)
+
+
+def under(loaded: Loaded, policy: str) -> Engine:
+    limited = policy != "full"
+    engine = Engine(loaded, policy, *((str(BUDGET), BLOCK) if limited else (None, None)))
+    engine.desk = replace(engine.desk, embedder=lambda name: TopicEmbedder())
+    return engine
+
+
+def state(cache: SequenceCache) -> dict[str, Any]:
+    cache.compact()
+    return {**cache.state(), **cache.meta()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[k], other[k]) if isinstance(one[k], torch.Tensor) else one[k] == other[k]
+        for k in one
+    )
+
+
+def states(chat: Chat) -> list[dict[str, Any]]:
+    """Every cache of a chat, on a copy of its shelf, so that nothing moves."""
+    shelf = chat.memory.shelf
+    active, found = shelf.active, []
+    for number in range(len(shelf)):
+        found.append(state(shelf.activate(number).fork()))
+    if active is None:
+        shelf.rest()
+    else:
+        shelf.activate(active)
+    return found
+
+
+def logits(engine: Engine, cache: SequenceCache, text: str) -> torch.Tensor:
+    ids = engine.scribe.question(text)
+    return engine.loaded.decoder.predict([Row(cache, ids)], Mode.SCRATCH, [len(ids) - 1])
+
+
+def raising(error: type[BaseException]) -> Callable[[str], None]:
+    def on_text(text: str) -> None:
+        raise error(text)
+
+    return on_text
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def within(chat: Chat, room: int = 0) -> bool:
+    figures = chat.figures
+    most = figures.budget_tokens + figures.block_tokens + room
+    return all(view.entries_per_head <= most for view in chat.episodes)
+
+
+def active(chat: Chat) -> int:
+    [view] = [view for view in chat.episodes if view.is_active]
+    return view.number
