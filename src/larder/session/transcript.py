@@ -40,7 +40,7 @@ class Scribe:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a bare text."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def length(self, text: str) -> int:
         """Tokens of a bare text."""
@@ -66,7 +66,10 @@ class Scribe:
 
     def _encoded(self, conversation: Conversation) -> tuple[str, tuple[int, ...], list[int]]:
         text = self._template.render(_turns(conversation), End.CLOSED)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # Not verbose: how long a text may be is not the tokenizer's to say on stderr.
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         starts = [start for start, _ in encoded["offset_mapping"]]
         return text, tuple(encoded["input_ids"]), starts
 
