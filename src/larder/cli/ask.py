@@ -1,0 +1,148 @@
+"""`larder ask`: answer questions over a conversation or a document, under a budget."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from larder.cli.failing import INTERRUPTED, print_document
+from larder.cli.options import Common, command
+from larder.cli.showing import asides, seconds, size
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import LarderError, UsageError
+
+if TYPE_CHECKING:
+    from larder.cli.sitting import Sitting
+
+
+@command
+def ask(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Conversation (.json) or document (.txt, .md).")
+    ],
+    question: Annotated[
+        list[str], typer.Option("--question", "-q", help="What to ask; may be given many times.")
+    ],
+    options: Common,
+    explain: Annotated[
+        Path | None,
+        typer.Option(metavar="PAGE.html", help="Write a page that shows what each cache keeps."),
+    ] = None,
+) -> None:
+    """Answer questions about FILE from a cache within the budget.
+
+    Questions are independent of each other. A question that FILE knows the answer to is scored.
+    """
+    from larder.session.files import read_conversation
+
+    _check_page(explain)
+    conversation = read_conversation(file)
+    questions = [_known(conversation, text) for text in question]
+    sitting, is_whole = _sit(options, conversation, questions)
+    if explain is not None and is_whole:
+        _write_page(explain, sitting)
+    if options.json:
+        from larder.cli.documents import document
+
+        print_document(document(sitting))
+    else:
+        _tell_errors(sitting)
+    _tell_figures(sitting)
+    if not is_whole:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _sit(
+    options: Common, conversation: Conversation, questions: list[Question]
+) -> tuple[Sitting, bool]:
+    """Read and ask; whether every question had its turn before Ctrl-C.
+
+    Raises:
+        LarderError: the first question's, if none could be answered.
+    """
+    from larder.cli.sitting import open_engine, prompts_for, read, sampling
+
+    engine = open_engine(options)
+    sitting = read(engine, conversation, prompts_for(engine, questions))
+    drawn = sampling(options)
+    try:
+        for one in questions:
+            if not options.json and len(questions) > 1:
+                print(f"{'' if one is questions[0] else chr(10)}> {one.question}")
+            on_text = _swallow if options.json else _speak
+            asked = sitting.ask(one, drawn, options.max_new_tokens, on_text)
+            if not options.json and asked.error is None:
+                print()
+    except KeyboardInterrupt:
+        if not options.json:
+            print()
+        return sitting, False
+    if all(asked.error is not None for asked in sitting.asked):
+        raise _first_error(sitting)
+    return sitting, True
+
+
+def _first_error(sitting: Sitting) -> LarderError:
+    return next(asked.error for asked in sitting.asked if asked.error is not None)
+
+
+def _known(conversation: Conversation, text: str) -> Question:
+    """The question as the file has it, with its answer; else as it was typed."""
+    if not text.strip():
+        raise UsageError('A question is blank: write -q "What ...?".')
+    known = {question.question.strip(): question for question in conversation.questions}
+    return known.get(text.strip(), Question(text))
+
+
+def _speak(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _swallow(text: str) -> None:
+    del text
+
+
+def _tell_errors(sitting: Sitting) -> None:
+    for asked in sitting.asked:
+        if asked.error is not None:
+            print(f"larder: {asked.question.question[:40]!r}: {asked.error}", file=sys.stderr)
+
+
+def _tell_figures(sitting: Sitting) -> None:
+    figures, asked = sitting.memory.figures, sitting.asked
+    lines = asides()
+    lines.print(
+        f"read {figures.context_tokens:,} tokens in {seconds(figures.prefill_seconds)}; "
+        f"KV cache {size(figures.active_kv_bytes)} in use, {size(figures.kv_bytes)} in all, "
+        f"{size(figures.full_kv_bytes)} without a budget"
+    )
+    for one in asked:
+        if one.answer is not None:
+            place = "" if one.answer.episode is None else f" from episode {one.answer.episode + 1}"
+            lines.print(
+                f"{one.answer.new_tokens} tokens in {seconds(one.answer.decode_seconds)}{place}"
+            )
+
+
+def _check_page(page: Path | None) -> None:
+    """Raises: UsageError: the page could not be written at the end."""
+    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
+        raise UsageError(
+            f"--explain {page} is no place for a page: name a file in a folder that exists."
+        )
+
+
+def _write_page(page: Path, sitting: Sitting) -> None:
+    from larder.cli.explaining import explanation
+    from larder.explain import render
+
+    try:
+        page.write_text(render(explanation(sitting)), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--explain {page} cannot be written ({error.strerror}): name another file."
+        ) from error

@@ -1,0 +1,179 @@
+"""`larder chat`: talk; a named session survives the process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from larder.cli.failing import INTERRUPTED, SCHEMA, as_record, print_document
+from larder.cli.options import Common, command
+from larder.cli.showing import asides, results, size, table, watched
+from larder.core.errors import LarderError
+
+if TYPE_CHECKING:
+    from larder.engine.answer import Answer
+    from larder.engine.chat import Chat
+
+COMMANDS = {
+    "/help": "what can be typed here",
+    "/figures": "what the memory holds",
+    "/episodes": "the episodes, one cache each",
+    "/quit": "leave; a named session can be taken up again",
+}
+
+
+@command
+def chat(
+    options: Common,
+    session: Annotated[
+        str | None, typer.Argument(metavar="SESSION", help="Name to go on under later.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Begin a new session by reading FILE.")
+    ] = None,
+) -> None:
+    """Talk under a memory budget; one line is one turn.
+
+    A named session is kept under LARDER_HOME/sessions and read again when it is resumed.
+    """
+    talk = _open(options, session, file)
+    aside = asides()
+    aside.print(f"{talk.policy}\n{len(talk.turns)} turns so far; /help for help")
+    told: list[dict[str, Any]] = []
+    try:
+        for line in _lines():
+            if line.split()[0] == "/quit":
+                break
+            _turn(talk, line, options, told)
+    except KeyboardInterrupt:
+        _finish(talk, session, options, told)
+        raise typer.Exit(INTERRUPTED) from None
+    _finish(talk, session, options, told)
+
+
+def _open(options: Common, session: str | None, file: Path | None) -> Chat:
+    from larder.cli.sitting import open_engine
+    from larder.engine.chat import Chat
+    from larder.session.files import read_conversation
+
+    history = None if file is None else read_conversation(file)
+    engine = open_engine(options)
+    with watched("Reading", "tokens") as watch:
+        return Chat(engine, session, history, watch)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed or piped, without blank lines, up to the end."""
+    is_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    if is_terminal:
+        # Only importing it gives input() arrow keys and a history; Windows has none.
+        try:
+            import readline  # noqa: F401
+        except ImportError:
+            pass
+    while True:
+        try:
+            line = input("> ") if is_terminal else next(sys.stdin)
+        except (EOFError, StopIteration):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _turn(talk: Chat, line: str, options: Common, told: list[dict[str, Any]]) -> None:
+    """Obey a command, or say the line and show the answer; a refused line is no end."""
+    if line in COMMANDS:
+        _obey(talk, line)
+        return
+    if line.startswith("/"):
+        print(f"larder: no command {line.split()[0]}: type /help.", file=sys.stderr)
+        return
+    try:
+        answer = _say(talk, line, options)
+    except LarderError as error:
+        print(f"larder: {error}", file=sys.stderr)
+        told.append({"question": line, "error": as_record(error)})
+        return
+    told.append(_record(answer))
+
+
+def _say(talk: Chat, line: str, options: Common) -> Answer:
+    from larder.cli.sitting import sampling
+
+    def speak(text: str) -> None:
+        if not options.json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    answer = talk.say(line, speak, sampling(options), options.max_new_tokens)
+    if not options.json:
+        print()
+    if answer.episode is not None and talk.outcome is not None:
+        opened = ", which opened a new one" if talk.outcome.is_new_episode else ""
+        asides().print(f"episode {answer.episode + 1}{opened}; {answer.new_tokens} tokens")
+    return answer
+
+
+def _record(answer: Answer) -> dict[str, Any]:
+    told = {"question": answer.question, "answer": answer.text}
+    place = {} if answer.episode is None else {"episode": answer.episode}
+    spent = {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
+    return {**told, **place, **spent}
+
+
+def _finish(talk: Chat, session: str | None, options: Common, told: list[dict[str, Any]]) -> None:
+    if options.json:
+        figures = talk.figures
+        head = {"schema": SCHEMA, "session": session, "policy": str(talk.policy)}
+        held = {**asdict(figures), "kv_bytes": figures.kv_bytes}
+        print_document({**head, "model": options.model, **held, "answers": told})
+
+
+def _obey(talk: Chat, line: str) -> None:
+    if line == "/help":
+        _show_help()
+    elif line == "/figures":
+        _show_figures(talk)
+    else:
+        _show_episodes(talk)
+
+
+def _show_help() -> None:
+    made = table("type", "to see", texts=2)
+    for name, meaning in COMMANDS.items():
+        made.add_row(name, meaning)
+    results().print(made)
+
+
+def _show_figures(talk: Chat) -> None:
+    figures = talk.figures
+    results().print(
+        f"{figures.turns} turns, {figures.log_tokens:,} tokens; "
+        f"budget {figures.budget_tokens:,} per kv head, "
+        f"refreshed above {figures.budget_tokens + figures.block_tokens:,}\n"
+        f"KV cache {size(figures.active_kv_bytes)} active, {size(figures.kv_bytes)} in all, "
+        f"{size(figures.peak_kv_bytes)} at the peak, "
+        f"{size(figures.full_kv_bytes)} without a budget\n"
+        f"{figures.refreshes} refreshes, {figures.opened} episodes opened, "
+        f"{figures.write_backs} write-backs"
+    )
+
+
+def _show_episodes(talk: Chat) -> None:
+    made = table("episode", "about", "segments", "per head", "KV", "", texts=2)
+    for view in talk.episodes:
+        about = " ".join(view.prompt_texts[0].split())[:60] if view.prompt_texts else "everything"
+        made.add_row(
+            str(view.number + 1),
+            about,
+            str(view.segments),
+            f"{view.entries_per_head:,.0f}",
+            size(view.kv_bytes),
+            "active" if view.is_active else "",
+        )
+    results().print(made)

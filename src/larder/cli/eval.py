@@ -1,0 +1,48 @@
+"""`larder eval`: ask the questions that files carry, and score the answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from larder.cli.failing import INTERRUPTED, print_document
+from larder.cli.options import Common, command
+
+
+@command
+def evaluate(
+    file: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Conversations with questions, or folders of them."),
+    ],
+    options: Common,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="SPELLING", help="Compare with this policy, question by question."),
+    ] = None,
+    adversarial: Annotated[
+        bool,
+        typer.Option("--adversarial", help="Ask LoCoMo's questions without an answer too."),
+    ] = False,
+) -> None:
+    """Answer every question of FILE independently and score exact match and F1.
+
+    Over several files, means come with bootstrap intervals that resample whole files.
+    """
+    from larder.cli.examining import examine, questioned
+    from larder.session.files import Adversarial
+
+    files = questioned(file, Adversarial.ASKED if adversarial else Adversarial.LEFT_OUT)
+    examination = examine(options, against, files)
+    if options.json:
+        from larder.cli.documents import examination_document
+
+        print_document(examination_document(examination))
+    else:
+        from larder.cli.tables import show
+
+        show(examination)
+    if not examination.is_whole:
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,139 @@
+"""From a sitting to the page that shows what its caches keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from jaxtyping import Int
+
+from larder.cache.sequence import SequenceCache
+from larder.cli.sitting import Asked, Sitting
+from larder.cli.topics import topics
+from larder.core.conversation import Conversation, Form, Message
+from larder.explain import (
+    Explanation,
+    ShownAnswer,
+    ShownEpisode,
+    ShownMessage,
+    token_texts,
+)
+from larder.session.transcript import ACKNOWLEDGEMENT
+
+UNNAMED = "everything"  # of a single cache, or of episodes that no word tells apart
+
+
+def explanation(sitting: Sitting) -> Explanation:
+    """Everything that the page shows of a sitting, in plain data.
+
+    The shelf's caches are made active one after the other; the last one stays so.
+    """
+    memory, spec = sitting.memory, sitting.engine.loaded.decoder.spec
+    figures = memory.figures
+    return Explanation(
+        title=memory.conversation.name,
+        model=sitting.engine.loaded.name,
+        policy=str(memory.policy),
+        context_tokens=figures.context_tokens,
+        budget_tokens=figures.budget_tokens,
+        full_kv_bytes=figures.full_kv_bytes,
+        kv_bytes=figures.kv_bytes,
+        active_kv_bytes=figures.active_kv_bytes,
+        peak_kv_bytes=sitting.peak_kv_bytes,
+        messages=_messages(sitting),
+        episodes=_episodes(sitting),
+        answers=tuple(_answer(asked) for asked in sitting.asked if asked.answer is not None),
+        sliding_layers=tuple(
+            layer.index for layer in spec.layers if layer.sliding_window is not None
+        ),
+    )
+
+
+def _episodes(sitting: Sitting) -> tuple[ShownEpisode, ...]:
+    memory = sitting.memory
+    prompts = memory.router.prompts() or [()]
+    words = topics([" ".join(texts) for texts in prompts])
+    return tuple(
+        _episode(memory.shelf.activate(number), memory.figures.context_tokens, texts, about)
+        for number, (texts, about) in enumerate(zip(prompts, words, strict=True))
+    )
+
+
+def _episode(
+    cache: SequenceCache, tokens: int, texts: Sequence[str], about: Sequence[str]
+) -> ShownEpisode:
+    layers = [_kept(cache, layer.index, tokens) for layer in cache.spec.layers]
+    return ShownEpisode(
+        name=about[0] if about else UNNAMED,
+        kept_heads=tuple(np.sum(layers, axis=0).tolist()),
+        kept_lengths=cache.lengths(),
+        segments=tuple(texts),
+        topics=tuple(about[1:]),
+        kept_by_layer=tuple(tuple(layer.tolist()) for layer in layers),
+    )
+
+
+def _kept(cache: SequenceCache, layer: int, tokens: int) -> Int[np.ndarray, " tokens"]:
+    """How many kv heads of a layer keep each token."""
+    positions = cache.entries(layer).packed_positions().cpu().numpy()
+    return np.bincount(positions, minlength=tokens)
+
+
+def _answer(asked: Asked) -> ShownAnswer:
+    answer = asked.answer
+    assert answer is not None  # the caller left failures out
+    return ShownAnswer(
+        question=answer.question,
+        answer=answer.text,
+        expected=asked.question.answer,
+        episode=answer.episode or 0,
+        exact=None if asked.marks is None else asked.marks.exact,
+    )
+
+
+def _messages(sitting: Sitting) -> tuple[ShownMessage, ...]:
+    """The transcript cut into messages; every token of the context is in one of them."""
+    conversation, transcript = sitting.memory.conversation, sitting.memory.transcript
+    text, starts = sitting.engine.scribe.text(conversation)
+    pieces = token_texts(text, starts)
+    last = transcript.spans[-1][1]
+    stops = [stop for _, stop in transcript.spans]
+    if conversation.form is Form.CHAT:
+        stops[-1] = len(pieces)  # what closes the last turn
+    shown = [
+        _message(message, pieces[start:stop])
+        for message, (start, stop) in zip(conversation.messages, pairwise([0, *stops]), strict=True)
+    ]
+    if conversation.form is not Form.CHAT and last < len(pieces):
+        shown.append(_message(Message("assistant", ACKNOWLEDGEMENT), pieces[last:]))
+    if conversation.opening:
+        shown = _with_opening(conversation, shown)
+    return tuple(shown)
+
+
+def _message(message: Message, pieces: tuple[str, ...]) -> ShownMessage:
+    """A message, with what the template puts around its content told apart."""
+    content, joined = message.content.strip(), "".join(pieces)
+    begin = joined.find(content)
+    lead, tail = 0, 0
+    if begin >= 0:
+        ends = list(accumulate(len(piece) for piece in pieces))
+        lead = sum(end <= begin for end in ends)
+        tail = sum(
+            end - len(p) >= begin + len(content) for end, p in zip(ends, pieces, strict=True)
+        )
+    tail = min(tail, len(pieces) - lead)
+    return ShownMessage(message.role, message.speaker, message.date, pieces, lead, tail)
+
+
+def _with_opening(conversation: Conversation, shown: list[ShownMessage]) -> list[ShownMessage]:
+    """The opening of a transcript on its own, instead of in front of the first utterance."""
+    first = shown[0]
+    opening = Message("system", conversation.opening)
+    lead, rest = first.tokens[: first.lead_tokens], first.tokens[first.lead_tokens :]
+    return [
+        _message(opening, lead),
+        ShownMessage(first.role, first.speaker, first.date, rest, 0, first.tail_tokens),
+        *shown[1:],
+    ]

@@ -1,0 +1,55 @@
+"""How commands are grouped: help where none is named, usage errors told in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from larder.cli.failing import INTERRUPTED, tell
+from larder.core.errors import UsageError
+
+# The class behind every complaint of the parser; typer shows only its children.
+Misuse: Any = typer.BadParameter.__base__
+
+
+class HelpfulGroup(TyperGroup):
+    """Commands; without the name of one, their help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words behind the group's name."""
+        return super().parse_args(ctx, args or ["--help"])
+
+
+class OneLineGroup(HelpfulGroup):
+    """All commands; a usage error is one line on stderr and exit code 2."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line and leave with its exit code."""
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+        except typer.Abort:
+            code = INTERRUPTED
+        except Misuse as error:
+            code = UsageError.exit_code
+            tell(_usage_error(error), "--json" in words)
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
+
+def _usage_error(error: Any) -> UsageError:
+    said = " ".join(error.format_message().split())
+    where = "larder" if error.ctx is None else error.ctx.command_path
+    return UsageError(f"{said.rstrip('.')}. See '{where} --help'.")

@@ -1,0 +1,48 @@
+"""The command `larder` and where its commands are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import larder
+from larder.cli import ask, chat, eval, policy
+from larder.cli.demo import command as demo
+from larder.cli.groups import OneLineGroup
+
+app = typer.Typer(
+    name="larder",
+    cls=OneLineGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("ask")(ask.ask)
+app.command("eval")(eval.evaluate)
+app.command("chat")(chat.chat)
+app.add_typer(policy.app, name="policy")
+
+
+def _show_version(wanted: bool) -> bool:
+    if wanted:
+        typer.echo(f"larder {larder.__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def describe(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Keep a model's KV cache within a fixed memory budget, and see what that costs."""
+    del version
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="larder")

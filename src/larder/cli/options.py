@@ -1,0 +1,115 @@
+"""The options that commands share, each declared once.
+
+A command takes one parameter of a class from here; `command` turns its fields into options.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from larder.cli.failing import Interrupted, tell
+from larder.core.errors import LarderError
+
+
+@dataclass(frozen=True)
+class Output:
+    """How results and errors are shown."""
+
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False
+
+
+@dataclass(frozen=True)
+class Common(Output):
+    """What every command that runs a model can be told."""
+
+    model: Annotated[
+        str, typer.Option(metavar="NAME_OR_PATH", help="Hugging Face name or local folder.")
+    ] = "seed"
+    policy: Annotated[
+        str, typer.Option(metavar="SPELLING", help="A name or sentence; see 'larder policy list'.")
+    ] = "epicache"
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="512 (tokens per kv head), 20% of the context, or 64MiB.  "
+            "Default: what the policy says, else 20%.",
+        ),
+    ] = None
+    block: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens read between two plans.  Default: the smaller of 512 and the budget.",
+        ),
+    ] = None
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")] = (
+        "cpu"
+    )
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.  Default: float32 on a CPU."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0
+    max_new_tokens: Annotated[int, typer.Option(help="An answer's longest length.")] = 256
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Draw among so many tokens; 0 for all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Draw within this share of probability.")] = 1.0
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a command: its options flattened, its errors one line and an exit code."""
+    own = inspect.signature(function, eval_str=True)
+    [slot] = [p for p in own.parameters.values() if _is_options(p.annotation)]
+    shared = _parameters(slot.annotation)
+
+    @wraps(function)
+    def run(**given: Any) -> None:
+        options = slot.annotation(**{p.name: given.pop(p.name) for p in shared})
+        try:
+            function(**given, **{slot.name: options})
+        except LarderError as error:
+            _fail(error, options)
+        except KeyboardInterrupt:
+            _fail(Interrupted("interrupted before anything was finished."), options)
+
+    others = [p for p in own.parameters.values() if p is not slot]
+    run.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
+        [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*others, *shared)]
+    )
+    run.__annotations__ = {p.name: p.annotation for p in (*others, *shared)}
+    return run
+
+
+def _fail(error: LarderError, options: Output) -> None:
+    tell(error, options.json)
+    if options.debug:
+        raise error
+    raise typer.Exit(error.exit_code)
+
+
+def _is_options(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Output)
+
+
+def _parameters(kind: type[Output]) -> list[inspect.Parameter]:
+    """The fields of an options class, as a command's parameters; what all commands share last."""
+    hints = get_type_hints(kind, include_extras=True)
+    base = {f.name for f in fields(Output)}
+    ordered = sorted(fields(kind), key=lambda f: f.name in base)
+    return [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if f.default is MISSING else f.default,
+            annotation=hints[f.name],
+        )
+        for f in ordered
+    ]

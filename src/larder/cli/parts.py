@@ -1,0 +1,143 @@
+"""What the policy commands tell about parts and presets, gathered from the files themselves."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from typing import Any
+
+from larder.cli.citations import Citation, citations
+from larder.core.errors import UnknownName
+from larder.core.family import unknown
+from larder.core.spelling import name_of
+from larder.policy.protect import Protect
+from larder.session.policy import FAMILIES, SLOTS, Policy
+from larder.session.presets import PRESETS
+
+
+@dataclass(frozen=True)
+class Field:
+    """A parameter of a part: its type, its default as written, its range in words."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class PartPage:
+    """A part, as its file describes it."""
+
+    name: str
+    slot: str
+    summary: str
+    fields: tuple[Field, ...]
+    citations: tuple[Citation, ...]
+
+
+@dataclass(frozen=True)
+class PresetPage:
+    """A preset: its sentence as kept, written out in full, and the papers of its parts."""
+
+    name: str
+    sentence: str
+    full: str
+    parts: tuple[PartPage, ...]
+
+
+def part_pages() -> list[PartPage]:
+    """Every part, slot by slot."""
+    return [page_of(kind, slot) for slot in SLOTS for kind in _kinds(slot)]
+
+
+def part_names() -> list[str]:
+    """Every part by name, slot by slot."""
+    return [
+        name
+        for slot in SLOTS
+        for name in (["protect"] if slot == "protect" else FAMILIES[slot].names())
+    ]
+
+
+def preset_pages() -> list[PresetPage]:
+    """Every preset, in the order of its file."""
+    return [preset_page(name) for name in PRESETS]
+
+
+def preset_page(name: str) -> PresetPage:
+    """A preset by name."""
+    policy = Policy.parse(name)
+    return PresetPage(name, PRESETS[name], str(policy), parts_of(policy))
+
+
+def parts_of(policy: Policy) -> tuple[PartPage, ...]:
+    """The parts of a sentence, in order."""
+    return tuple(page_of(type(getattr(policy, slot)), slot) for slot in SLOTS)
+
+
+def find_part(name: str) -> PartPage:
+    """A part by name.
+
+    Raises:
+        UnknownName: no part or preset has it.
+    """
+    pages = {kind.name: kind for kind in part_pages()}
+    if name not in pages:
+        known = sorted({*pages, *PRESETS})
+        raise UnknownName(unknown("policy part or preset", name, known))
+    return pages[name]
+
+
+def page_of(kind: type, slot: str) -> PartPage:
+    """A part, from its class and its module."""
+    text = inspect.getdoc(inspect.getmodule(kind)) or ""
+    return PartPage(
+        name_of(kind), slot, _first_sentence(text), _fields(kind), tuple(citations(text))
+    )
+
+
+def _kinds(slot: str) -> list[type]:
+    if slot == "protect":
+        return [Protect]
+    return [FAMILIES[slot].load(name) for name in FAMILIES[slot].names()]
+
+
+def _first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s+(?=[A-Z])", paragraph)[0]
+
+
+def _fields(kind: Any) -> tuple[Field, ...]:
+    meanings = _meanings(inspect.getdoc(kind) or "")
+    return tuple(
+        Field(f.name, _type(f.type), _default(f), meanings.get(f.name, ""))
+        for f in fields(kind)
+        if f.init
+    )
+
+
+def _type(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else annotation.__name__
+
+
+def _default(f: Any) -> str:
+    if f.default is MISSING:
+        return "required"
+    if f.default is None:
+        return "open"
+    return repr(f.default.value if isinstance(f.default, Enum) else f.default).replace("'", '"')
+
+
+def _meanings(text: str) -> dict[str, str]:
+    """What the `Args:` of a docstring say, by name; `sinks, recent: ...` speaks for both."""
+    _, _, described = text.partition("Args:\n")
+    described = described.split("\n\n")[0]
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \w)", "\n" + described):
+        names, _, meaning = entry.strip().partition(":")
+        found |= dict.fromkeys(re.split(r",\s*", names), " ".join(meaning.split()))
+    return found

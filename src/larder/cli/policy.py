@@ -1,0 +1,126 @@
+"""`larder policy`: what parts and presets there are, generated from their files."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from larder.cli.failing import SCHEMA, print_document
+from larder.cli.groups import HelpfulGroup
+from larder.cli.options import Output, command
+from larder.cli.showing import results, table
+
+if TYPE_CHECKING:
+    from larder.cli.citations import Citation
+    from larder.cli.parts import PartPage, PresetPage
+
+app = typer.Typer(cls=HelpfulGroup, help="List, show and cite policies and their parts.")
+
+
+@app.command("list")
+@command
+def list_all(options: Output) -> None:
+    """List every preset and every part, with its slot and its paper."""
+    from larder.cli.parts import part_pages, preset_pages
+
+    parts, presets = part_pages(), preset_pages()
+    if options.json:
+        listed = [{"name": preset.name, "sentence": preset.full} for preset in presets]
+        told = {"presets": listed, "parts": [asdict(part) for part in parts]}
+        print_document({"schema": SCHEMA, **told})
+        return
+    console = results()
+    short = table("preset", "sentence", texts=2)
+    for preset in presets:
+        short.add_row(preset.name, preset.sentence)
+    console.print(short)
+    console.print()
+    long = table("part", "slot", "what it is for", "paper", texts=4)
+    for part in parts:
+        paper = "; ".join(citation.short for citation in part.citations[:1])
+        long.add_row(part.name, part.slot, part.summary, paper)
+    console.print(long)
+    console.print(
+        "\nlarder policy show NAME tells more about one, larder policy cite NAME its papers."
+    )
+
+
+@app.command("show")
+@command
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a part or preset.")],
+    options: Output,
+) -> None:
+    """Show what a part takes and what a preset stands for; some names are both."""
+    from larder.cli.parts import find_part, part_names, preset_page
+    from larder.session.presets import PRESETS
+
+    preset = preset_page(name) if name in PRESETS else None
+    part = find_part(name) if name in part_names() or preset is None else None
+    if options.json:
+        told = {} if preset is None else {"preset": asdict(preset)}
+        told |= {} if part is None else {"part": asdict(part)}
+        print_document({"schema": SCHEMA, "name": name, **told})
+        return
+    if preset is not None:
+        _show_preset(preset)
+    if part is not None:
+        _show_part(part)
+
+
+@app.command("cite")
+@command
+def cite(
+    policy: Annotated[
+        str, typer.Argument(metavar="SPELLING_OR_NAME", help="A part, a preset or a sentence.")
+    ],
+    options: Output,
+) -> None:
+    """Print the papers behind a part, a preset or a whole sentence."""
+    cited = _cited(policy)
+    if options.json:
+        told = [{"part": name, **asdict(citation)} for name, citation in cited]
+        print_document({"schema": SCHEMA, "policy": policy, "citations": told})
+        return
+    console = results()
+    if not cited:
+        console.print(f"{policy} names no paper.")
+    by_paper: dict[str, list[str]] = {}
+    for name, citation in cited:
+        by_paper.setdefault(str(citation), []).append(name)
+    for paper, names in by_paper.items():
+        console.print(f"{', '.join(names)}: {paper}", soft_wrap=True)
+
+
+def _cited(text: str) -> list[tuple[str, Citation]]:
+    from larder.cli.parts import find_part, part_names, parts_of
+    from larder.session.policy import Policy
+    from larder.session.presets import PRESETS
+
+    is_part = text in part_names() and text not in PRESETS
+    pages = (find_part(text),) if is_part else parts_of(Policy.parse(text))
+    return [(page.name, citation) for page in pages for citation in page.citations]
+
+
+def _show_preset(page: PresetPage) -> None:
+    console = results()
+    console.print(f"{page.name}, a preset")
+    console.print(f"\n  {page.full}\n", soft_wrap=True)
+    made = table("slot", "part", "what it is for", texts=3)
+    for part in page.parts:
+        made.add_row(part.slot, part.name, part.summary)
+    console.print(made)
+    console.print("\nSizes that are open are filled in by --budget and --block.\n")
+
+
+def _show_part(page: PartPage) -> None:
+    console = results()
+    console.print(f"{page.name}, a {page.slot}: {page.summary}\n")
+    made = table("parameter", "type", "default", "meaning", texts=4)
+    for field in page.fields:
+        made.add_row(field.name, field.kind, field.default, field.meaning)
+    console.print(made if page.fields else "It takes no parameters.")
+    for citation in page.citations:
+        console.print(f"\n{citation}", soft_wrap=True)

@@ -1,0 +1,132 @@
+"""One conversation that was read, and the questions asked about it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from larder.bench.metrics import exact, f1, f1_stemmed
+from larder.cli.options import Common
+from larder.cli.showing import watched
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import LarderError, UsageError
+from larder.core.spelling import name_of
+from larder.engine.answer import Answer
+from larder.engine.decoding import Limits
+from larder.engine.engine import Engine, unheard
+from larder.engine.sampling import Sampling
+from larder.models.loading import load
+from larder.session.memory import Memory
+from larder.session.policy import Policy
+
+NAMED = "question"  # the prompt that needs its question before reading
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How well an answer agrees with the expected one."""
+
+    exact: bool
+    f1: float
+    f1_stemmed: float
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question and what came of it: an answer or an error, and marks if one was expected."""
+
+    question: Question
+    answer: Answer | None = None
+    marks: Marks | None = None
+    error: LarderError | None = None
+
+
+@dataclass
+class Sitting:
+    """A memory under questioning.
+
+    Args:
+        peak_kv_bytes: the most held at any time, while reading or answering.
+    """
+
+    engine: Engine
+    memory: Memory
+    peak_kv_bytes: int
+    asked: list[Asked] = field(default_factory=list)
+
+    def ask(
+        self,
+        question: Question,
+        sampling: Sampling,
+        max_new_tokens: int,
+        on_text: Callable[[str], None] = unheard,
+    ) -> Asked:
+        """Ask one question; an error of ours is its outcome, not the end."""
+        try:
+            answer = self.engine.ask(
+                self.memory, question.question, sampling, max_new_tokens, on_text=on_text
+            )
+            outcome = Asked(question, answer, marks(answer.text, question))
+        except LarderError as error:
+            outcome = Asked(question, error=error)
+        # What an answer needed is set aside until the next one, so it can still be counted here.
+        self.peak_kv_bytes = max(self.peak_kv_bytes, self.memory.shelf.nbytes)
+        self.asked.append(outcome)
+        return outcome
+
+
+def marks(text: str, question: Question) -> Marks | None:
+    """Scores of an answer; None where none was expected."""
+    expected = question.answer
+    if not expected:
+        return None
+    return Marks(
+        exact(text, expected), f1(text, expected), f1_stemmed(text, expected, question.kind)
+    )
+
+
+def open_engine(options: Common) -> Engine:
+    """The engine that the options ask for; what can be refused early is, before a model loads."""
+    policy = Policy.parse(options.policy)
+    _check_decoding(options)
+    with watched(f"Loading {options.model}"):
+        loaded = load(options.model, options.device, options.dtype)
+    return Engine(loaded, policy, options.budget, options.block)
+
+
+def _check_decoding(options: Common) -> None:
+    """Raises: BadParameter: an option of decoding is out of range."""
+    sampling(options)
+    Limits(options.max_new_tokens)
+
+
+def sampling(options: Common) -> Sampling:
+    """How the options want tokens drawn."""
+    return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+
+
+def read(
+    engine: Engine, conversation: Conversation, prompts: Mapping[str, str], doing: str = "Reading"
+) -> Sitting:
+    """Read a conversation, with a bar that says what is being done."""
+    session = name_of(type(engine.policy.session))
+    builds = "" if session == "single" else f" into {session}"
+    with watched(f"{doing} {conversation.name}{builds}", "tokens") as watch:
+        memory = engine.read(conversation, prompts, watch)
+    return Sitting(engine, memory, memory.figures.peak_kv_bytes)
+
+
+def prompts_for(engine: Engine, questions: list[Question]) -> dict[str, str]:
+    """What a policy must know of the questions before it reads.
+
+    Raises:
+        UsageError: it keeps what one question needs, and there are several.
+    """
+    if NAMED not in engine.policy.planner.scorer.wanted():
+        return {}
+    if len(questions) != 1:
+        raise UsageError(
+            f"The policy keeps what one question looks at, got {len(questions)} questions: ask one "
+            "at a time, or take another policy."
+        )
+    return {NAMED: questions[0].question}

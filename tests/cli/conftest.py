@@ -1,0 +1,39 @@
+"""The bundled model, loaded once, and a way to run commands with it in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import commands
+from commands import Run
+from larder.cli import sitting
+from larder.cli.main import app
+from larder.models.loading import SEED, Loaded, load
+
+
+@pytest.fixture(scope="session")
+def seed_model() -> Loaded:
+    return load(SEED)
+
+
+@pytest.fixture
+def run(seed_model: Loaded, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line; the bundled model is not loaded anew each time."""
+
+    def loaded(name: str, device: str, dtype: str | None) -> Loaded:
+        return seed_model if name == SEED else load(name, device, dtype)
+
+    monkeypatch.setattr(sitting, "load", loaded)
+
+    def invoke(*words: str | Path, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(app, [str(word) for word in words], input=stdin)
+
+    return invoke
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Path:
+    return commands.talk(tmp_path / "talk.json")

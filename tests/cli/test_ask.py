@@ -1,0 +1,166 @@
+"""`larder ask`: answers on stdout, one document with --json, a page with --explain."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from commands import CAT, SMALL, WINDOW, Run, complaint, document, write
+from larder.engine.answer import Answer
+from larder.engine.engine import Engine
+
+ONE_FILE = {
+    "schema",
+    "policy",
+    "model",
+    "context_tokens",
+    "budget_tokens",
+    "full_kv_bytes",
+    "kv_bytes",
+    "active_kv_bytes",
+    "peak_kv_bytes",
+    "prefill_seconds",
+    "answers",
+    "summary",
+}
+
+
+def test_stdout_is_the_answer_alone(run: Run, talk: Path) -> None:
+    result = run("ask", talk, "-q", CAT, "--policy", "full", "--max-new-tokens", "8")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Mira\n", "")
+
+
+def test_several_answers_stand_under_their_questions(run: Run, talk: Path) -> None:
+    result = run("ask", talk, "-q", CAT, "-q", WINDOW, "--policy", "full")
+    assert result.stdout == f"> {CAT}\nMira\n\n> {WINDOW}\nJuly 5\n"
+
+
+def test_document(run: Run, talk: Path) -> None:
+    told = document(run("ask", talk, "-q", CAT, "-q", "How is it?", *SMALL, "--json"))
+    assert told.keys() == ONE_FILE
+    assert (told["schema"], told["model"], told["budget_tokens"]) == (1, "seed", 48)
+    assert told["policy"].startswith("single() > blockwise(tokens=48) > protect(")
+    assert told["active_kv_bytes"] == told["kv_bytes"] < told["full_kv_bytes"]
+    assert told["peak_kv_bytes"] > told["kv_bytes"]
+    known, unknown = told["answers"]
+    assert (known["expected"], known["kind"]) == ("Mira", "pets")
+    assert known.keys() >= {"exact", "f1", "f1_stemmed", "decode_seconds", "new_tokens"}
+    assert unknown.keys() == {"question", "answer", "decode_seconds", "new_tokens"}
+    assert (told["summary"]["questions"], told["summary"]["errors"]) == (2, 0)
+
+
+def test_answers_of_episodes_name_theirs(run: Run, talk: Path) -> None:
+    policy = 'episodes(count=2, segment=1, embedder="tokens") > snapkv() > pooled()'
+    told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "48", "--json"))
+    assert told["answers"][0]["episode"] in (0, 1)
+    assert told["kv_bytes"] > told["active_kv_bytes"]
+
+
+def test_streamed_and_collected_are_the_same(run: Run, talk: Path) -> None:
+    options = ("--temperature", "1", "--top-k", "20", "--top-p", "0.9", "--seed", "3", *SMALL)
+    streamed = run("ask", talk, "-q", "Tell me.", *options).stdout.strip()
+    told = document(run("ask", talk, "-q", "Tell me.", *options, "--json"))
+    assert told["answers"][0]["answer"] == streamed != ""
+
+
+def test_a_document(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "note.txt", "My cat is called Mira.\n\nShe sleeps all day.\n")
+    assert run("ask", path, "-q", CAT, "--policy", "full").stdout == "Mira\n"
+
+
+def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path) -> None:
+    options = ("--policy", "exact_question", "--budget", "48", "--max-new-tokens", "4")
+    assert run("ask", talk, "-q", CAT, *options).exit_code == 0
+    two = run("ask", talk, "-q", CAT, "-q", WINDOW, *options)
+    assert "what one question looks at, got 2" in complaint(two, 2)
+
+
+def test_page(run: Run, talk: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    policy = 'episodes(count=2, segment=1, embedder="tokens") > snapkv() > pooled()'
+    sizes = ("--policy", policy, "--budget", "48", "--max-new-tokens", "4")
+    result = run("ask", talk, "-q", CAT, *sizes, "--explain", page, "--json")
+    data = shown(page.read_text())
+    told = document(result)
+    assert [len(data["messages"]), len(data["episodes"])] == [7, 2]
+    assert sum(len(m["tokens"]) for m in data["messages"]) == told["context_tokens"]
+    assert data["answers"][0]["expected"] == "Mira"
+    body = [
+        "".join(m["tokens"][m["lead"] : len(m["tokens"]) - m["tail"]]) for m in data["messages"]
+    ]
+    assert body[1].strip() == "My cat is called Mira. She sleeps on the sofa all day."
+    lengths = data["episodes"][0]["lengths"]
+    assert sum(map(sum, lengths)) == 48 * sum(len(row) for row in lengths)
+
+
+def test_page_of_a_transcript(run: Run, tmp_path: Path) -> None:
+    talk = {
+        "speaker_a": "Ann",
+        "speaker_b": "Bob",
+        "session_1_date_time": "8 May 2023",
+        "session_1": [
+            {"speaker": "Ann", "text": "My cat is called Mira.", "dia_id": "D1:1"},
+            {"speaker": "Bob", "text": "How nice!", "dia_id": "D1:2"},
+        ],
+    }
+    path = write(tmp_path / "locomo.json", {"conversation": talk, "qa": []})
+    page = tmp_path / "page.html"
+    result = run("ask", path, "-q", CAT, "--policy", "full", "--explain", page, "--json")
+    messages = shown(page.read_text())["messages"]
+    assert sum(len(m["tokens"]) for m in messages) == document(result)["context_tokens"]
+    assert [m["speaker"] for m in messages] == ["", "Ann", "Bob", ""]
+    assert messages[0]["role"] == "system" and messages[-1]["role"] == "assistant"
+
+
+@pytest.mark.parametrize("page", ["nowhere/page.html", "."])
+def test_a_page_without_a_place(run: Run, talk: Path, tmp_path: Path, page: str) -> None:
+    result = run("ask", talk, "-q", CAT, "--explain", tmp_path / page)
+    assert "is no place for a page" in complaint(result, 2)
+
+
+def test_one_failure_among_several_is_told_with_its_question(run: Run, talk: Path) -> None:
+    words = "word " * 80
+    result = run("ask", talk, "-q", words, "-q", CAT, *SMALL, "--json")
+    told = document(result)
+    assert result.exit_code == 0
+    assert told["answers"][0]["error"]["type"] == "InputError"
+    assert "answer" in told["answers"][1] and told["summary"]["errors"] == 1
+    shown = run("ask", talk, "-q", words, "-q", CAT, *SMALL)
+    assert "more than the budget" in shown.stderr and f"> {CAT}" in shown.stdout
+
+
+def test_interrupted_halfway(run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Engine.ask
+
+    def stopping(
+        self: Engine, memory: object, question: str, *rest: object, **named: object
+    ) -> Answer:
+        if question == WINDOW:
+            raise KeyboardInterrupt
+        return ask(self, memory, question, *rest, **named)  # pyright: ignore
+
+    monkeypatch.setattr(Engine, "ask", stopping)
+    result = run("ask", talk, "-q", CAT, "-q", WINDOW, *SMALL, "--json")
+    assert result.exit_code == 130
+    assert [answer["question"] for answer in document(result)["answers"]] == [CAT]
+    assert run("ask", talk, "-q", CAT, "-q", WINDOW, *SMALL).exit_code == 130
+
+
+def test_interrupted_before_anything(run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopping(self: Engine, *rest: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "read", stopping)
+    result = run("ask", talk, "-q", CAT, "--json")
+    assert result.exit_code == 130
+    assert document(result)["error"]["type"] == "Interrupted"
+
+
+def shown(page: str) -> dict:
+    """The data that a page carries."""
+    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])

@@ -1,0 +1,151 @@
+"""Whatever is wrong, a command says so in one line and leaves with the right code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, BloomForCausalLM
+
+from commands import CAT, Run, complaint, document, write
+
+SNAPKV = ("--policy", "snapkv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("empty.json", "", "is empty"),
+        ("blank.txt", " \n", "is blank"),
+        ("broken.json", '{"messages": [', "broken JSON at line 1"),
+        ("roles.json", [{"role": "robot", "content": "Hi"}], "unknown role 'robot'"),
+        ("shape.json", {"words": []}, "no known shape"),
+        ("none.json", {"messages": []}, "list of messages is empty"),
+        ("table.csv", "a,b", "must end in one of"),
+    ],
+)
+def test_files(run: Run, tmp_path: Path, name: str, content: object, reason: str) -> None:
+    path = write(tmp_path / name, content)
+    for command in (("ask", path, "-q", CAT), ("eval", path)):
+        line = complaint(run(*command), 1)
+        assert reason in line and name in line
+
+
+def test_a_missing_file(run: Run, tmp_path: Path) -> None:
+    assert "does not exist" in complaint(run("ask", tmp_path / "no.json", "-q", CAT), 1)
+    assert "does not exist" in complaint(run("eval", tmp_path / "no.json"), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--budget", "20", *SNAPKV), "smaller than sinks + recent = 4 + 32"),
+        (("--budget", "48", "--block", "64", *SNAPKV), "larger than the budget of 48"),
+        (("--policy", "snapvk"), "Did you mean 'snapkv'?"),
+        (("--policy", "snapkv(windw=3)"), "Did you mean 'window'?"),
+        (("--policy", "snapkv(kernel=4)"), "snapkv.kernel must be odd, got 4"),
+        (("--policy", "snapkv(window="), "does not parse"),
+        (("--policy", "pooled() > snapkv()"), "out of order"),
+        (("--policy", "snapkv() > pooled(tokens=48)", "--budget", "40"), "give one of the two"),
+        (("--policy", "full", "--block", "64"), "reads no blocks"),
+        (("--policy", "full", "--budget", "64"), "contradicts unlimited()"),
+        (("--budget", "many", *SNAPKV), "is not a size"),
+        (("--budget", "0", *SNAPKV), "must be above 0"),
+        (("--budget", "1KiB", *SNAPKV), "holds no token"),
+        (("--temperature", "-1"), "temperature must be 0 or more"),
+        (("--top-p", "0"), "top_p must be in (0, 1]"),
+        (("--max-new-tokens", "0", *SNAPKV, "--budget", "48"), "max_new_tokens must be at least 1"),
+        (("--dtype", "int3", "--model", str(files("larder.models") / "seed")), "--dtype must be"),
+    ],
+)
+def test_options(run: Run, talk: Path, options: tuple[str, ...], reason: str) -> None:
+    assert reason in complaint(run("ask", talk, "-q", CAT, *options), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("ask",), "Missing argument 'FILE'"),
+        (("ask", "talk.json"), "Missing option"),
+        (("ask", "talk.json", "-q", "?", "--block", "few"), "Invalid value"),
+        (("ask", "talk.json", "-q", "?", "--nope"), "No such option: --nope"),
+        (("nope",), "No such command 'nope'"),
+        (("policy", "nope"), "No such command 'nope'"),
+    ],
+)
+def test_usage(run: Run, words: tuple[str, ...], reason: str) -> None:
+    line = complaint(run(*words), 2)
+    assert reason in line and "--help" in line
+
+
+def test_a_question_longer_than_the_budget(run: Run, talk: Path) -> None:
+    result = run("ask", talk, "-q", "word " * 80, *SNAPKV, "--budget", "48")
+    assert "more than the budget of 48" in complaint(result, 1)
+    full = ("--policy", "full", "--max-new-tokens", "2")
+    assert run("ask", talk, "-q", "word " * 80, *full).exit_code == 0
+
+
+def test_a_blank_question(run: Run, talk: Path) -> None:
+    assert "question is blank" in complaint(run("ask", talk, "-q", " "), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "kind"),
+    [
+        (("ask", "no.json", "-q", "?"), 1, "InputError"),
+        (("ask", "no.json"), 2, "UsageError"),
+        (("policy", "show", "nope"), 2, "UnknownName"),
+        (("eval", "no.json"), 1, "InputError"),
+    ],
+)
+def test_errors_as_documents(run: Run, words: tuple[str, ...], code: int, kind: str) -> None:
+    result = run(*words, "--json")
+    told = document(result)
+    assert (result.exit_code, told["schema"], told["error"]["type"]) == (code, 1, kind)
+    assert told["error"]["message"] in result.stderr
+
+
+def test_debug_shows_where(run: Run) -> None:
+    result = run("ask", "no.json", "-q", "?", "--debug")
+    assert type(result.exception).__name__ == "InputError"
+    assert "larder: no.json does not exist" in result.stderr
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The bundled model as a local folder."""
+    return Path(shutil.copytree(str(files("larder.models") / "seed"), tmp_path / "model"))
+
+
+def test_a_model_without_the_seam(run: Run, talk: Path, copy: Path) -> None:
+    config = BloomConfig(vocab_size=8192, hidden_size=16, n_layer=1, n_head=2)
+    BloomForCausalLM(config).save_pretrained(copy)
+    assert "no seam" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
+
+
+def test_a_folder_without_weights(run: Run, talk: Path, copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert "no weights" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
+
+
+def test_weights_that_are_no_numbers(run: Run, talk: Path, copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
+
+
+def test_a_folder_that_is_no_model(run: Run, talk: Path, tmp_path: Path) -> None:
+    assert "no config.json" in complaint(run("ask", talk, "-q", CAT, "--model", tmp_path), 1)
+
+
+def test_a_name_that_no_hub_reaches(run: Run, talk: Path) -> None:
+    result = run("ask", talk, "-q", CAT, "--model", "nobody/nothing", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"]["type"] == "ModelError"
+    assert len(result.stderr.splitlines()) == 1

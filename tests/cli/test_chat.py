@@ -1,0 +1,71 @@
+"""`larder chat`: one line is one turn, and a named session goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import Run, complaint, document
+from larder.engine.chat import Chat
+
+POLICY = 'episodes(embedder="tokens") > blockwise() > patched() > pooled()'
+SMALL = ("--policy", POLICY, "--budget", "64", "--max-new-tokens", "8")
+
+
+def test_lines_are_turns(run: Run) -> None:
+    result = run("chat", *SMALL, stdin="My cat is called Mira.\n\nWhat is my cat called?\n")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert len(result.stdout.splitlines()) == 2
+    assert result.stdout.endswith("Mira\n")
+
+
+def test_a_session_goes_on(run: Run, larder_home: Path) -> None:
+    assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").exit_code == 0
+    assert (larder_home / "sessions" / "s.json").is_file()
+    told = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
+    assert (told["schema"], told["session"], told["turns"]) == (1, "s", 2)
+    assert told["answers"][0]["answer"] == "Mira"
+
+
+def test_a_file_to_begin_with(run: Run, talk: Path) -> None:
+    result = run("chat", "--file", talk, *SMALL, stdin="What is my cat called?\n")
+    assert result.stdout == "Mira\n"
+
+
+def test_commands(run: Run) -> None:
+    lines = "/help\nMy cat is called Mira.\n/figures\n/episodes\n/nope\n/quit\nnever said\n"
+    result = run("chat", *SMALL, stdin=lines)
+    for word in ("/figures", "1 turns", "budget 64 per kv head", "active"):
+        assert word in result.stdout
+    assert result.stderr == "larder: no command /nope: type /help.\n"
+    assert "never" not in result.stdout
+
+
+def test_a_turn_that_is_refused_is_no_end(run: Run) -> None:
+    lines = "word " * 90 + "\nMy cat is called Mira.\n"
+    result = run("chat", *SMALL, "--json", stdin=lines)
+    told = document(result)
+    assert result.exit_code == 0
+    assert told["answers"][0]["error"]["type"] == "InputError"
+    assert told["turns"] == 1 and "more than the budget" in result.stderr
+
+
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = Chat.say
+
+    def stopping(self: Chat, text: str, *rest: object) -> object:
+        if text == "stop":
+            raise KeyboardInterrupt
+        return say(self, text, *rest)  # pyright: ignore
+
+    monkeypatch.setattr(Chat, "say", stopping)
+    result = run("chat", *SMALL, "--json", stdin="Hello.\nstop\nnever\n")
+    assert result.exit_code == 130
+    assert len(document(result)["answers"]) == 1
+
+
+def test_bad_sessions(run: Run) -> None:
+    assert "no session name" in complaint(run("chat", "a/b", *SMALL, stdin="Hi\n"), 2)
+    share = run("chat", "--budget", "20%", "--policy", "snapkv", stdin="Hi\n")
+    assert "share of the context" in complaint(share, 2)

@@ -1,0 +1,138 @@
+"""`larder eval`: scores of one file, intervals over several, comparisons in pairs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import commands
+from commands import CAT, QUESTIONS, SMALL, WINDOW, Run, complaint, document, write
+from larder.bench.metrics import exact
+from larder.cli import sitting
+from larder.core.errors import InputError
+from larder.engine.answer import Answer
+from larder.engine.engine import Engine
+
+FULL = ("--policy", "full", "--max-new-tokens", "8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files with three questions."""
+    (tmp_path / "talks").mkdir()
+    commands.talk(tmp_path / "talks" / "a.json")
+    commands.talk(tmp_path / "talks" / "b.json", QUESTIONS[:1])
+    return tmp_path / "talks"
+
+
+def test_one_file(run: Run, talk: Path) -> None:
+    told = document(run("eval", talk, *FULL, "--json"))
+    assert "files" not in told
+    assert [answer["answer"] for answer in told["answers"]] == ["Mira", "July 5"]
+    assert all(answer["exact"] is True for answer in told["answers"])
+    summary = told["summary"]
+    assert (summary["exact"], summary["f1"], summary["f1_stemmed"]) == (1.0, 1.0, 1.0)
+    assert summary["kinds"]["pets"] == {"questions": 1, "exact": 1.0, "f1": 1.0, "f1_stemmed": 1.0}
+    assert summary["decode_tokens_per_second"] > 0
+
+
+def test_several_files(run: Run, folder: Path) -> None:
+    told = document(run("eval", folder, *SMALL, "--json"))
+    assert [Path(one["file"]).name for one in told["files"]] == ["a.json", "b.json"]
+    assert all(one["schema"] == 1 and one["budget_tokens"] == 48 for one in told["files"])
+    assert (told["summary"]["files"], told["summary"]["questions"]) == (2, 3)
+    for metric in ("exact", "f1", "f1_stemmed"):
+        interval = told["summary"][metric]
+        assert interval["low"] <= interval["mean"] <= interval["high"]
+    marks = [answer["exact"] for one in told["files"] for answer in one["answers"]]
+    assert told["summary"]["exact"]["mean"] == pytest.approx(sum(marks) / 3)
+
+
+def test_comparison_in_pairs(run: Run, folder: Path) -> None:
+    told = document(run("eval", folder, *SMALL, "--against", "full", "--json"))
+    against = told["summary"]["against"]
+    assert "unlimited()" in against["policy"] and len(against["files"]) == 2
+    difference = told["summary"]["f1"]["mean"] - against["f1"]["mean"]
+    assert against["difference"]["f1"]["mean"] == pytest.approx(difference)
+
+
+def test_a_comparison_with_itself_differs_by_nothing(run: Run, talk: Path) -> None:
+    told = document(run("eval", talk, *SMALL, "--against", "snapkv", "--json"))
+    zero = {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert told["summary"]["against"]["difference"]["f1"] == zero
+
+
+def test_tables(run: Run, talk: Path, folder: Path) -> None:
+    one = run("eval", talk, *FULL)
+    assert (one.exit_code, one.stderr) == (0, "")
+    for word in ("question", "Mira", "July 5", "pets", "F1 stemmed", "without a budget"):
+        assert word in one.stdout
+    several = run("eval", folder, *SMALL, "--against", "full").stdout
+    for word in ("a.json", "b.json", "95% interval", "difference in pairs"):
+        assert word in several
+
+
+def test_scores_are_those_of_the_metrics(
+    run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sitting, "exact", lambda *texts: not exact(*texts))
+    told = document(run("eval", talk, *FULL, "--json"))
+    assert told["summary"]["exact"] == 0.0
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseException) -> None:
+    """Asking this question raises this error from now on."""
+    ask = Engine.ask
+
+    def failing(self: Engine, memory: object, asked: str, *rest: object, **named: object) -> Answer:
+        if asked == question:
+            raise error
+        return ask(self, memory, asked, *rest, **named)  # pyright: ignore
+
+    monkeypatch.setattr(Engine, "ask", failing)
+
+
+def test_a_question_that_fails_does_not_stop_the_rest(
+    run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at(monkeypatch, CAT, InputError("too long."))
+    result = run("eval", talk, *FULL, "--json")
+    told = document(result)
+    assert result.exit_code == 0
+    assert told["answers"][0]["error"] == {"type": "InputError", "message": "too long."}
+    assert "answer" not in told["answers"][0] and told["answers"][1]["answer"] == "July 5"
+    assert (told["summary"]["errors"], told["summary"]["exact"]) == (1, 0.5)
+
+
+def test_interrupted_in_the_second_file(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.talk(folder / "b.json", [*QUESTIONS, {"question": "Stop?", "answer": "Yes"}])
+    fails_at(monkeypatch, "Stop?", KeyboardInterrupt())
+    result = run("eval", folder, *SMALL, "--json")
+    told = document(result)
+    assert result.exit_code == 130
+    assert [len(one["answers"]) for one in told["files"]] == [2, 2]
+    assert told["summary"]["questions"] == 4
+    assert "only what was finished" in run("eval", folder, *SMALL).stdout
+
+
+def test_a_file_that_does_not_fit_does_not_stop_the_others(run: Run, folder: Path) -> None:
+    message = {"role": "user", "content": "Hello."}
+    qa = [{"question": "Who?", "answer": "I"}]
+    write(folder / "c.json", {"messages": [message], "qa": qa})
+    told = document(run("eval", folder, "--policy", "snapkv", "--budget", "50%", "--json"))
+    assert told["files"][2]["error"]["type"] == "BudgetError"
+    assert "answers" in told["files"][0]
+
+
+def test_nothing_could_be_answered(run: Run, talk: Path) -> None:
+    line = complaint(run("eval", talk, "--policy", "snapkv", "--budget", "20"), 2)
+    assert "smaller than sinks + recent" in line
+
+
+def test_a_file_without_questions(run: Run, tmp_path: Path) -> None:
+    path = commands.talk(tmp_path / "mute.json", [])
+    assert "holds no questions" in complaint(run("eval", path), 1)
+    assert WINDOW not in path.read_text()

@@ -1,0 +1,111 @@
+"""`larder policy`: everything is found in the files, above all every paper."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from commands import Run, complaint, document
+from larder.cli.citations import Citation, citations
+from larder.cli.parts import part_names, part_pages, preset_pages
+from larder.core.family import Family
+from larder.session.policy import FAMILIES, Policy
+from larder.session.presets import PRESETS
+
+CITING = [
+    (slot, name)
+    for slot in ("session", "schedule", "scorer", "budget", "compensation", "timing")
+    for name in FAMILIES[slot].names()
+]
+
+
+@pytest.mark.parametrize(("slot", "name"), CITING)
+def test_every_citation_of_a_part_is_found(slot: str, name: str) -> None:
+    text = docstring(FAMILIES[slot], name)
+    found = citations(text)
+    # Counted apart from the pattern that finds them: a quoted title with a year behind it.
+    assert len(found) == len(re.findall(r'"\s+\(\d{4}\)', text))
+    assert all(citation.authors and citation.arxiv for citation in found)
+    if slot == "scorer" and re.search(r"arXiv:\d", text):
+        assert found
+
+
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "reconstruct", "patched"])
+def test_scorers_with_a_paper_name_it(name: str) -> None:
+    assert citations(docstring(FAMILIES["scorer"], name))
+
+
+def docstring(family: Family, name: str) -> str:
+    return inspect.getdoc(inspect.getmodule(family.load(name))) or ""
+
+
+def test_citations_in_all_their_forms() -> None:
+    text = (
+        "Keeps Things. It does.\n\n"
+        'Li et al., "A: Title\nover Lines" (2024),\narXiv:2404.14469, section 4.1, eq. 3 (window\n'
+        'of 32). As Corallo and Papotti, "FINCH" (2024), arXiv:2408.00167; also Ann de Boer, '
+        'B. Lee and Cy Ng, "Third" (1979).'
+    )
+    first, second, third = citations(text)
+    assert first == Citation(
+        "Li et al.", "A: Title over Lines", 2024, "2404.14469", "section 4.1, eq. 3"
+    )
+    assert (second.authors, second.arxiv, second.where) == (
+        "Corallo and Papotti",
+        "2408.00167",
+        "",
+    )
+    assert (third.authors, third.year, third.arxiv) == ("Ann de Boer, B. Lee and Cy Ng", 1979, "")
+    assert str(third) == 'Ann de Boer, B. Lee and Cy Ng, "Third" (1979)'
+
+
+def test_no_citation_is_made_up() -> None:
+    assert citations('Says "so" (see arXiv:2404.14469). In 2024, "that" happened.') == []
+
+
+def test_list_names_everything(run: Run) -> None:
+    result = run("policy", "list")
+    assert result.exit_code == 0
+    for name in (*PRESETS, *part_names()):
+        assert re.search(rf"^{name}\b", result.stdout, re.MULTILINE), name
+    told = document(run("policy", "list", "--json"))
+    assert [preset["name"] for preset in told["presets"]] == list(PRESETS)
+    assert {part["slot"] for part in told["parts"]} == {*FAMILIES, "protect"}
+
+
+def test_every_page_says_something() -> None:
+    for page in part_pages():
+        assert page.summary and len(page.summary) < 200
+        assert all(field.meaning for field in page.fields), page.name
+
+
+def test_presets_are_written_out() -> None:
+    for page in preset_pages():
+        assert Policy.parse(page.full) == Policy.parse(page.name)
+
+
+def test_show_a_part(run: Run) -> None:
+    shown = run("policy", "show", "sensitivity").stdout
+    for word in ("a budget", "alpha", "2.0", "0 is uniform", "open", '"larder"', "2509.17396"):
+        assert word in shown
+
+
+def test_show_a_name_that_is_both(run: Run) -> None:
+    shown = run("policy", "show", "snapkv").stdout
+    assert "a preset" in shown and "a scorer" in shown
+    assert document(run("policy", "show", "snapkv", "--json")).keys() >= {"preset", "part"}
+
+
+def test_show_the_unknown(run: Run) -> None:
+    assert "Did you mean 'snapkv'" in complaint(run("policy", "show", "snapvk"), 2)
+
+
+def test_cite(run: Run) -> None:
+    shown = run("policy", "cite", "epicache").stdout
+    assert 'patched: Kim et al., "EpiCache' in shown and "FINCH" in shown
+    told = document(run("policy", "cite", "keydiff() > uniform()", "--json"))
+    assert "2504.15364" in {citation["arxiv"] for citation in told["citations"]}
+    assert "names no paper" in run("policy", "cite", "drop").stdout
+    assert "pooled: Feng et al." in run("policy", "cite", "pooled").stdout
