@@ -128,6 +128,30 @@ class SequenceCache:
             for name, tensor in store.state().items()
         }
 
+    def surrender(self, place: torch.device) -> dict[str, Tensor]:
+        """Hand all tensors over to another place, layer by layer; the cache is empty afterwards.
+
+        Never more than one layer is held twice. Interrupted, the cache is as before.
+        """
+        handed: dict[str, Tensor] = {}
+        given: list[int] = []
+        try:
+            for index, store in enumerate(self._stores):
+                own = store.state()
+                handed |= {f"{index}.{name}": own[name].to(place) for name in own}
+                self._stores[index] = _store(store.layer, self.spec, self.form)
+                given.append(index)
+        except BaseException:
+            self._take_back(handed, given)
+            raise
+        return handed
+
+    def _take_back(self, handed: Mapping[str, Tensor], given: list[int]) -> None:
+        for index in given:
+            empty = self._stores[index]
+            own = _layer_state(handed, index, self.spec)
+            self._stores[index] = type(empty).restore(empty.layer, own)
+
     def meta(self) -> dict[str, str]:
         """What `restore` needs beside the tensors."""
         return {"form": self.form.value, "next_position": str(self.next_position)}
@@ -143,8 +167,7 @@ class SequenceCache:
         """
         cache = cls(spec, Form(meta["form"]))
         for index, store in enumerate(cache._stores):
-            prefix = f"{index}."
-            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            own = _layer_state(state, index, spec)
             if not own:
                 raise CacheError(
                     f"The saved cache has no layer {index}, but the model has "
@@ -153,6 +176,16 @@ class SequenceCache:
             cache._stores[index] = type(store).restore(store.layer, own)
         cache.next_position = int(meta["next_position"])
         return cache
+
+
+def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> dict[str, Tensor]:
+    """One layer's tensors on the model's device; lengths stay on the host."""
+    prefix, host = f"{index}.", torch.device("cpu")
+    return {
+        name.removeprefix(prefix): t.to(host if name.endswith(".lengths") else spec.device)
+        for name, t in state.items()
+        if name.startswith(prefix)
+    }
 
 
 def _store(layer: LayerSpec, spec: ModelSpec, form: Form) -> Store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
@@ -15,12 +15,23 @@ from larder.prefill.judge import Judge, Turn
 from larder.prefill.meter import Meter
 
 
+def _leave(cache: SequenceCache) -> None:
+    """The cache stays where it is."""
+    del cache
+
+
 @dataclass(frozen=True)
 class Lane:
-    """One cache being built, and the prompts that judge it."""
+    """One cache being built.
+
+    Args:
+        book: the prompts that judge it.
+        finish: takes the cache over once it is built.
+    """
 
     cache: SequenceCache
     book: Prompts
+    finish: Callable[[SequenceCache], None] = _leave
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,12 @@ class Reader:
             judge.expect(asked, Turn.LAST if number == len(rounds) else Turn.MORE)
             rows = [Row(cache, s.ids) for cache, s in zip(caches, asked, strict=True)]
             self.decoder.read(rows, Mode.SCRATCH, judge)
+
+    def finish(self, lane: Lane) -> None:
+        """A lane has read everything: give its slack back and hand the cache over."""
+        lane.cache.compact()
+        self.meter.park(lane.cache)
+        lane.finish(lane.cache)
 
     def _fits(self, lanes: Sequence[Lane], new_tokens: int) -> bool:
         """Whether every layer of every lane stays within its budget without any plan."""

@@ -165,13 +165,13 @@ class Cabinet:
         books = books_for(desk, reform.router, {})
         wanted = [books[each] for each in reform.rebuilt]
         ids = self.state.log.source(memory.transcript).ids
-        caches = build(desk, memory.policy, ids, wanted, meter, self._progress)
+        built = build(desk, memory.policy, ids, wanted, meter, self._progress)
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
         self.peak_entries = max(self.peak_entries, meter.peak_entries)
-        if len(caches) == len(books):
-            shelf = Shelf(desk.decoder.spec, caches)
+        if len(built) == len(books):
+            shelf = built
         else:
-            shelf = memory.shelf.holding(number, caches[0])
+            shelf = memory.shelf.holding(number, built.activate(0))
         memory = replace(memory, shelf=shelf, router=reform.router)
         refreshes = self.state.refreshes + 1
         self.state = replace(self.state, memory=memory, refreshes=refreshes)

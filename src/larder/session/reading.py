@@ -108,18 +108,17 @@ def gather(
         source.conversation, desk.embedder, desk.scribe.length, source.said
     )
     meter, spec, context = Meter(), desk.decoder.spec, len(source.ids)
-    caches = build(desk, policy, source.ids, books_for(desk, router, prompts), meter, progress)
+    shelf = build(desk, policy, source.ids, books_for(desk, router, prompts), meter, progress)
     figures = Figures(
         context_tokens=context,
         budget_tokens=min(tokens_of(policy), context),
         full_kv_bytes=spec.full_bytes(context),
-        kv_bytes=sum(cache.nbytes for cache in caches),
-        active_kv_bytes=max(cache.nbytes for cache in caches),
+        kv_bytes=shelf.nbytes,
+        active_kv_bytes=max(holding.nbytes for holding in shelf.holdings()),
         peak_kv_bytes=meter.peak_bytes,
         peak_entries=meter.peak_entries,
         prefill_seconds=time.perf_counter() - started,
     )
-    shelf = Shelf(spec, caches)
     return Memory(policy, source.conversation, source.transcript, shelf, router, figures)
 
 
@@ -140,8 +139,8 @@ def build(
     books: Sequence[Prompts],
     meter: Meter,
     progress: Progress = silent,
-) -> list[SequenceCache]:
-    """Read tokens into one cache per book, each within the policy's budget."""
+) -> Shelf:
+    """Read tokens into one cache per book, each within the policy's budget and parked when done."""
     planner, spec = policy.planner, desk.decoder.spec
     for book in books:
         require(book, planner.scorer.wanted())
@@ -149,12 +148,14 @@ def build(
     facts = desk.calibrate(policy.budget.calibrations)
     quotas = planner.quotas(tokens, len(ids), tuple(layer.index for layer in spec.managed), facts)
     form = Form.DENSE if tokens == WITHOUT_LIMIT else Form.RAGGED
-    lanes = [Lane(SequenceCache(spec, form), book) for book in books]
+    shelf, reader = Shelf(spec, ()), Reader(desk.decoder, planner, tokens, quotas, meter)
+    lanes = [Lane(SequenceCache(spec, form), book, shelf.add) for book in books]
     if not ids:
-        return [lane.cache for lane in lanes]
-    reader = Reader(desk.decoder, planner, tokens, quotas, meter)
+        for lane in lanes:
+            reader.finish(lane)
+        return shelf
     policy.schedule.read(reader, lanes, ids, progress)
-    return [lane.cache for lane in lanes]
+    return shelf
 
 
 def tokens_of(policy: Policy) -> int:

@@ -46,22 +46,32 @@ class Holding:
 
 
 class Shelf:
-    """The caches of a conversation, by number. Not safe for two threads at once."""
+    """The caches of a conversation, by number. Not safe for two threads at once.
+
+    A cache that is given to a shelf is taken over: its tensors move, and it is empty afterwards.
+    """
 
     def __init__(self, spec: ModelSpec, caches: Iterable[SequenceCache]) -> None:
         self._spec = spec
-        self._parked = {number: _park(cache) for number, cache in enumerate(caches)}
+        self._parked: dict[int, Parked] = {}
         self._active: tuple[int, SequenceCache] | None = None
+        for cache in caches:
+            self.add(cache)
 
     def __len__(self) -> int:
         return len(self.holdings())
+
+    def add(self, cache: SequenceCache) -> None:
+        """Park one more cache under the next number."""
+        self._parked[len(self)] = _park(cache)
 
     def activate(self, number: int) -> SequenceCache:
         """The cache of that number, on the device; the one that was active is written back."""
         if self._active is not None and self._active[0] == number:
             return self._active[1]
         self.rest()
-        restored = _restore(self._spec, self._parked[number])
+        parked = self._parked[number]
+        restored = SequenceCache.restore(self._spec, parked.state, parked.meta)
         self._active = (number, restored)
         del self._parked[number]
         return restored
@@ -115,17 +125,6 @@ class Shelf:
 
 
 def _park(cache: SequenceCache) -> Parked:
-    cache.compact()
-    host = torch.device("cpu")
-    state = {name: tensor.to(host) for name, tensor in cache.state().items()}
-    return Parked(state, cache.meta(), cache.managed_entries, cache.next_position)
-
-
-def _restore(spec: ModelSpec, parked: Parked) -> SequenceCache:
-    state = {name: tensor.to(_place(spec, name)) for name, tensor in parked.state.items()}
-    return SequenceCache.restore(spec, state, parked.meta)
-
-
-def _place(spec: ModelSpec, name: str) -> torch.device:
-    """Lengths stay on the host; everything else goes to the device."""
-    return torch.device("cpu") if name.endswith(".lengths") else spec.device
+    """Take a cache over into host memory; it is empty afterwards."""
+    entries, place = cache.managed_entries, cache.next_position
+    return Parked(cache.surrender(torch.device("cpu")), cache.meta(), entries, place)

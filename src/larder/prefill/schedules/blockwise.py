@@ -39,8 +39,7 @@ class Blockwise(Schedule):
                 reader.settle((lane,), block, block, lane.cache.next_position)
                 done += len(block)
                 progress(done, total)
-            lane.cache.compact()
-            reader.meter.park(lane.cache)
+            reader.finish(lane)
 
 
 Part = Blockwise

@@ -38,7 +38,7 @@ class Episodic(Schedule):
             done += len(block) * len(lanes)
             progress(done, len(ids) * len(lanes))
         for lane in lanes:
-            lane.cache.compact()
+            reader.finish(lane)
 
 
 Part = Episodic

@@ -29,7 +29,7 @@ class Whole(Schedule):
         total = len(ids) * len(lanes)
         for number, lane in enumerate(lanes):
             self._lane(reader, lane, ids)
-            reader.meter.park(lane.cache)
+            reader.finish(lane)
             progress(len(ids) * (number + 1), total)
 
     def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> None:
@@ -39,7 +39,6 @@ class Whole(Schedule):
         for cut in range(0, last, PIECE_TOKENS):
             reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])
         reader.settle((lane,), ids[last:], ids, start)
-        lane.cache.compact()
 
 
 Part = Whole
