@@ -106,9 +106,9 @@ def _answer(
     results: list[Forced] = []
     for start in range(0, len(questions), LANES):
         books = [{**common, "question": prompt} for prompt in prompts[start : start + LANES]]
-        caches = build(engine.desk, policy, transcript.ids, books, Meter())
-        for question, cache in zip(questions[start:], caches, strict=False):
-            shelf = Shelf(spec, [cache])
+        built = build(engine.desk, policy, transcript.ids, books, Meter())
+        for number in range(len(books)):
+            question, shelf = questions[start + number], Shelf(spec, [built.activate(number)])
             memory = Memory(policy, conversation, transcript, shelf, OneCache(), _NO_FIGURES)
             results += force(engine, memory, [question])
     return results

@@ -2,9 +2,9 @@
 
     python benchmarks/peers/side_by_side.py FILE --peer-python PATH [--share 4] [--rounds 3]
 
-PATH is the interpreter of an environment in which kvpress is installed from its package (it needs an
-older transformers than Larder). Per policy: exact match of greedy answers, bytes of keys and values
-really held, highest memory of the whole process, prefill seconds, decode seconds per token.
+PATH is the interpreter of an environment in which kvpress is installed from its package (it needs
+an older transformers than Larder). Per policy: exact match of greedy answers, bytes of keys and
+values really held, highest memory of the whole process, prefill seconds, decode seconds per token.
 Both read the whole context first, because kvpress has no block-wise prefill; nothing is protected.
 One JSONL line per policy and side in results/peers.jsonl.
 """
