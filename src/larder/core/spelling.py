@@ -22,6 +22,8 @@ from larder.core.errors import BadParameter, SpellingError, UnknownName
 Value = int | float | str | None
 
 _GUARD = "__"
+LONGEST_SHOWN = 200  # letters of a sentence that an error repeats
+_CONSTANTS = ("None", "True", "False")
 _WORD_OR_TEXT = re.compile(r"""\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*""")
 
 
@@ -41,9 +43,9 @@ def parse(sentence: str) -> list[Call]:
     """
     try:
         tree = ast.parse(_without_keywords(sentence.strip()), mode="eval").body
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpellingError(
-            f"The policy {sentence!r} does not parse: {error.args[0]}. "
+            f"The policy {_shortened(sentence)!r} does not parse: {_reason(error)}. "
             'Write parts as name(parameter=value), joined by " > ".'
         ) from None
     if isinstance(tree, ast.Compare):
@@ -92,10 +94,12 @@ def _call(node: ast.expr) -> Call:
         raise SpellingError(f"{text!r} is not a part: write name(parameter=value).")
     if node.args or any(named.arg is None for named in node.keywords):
         raise SpellingError(f"In {text!r} every parameter needs its name: name(parameter=value).")
-    return Call(
-        node.func.id.removesuffix(_GUARD),
-        {str(k.arg): _value(text, k.value) for k in node.keywords},
-    )
+    parameters: dict[str, Value] = {}
+    for named in node.keywords:
+        if (name := str(named.arg).removesuffix(_GUARD)) in parameters:
+            raise SpellingError(f"In {text!r} the parameter {name} is given twice.")
+        parameters[name] = _value(text, named.value)
+    return Call(node.func.id.removesuffix(_GUARD), parameters)
 
 
 def _without_keywords(sentence: str) -> str:
@@ -103,7 +107,7 @@ def _without_keywords(sentence: str) -> str:
 
     def guarded(found: re.Match[str]) -> str:
         word = found[0]
-        return word + _GUARD if keyword.iskeyword(word) and word != "None" else word
+        return word + _GUARD if keyword.iskeyword(word) and word not in _CONSTANTS else word
 
     return _WORD_OR_TEXT.sub(guarded, sentence)
 
@@ -112,7 +116,7 @@ def _value(text: str, node: ast.expr) -> Value:
     try:
         value = ast.literal_eval(node)
     except ValueError:
-        written = ast.unparse(node)
+        written = ast.unparse(node).replace(_GUARD, "")
         raise SpellingError(
             f'In {text!r} {written} is not a value: write a number or a "text" in quotes.'
         ) from None
@@ -125,8 +129,23 @@ def _literal(value: Any) -> str:
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        return '"' + "".join(_escaped(letter) for letter in value) + '"'
     return repr(value)
+
+
+def _escaped(letter: str) -> str:
+    if letter == '"':
+        return '\\"'
+    plain = letter.isprintable() and letter != "\\"
+    return letter if plain else letter.encode("unicode_escape").decode("ascii")
+
+
+def _shortened(sentence: str) -> str:
+    return sentence if len(sentence) <= LONGEST_SHOWN else sentence[:LONGEST_SHOWN] + "..."
+
+
+def _reason(error: BaseException) -> str:
+    return str(error.args[0]) if error.args else "it is nested too deeply"
 
 
 def _required(f: Any) -> bool:
