@@ -13,6 +13,7 @@ budget is a bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Sensitivity(Budget):
 
     def __post_init__(self) -> None:
         check_size("sensitivity", self.tokens, self.kept)
-        if self.alpha < 0:
+        if not 0 <= self.alpha < math.inf:
             raise BadParameter(f"sensitivity.alpha must be 0 or more, got {self.alpha}.")
 
     def layer_tokens(

@@ -1,4 +1,4 @@
-"""No budget: everything stays. The full cache that all others are compared with."""
+"""No budget: everything stays. The full cache that all others are compared with; no paper."""
 
 from __future__ import annotations
 
