@@ -1,0 +1,58 @@
+"""All parts of the families that decide: a new part is tested by existing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from enum import Enum
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from larder.core.spelling import name_of
+from larder.session.policy import FAMILIES
+
+# Parameters small enough for the small layers of these tests.
+SMALL: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": 3, "kernel": 3},
+    "reconstruct": {"chunk": 7},
+    "random": {"seed": 3},
+    "sinks_and_window": {"sinks": 2},
+}
+
+
+def instances(slot: str) -> list[Any]:
+    """Every part of a family, once per variant."""
+    return [part for name in FAMILIES[slot].names() for part in variants(slot, name)]
+
+
+def variants(slot: str, name: str) -> Iterator[Any]:
+    part = FAMILIES[slot].load(name)(**SMALL.get(name, {}))
+    named = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Enum)]
+    if not named:
+        yield part
+    for field in named:
+        for member in type(getattr(part, field)):
+            yield replace(part, **{field: member})
+
+
+def label(part: Any) -> str:
+    shown = [getattr(part, f.name) for f in fields(part)]
+    return "-".join([name_of(type(part)), *[v.value for v in shown if isinstance(v, Enum)]])
+
+
+def reference(part: Any) -> Any:
+    """The module with the loop that a part must equal."""
+    return import_module(f"references.{name_of(type(part))}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for slot in ("scorer", "budget", "compensation"):
+        if slot in metafunc.fixturenames:
+            metafunc.parametrize(slot, instances(slot), ids=label)
+
+
+@pytest.fixture(scope="session")
+def loop_of() -> Any:
+    return reference

@@ -1,0 +1,189 @@
+"""What every budget promises, and the loop that each must equal."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Scored
+from larder.core.spelling import name_of
+
+SIGMA = st.floats(-1, 1.0001, allow_nan=False)
+
+
+SCORE = st.sampled_from([-2.0, 0.0, 0.5, 1.0, 7.0])
+# Entries of one head, with many equal scores and some protected; heads; layers with their quotas.
+HEAD = st.lists(st.tuples(SCORE, st.sampled_from([False, False, False, True])), max_size=7)
+HEADS = st.lists(HEAD, min_size=1, max_size=3)
+CASES = st.dictionaries(
+    st.integers(0, 5), st.tuples(HEADS, st.integers(1, 8)), min_size=1, max_size=3
+)
+
+
+def ready_of(case: dict[int, Any]) -> tuple[dict[int, Scored], dict[int, int]]:
+    """Judged layers and their quotas."""
+    ready = {}
+    for index, (heads, _) in case.items():
+        entries = [entry for head in heads for entry in head]
+        scores = torch.tensor([score for score, _ in entries])
+        protected = torch.tensor([shield for _, shield in entries], dtype=torch.bool)
+        ready[index] = Scored(scores, protected, tuple(len(head) for head in heads))
+    return ready, {index: quota for index, (_, quota) in case.items()}
+
+
+def as_lists(scored: Scored) -> list[list[tuple[float, bool]]]:
+    pairs = list(zip(scored.scores.tolist(), scored.protected.tolist(), strict=True))
+    out, start = [], 0
+    for length in scored.lengths:
+        out.append(pairs[start : start + length])
+        start += length
+    return out
+
+
+def kept_per_head(plan: Any, lengths: tuple[int, ...]) -> list[list[int]]:
+    out, start = [], 0
+    for part, length in zip(plan.kept.split(plan.lengths), lengths, strict=True):
+        out.append((part - start).tolist())
+        start += length
+    return out
+
+
+@given(case=CASES)
+def test_a_budget_equals_its_loop(budget, loop_of, case) -> None:
+    ready, quotas = ready_of(case)
+    plans = budget.choose(ready, quotas)
+    expected = loop_of(budget).choose({i: as_lists(s) for i, s in ready.items()}, quotas)
+    assert {i: kept_per_head(p, ready[i].lengths) for i, p in plans.items()} == expected
+
+
+@given(case=CASES)
+def test_a_budget_is_a_bound_and_is_used_up(budget, case) -> None:
+    ready, quotas = ready_of(case)
+    plans = budget.choose(ready, quotas)
+    assert plans.keys() == ready.keys()
+    for index, plan in plans.items():
+        assert plan.kept.dtype is torch.int64
+        assert torch.equal(plan.kept, plan.kept.sort().values)
+        assert all(
+            kept <= held for kept, held in zip(plan.lengths, ready[index].lengths, strict=True)
+        )
+    kept = sum(sum(plan.lengths) for plan in plans.values())
+    held = sum(sum(scored.lengths) for scored in ready.values())
+    allowed = sum(quotas[i] * len(ready[i].lengths) for i in ready)
+    if name_of(type(budget)) == "unlimited":
+        assert kept == held
+    elif name_of(type(budget)) == "global":
+        assert kept == min(held, allowed)
+    else:
+        assert kept <= min(held, allowed)
+
+
+@given(case=CASES)
+def test_the_protected_survive_where_they_fit(budget, case) -> None:
+    ready, quotas = ready_of(case)
+    for index, scored in ready.items():
+        most = max(sum(p for _, p in head) for head in as_lists(scored))
+        assume(most <= quotas[index])
+    for index, plan in budget.choose(ready, quotas).items():
+        kept = set(plan.kept.tolist())
+        assert set(ready[index].protected.nonzero().flatten().tolist()) <= kept
+
+
+@given(case=CASES)
+def test_nothing_written_is_an_input(budget, case) -> None:
+    ready, quotas = ready_of(case)
+    before = {i: (s.scores.clone(), s.protected.clone()) for i, s in ready.items()}
+    budget.choose(ready, quotas)
+    for index, scored in ready.items():
+        assert torch.equal(scored.scores, before[index][0])
+        assert torch.equal(scored.protected, before[index][1])
+
+
+def test_head_order_does_not_matter(budget) -> None:
+    source = torch.Generator().manual_seed(1)
+    heads = [torch.randn(length, generator=source) for length in (5, 9, 3)]
+    order = [2, 0, 1]
+
+    def chosen(parts: list[torch.Tensor]) -> list[list[int]]:
+        lengths = tuple(len(part) for part in parts)
+        scored = Scored(torch.cat(parts), torch.zeros(sum(lengths), dtype=torch.bool), lengths)
+        return kept_per_head(budget.choose({0: scored}, {0: 4})[0], lengths)
+
+    straight = chosen(heads)
+    assert chosen([heads[h] for h in order]) == [straight[h] for h in order]
+
+
+def test_a_budget_waits_for_the_layers_it_needs(budget) -> None:
+    scored = Scored(torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.bool), (2,))
+    plans = budget.choose({0: scored}, {0: 1, 1: 1})
+    assert list(plans) == ([] if name_of(type(budget)) == "global" else [0])
+
+
+@given(
+    sigma=st.lists(SIGMA, min_size=1, max_size=8),
+    tokens=st.integers(1, 300),
+    least=st.integers(0, 40),
+    spare=st.integers(-40, 900),
+    alpha=st.floats(0, 8),
+)
+def test_layer_quotas_sum_exactly(budget, loop_of, sigma, tokens, least, spare, alpha) -> None:
+    most = tokens + spare
+    assume(least <= tokens and most >= 1)
+    if "alpha" in {f.name for f in fields(budget)}:
+        budget = replace(budget, alpha=alpha)
+    layers = len(sigma)
+    quotas = budget.layer_tokens(tokens, layers, least, most, {"sensitivity": tuple(sigma)})
+    assert sum(quotas) == tokens * layers
+    assert min(quotas) >= least
+    expected = loop_of(budget).layer_tokens(budget, tokens, layers, least, most, tuple(sigma))
+    for got, deserved in zip(quotas, expected, strict=True):
+        assert abs(got - deserved) <= 1 + 1e-6 * tokens
+
+
+def test_sensitive_layers_get_more() -> None:
+    from larder.core.types import Variant
+    from larder.policy.budgets.sensitivity import Sensitivity
+
+    facts = {"sensitivity": (1.0, 0.9, 0.7)}  # weights 0, .01, .09
+    larder = Sensitivity().layer_tokens(101, 3, 0, 1000, facts)
+    assert larder == (25, 28, 250)  # a quarter for the first, the others 278 at 1 : 9, rounded
+    assert Sensitivity(alpha=1.0).layer_tokens(100, 3, 0, 1000, facts) == (25, 69, 206)
+    assert Sensitivity().layer_tokens(100, 3, 0, 120, facts) == (60, 120, 120)
+    paper = Sensitivity(variant=Variant.PAPER).layer_tokens(100, 3, 0, 1000, facts)
+    assert paper == (0, 30, 270)
+    code = Sensitivity(alpha=1.0, variant=Variant.CODE).layer_tokens(100, 3, 0, 1000, facts)
+    assert code == (25, 69, 206)  # stretched to 0, 1/3, 1
+    assert Sensitivity(alpha=0.0).layer_tokens(100, 3, 0, 1000, facts) == (100, 100, 100)
+
+
+@pytest.mark.parametrize(
+    "size", [{"tokens": 0}, {"kept": 0.0}, {"kept": 1.5}, {"tokens": 4, "kept": 0.5}]
+)
+def test_sizes_out_of_range_are_refused(budget, size) -> None:
+    if not {f.name for f in fields(budget) if f.init} & {"tokens"}:
+        pytest.skip("takes no size")
+    with pytest.raises(BadParameter, match=name_of(type(budget))):
+        replace(budget, **size)
+
+
+@pytest.mark.parametrize("alpha", [-1.0, float("inf"), float("nan")])
+def test_alphas_out_of_range_are_refused(alpha) -> None:
+    from larder.policy.budgets.sensitivity import Sensitivity
+
+    with pytest.raises(BadParameter, match=r"sensitivity\.alpha"):
+        Sensitivity(alpha=alpha)
+
+
+def test_a_budget_is_frozen_and_names_its_paper(budget) -> None:
+    for field in fields(budget):
+        with pytest.raises(FrozenInstanceError):
+            setattr(budget, field.name, None)
+    said = inspect.getmodule(type(budget)).__doc__
+    assert "arXiv:" in said or "o paper" in said

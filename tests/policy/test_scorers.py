@@ -1,0 +1,195 @@
+"""What every scorer promises, and the loop that each must equal."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import a_layer, a_view, some_entries
+from larder.core.observation import Entries, Seen
+from larder.core.spelling import name_of
+
+# Old entries of each head, and how many tokens the newest block adds to all of them.
+CASES = {
+    "uneven": ([[0, 1, 4, 5, 9], [2, 3, 8], [0, 5, 6, 7]], 4),
+    "one_head": ([[0, 2, 3, 7]], 3),
+    "first_block": ([[], []], 6),
+    "head_of_old_ones_only_in_the_other": ([[], [0, 1, 2, 3, 4]], 2),
+}
+PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
+
+
+def view(case: str, group: int = 2, layer: int = 1) -> Seen:
+    old, block = CASES[case]
+    first = 1 + max((p for head in old for p in head), default=-1)
+    heads = [[*head, *range(first, first + block)] for head in old]
+    return a_view(a_layer(len(heads), group, index=layer), heads, block)
+
+
+def judged(scorer, seen: Seen) -> list[list[float]]:
+    scores = scorer.score(seen)
+    assert scores.dtype is torch.float32
+    assert scores.shape == (sum(seen.entries.lengths),)
+    return [part.tolist() for part in scores.split(seen.entries.lengths)]
+
+
+def assert_equal(got: list[list[float]], expected: list[list[float]], within: float) -> None:
+    assert [len(head) for head in got] == [len(head) for head in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, abs=within, rel=within)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_scorer_equals_its_loop(scorer, loop_of, case, group) -> None:
+    seen = view(case, group)
+    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+
+
+@pytest.mark.parametrize("span", [(0, 3), (2, 8), (5, 100)])
+def test_a_scorer_equals_its_loop_when_a_part_is_asked_for(scorer, loop_of, span) -> None:
+    seen = replace(view("uneven"), span=span)
+    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+
+
+@given(
+    heads=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=3),
+    block=st.integers(1, 5),
+    group=st.integers(1, 2),
+    seed=st.integers(0, 5),
+)
+def test_scorers_equal_their_loops_on_any_cache(scorer, loop_of, heads, block, group, seed) -> None:
+    old = [sorted(head) for head in heads]
+    first = 1 + max((p for head in old for p in head), default=-1)
+    full = [[*head, *range(first, first + block)] for head in old]
+    seen = a_view(a_layer(len(full), group), full, block, seed)
+    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+
+
+def test_a_wrong_score_is_noticed(scorer, loop_of) -> None:
+    seen = view("uneven")
+    expected = loop_of(scorer).scores(scorer, seen)
+    wrong = [[-value for value in head] for head in expected]
+    with pytest.raises(AssertionError):
+        assert_equal(wrong, expected, 1e-5)
+
+
+def test_scores_are_numbers_and_repeat(scorer) -> None:
+    seen = view("uneven")
+    first = scorer.score(seen)
+    assert not first.isnan().any()
+    assert not first.isneginf().any()
+    assert torch.equal(scorer.score(seen), first)
+
+
+def test_nothing_written_is_an_input(scorer) -> None:
+    seen = view("uneven")
+    tensors = (
+        seen.entries.keys,
+        seen.entries.values,
+        seen.entries.positions,
+        seen.queries,
+        seen.query_positions,
+    )
+    before = [tensor.clone() for tensor in tensors]
+    scorer.score(seen)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_rows_that_nobody_owns_do_not_count(scorer) -> None:
+    seen = view("uneven")
+    lengths, starts = seen.entries.lengths, seen.entries.starts
+    keys = seen.entries.keys.clone()
+    for start, length in zip(starts, lengths, strict=True):
+        keys[start + length : start + length + 2] = 1e4
+    spoiled = replace(seen, entries=replace(seen.entries, keys=keys))
+    assert torch.equal(scorer.score(spoiled), scorer.score(seen))
+
+
+def reordered(seen: Seen, order: list[int]) -> Seen:
+    """The same with kv heads, and their query heads, in another order."""
+    old, group = seen.entries, seen.layer.group
+    heads = [old.head_positions(head).tolist() for head in order]
+    fresh = some_entries(seen.layer, heads)
+    for place, head in enumerate(order):
+        rows = fresh.rows(place)
+        fresh.keys[rows], fresh.values[rows] = old.head_keys(head), old.head_values(head)
+    rows = [head * group + r for head in order for r in range(group)]
+    return replace(seen, entries=fresh, queries=seen.queries[rows])
+
+
+def test_head_order_does_not_matter(scorer) -> None:
+    if name_of(type(scorer)) == "random":
+        pytest.skip("luck differs from head to head")
+    seen, order = view("uneven"), [2, 0, 1]
+    straight = judged(scorer, seen)
+    turned = judged(scorer, reordered(seen, order))
+    assert_equal(turned, [straight[head] for head in order], 1e-6)
+
+
+def test_half_precision_is_scored_in_float32(scorer) -> None:
+    seen = view("uneven")
+    low = replace(
+        seen,
+        entries=halved(seen.entries),
+        queries=seen.queries.bfloat16(),
+    )
+    wide = replace(
+        low,
+        entries=replace(low.entries, keys=low.entries.keys.float()),
+        queries=low.queries.float(),
+    )
+    assert_equal(judged(scorer, low), judged(scorer, wide), 2e-3)
+
+
+def halved(entries: Entries) -> Entries:
+    return replace(entries, keys=entries.keys.bfloat16(), values=entries.values.bfloat16())
+
+
+def test_a_scorer_is_frozen_and_names_its_paper(scorer) -> None:
+    for field in fields(scorer):
+        with pytest.raises(FrozenInstanceError):
+            setattr(scorer, field.name, None)
+    module = inspect.getmodule(type(scorer))
+    assert PAPER.search(module.__doc__), module.__name__
+
+
+def test_prompts_that_a_scorer_reads_are_announced(scorer) -> None:
+    book = {name: (7, 8, 9) for name in scorer.wanted()}
+    block = tuple(range(10, 30))
+    for start in (0, 40):
+        for scratch in scorer.scratch(block, start, book):
+            assert scratch.ids
+            assert 0 <= scratch.span[0] < scratch.span[1] == min(scratch.span[1], start + 20)
+
+
+def test_reconstruction_repeats_every_token_once() -> None:
+    from larder.policy.scorers.reconstruct import Reconstruct
+
+    block = tuple(range(100, 120))
+    asked = Reconstruct(chunk=7).scratch(block, 0, {"repeat": (1, 2)})
+    assert [s.span for s in asked] == [(0, 7), (7, 14), (14, 20)]
+    assert sum((s.ids[2:] for s in asked), ()) == block
+    assert all(s.ids[:2] == (1, 2) for s in asked)
+    later = Reconstruct(chunk=7).scratch(block, 30, {"repeat": (1, 2)})
+    assert [(s.ids, s.span) for s in later] == [((1, 2, *block), (0, 50))]
+
+
+def test_another_seed_is_another_draw() -> None:
+    from larder.policy.scorers.random import Random
+
+    seen = view("uneven")
+    draws = [Random(seed).score(seen) for seed in range(4)]
+    assert not torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], Random(0).score(view("uneven", layer=2)))
+    long = a_view(a_layer(2, 1, index=5), [range(4000)] * 2, 1)
+    scores = Random(1).score(long)
+    assert 0 <= scores.min() < 0.01 < 0.99 < scores.max() < 1
+    assert abs(float(scores.mean()) - 0.5) < 0.02
+    assert abs(float(torch.corrcoef(scores.view(2, -1))[0, 1])) < 0.05

@@ -1,0 +1,183 @@
+"""Policies are written, read and written again; what is misspelt is told in one line."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName
+from larder.core.family import Family
+from larder.core.spelling import spell
+from larder.policy.protect import Protect
+from larder.session.policy import FAMILIES, SLOTS, Policy
+from larder.session.presets import PRESETS
+
+VALUES: dict[type, st.SearchStrategy[Any]] = {
+    int: st.integers(-2, 5000),
+    float: st.floats(allow_nan=True, allow_infinity=True),
+    str: st.one_of(st.text(max_size=9), st.sampled_from(["episode", "summarize", "tokens"])),
+    type(None): st.none(),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_round_trip(name) -> None:
+    policy = Policy.parse(name)
+    assert Policy.parse(str(policy)) == policy
+    assert str(Policy.parse(str(policy))) == str(policy)
+    assert Policy.parse(f"  {PRESETS[name]} ") == policy
+
+
+def parts_of(slot: str) -> list[type]:
+    if slot == "protect":
+        return [Protect]
+    return [FAMILIES[slot].load(name) for name in FAMILIES[slot].names()]
+
+
+# Looked up beforehand: the type checks of these tests draw from `random`, as no strategy may.
+PARTS = {slot: [(kind, get_type_hints(kind)) for kind in parts_of(slot)] for slot in SLOTS}
+
+
+@st.composite
+def drafts(draw: st.DrawFn, slot: str) -> tuple[type, dict[str, Any]]:
+    """Any part of a slot, and values for some of its parameters."""
+    kind, hints = draw(st.sampled_from(PARTS[slot]))
+    chosen = [f.name for f in fields(kind) if f.init and draw(st.booleans())]
+    return kind, {name: draw(values_of(hints[name])) for name in chosen}
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return st.sampled_from(list(hint))
+    options = getattr(hint, "__args__", (hint,))
+    return st.one_of([VALUES[option] for option in options])
+
+
+@given(st.fixed_dictionaries({slot: drafts(slot) for slot in SLOTS}))
+def test_any_policy_round_trips(slots) -> None:
+    parts = {}
+    for slot, (kind, values) in slots.items():
+        try:
+            parts[slot] = kind(**values)
+        except BadParameter:
+            parts[slot] = kind()
+    policy = Policy(**parts)
+    written = str(policy)
+    assert Policy.parse(written) == policy
+    assert str(Policy.parse(written)) == written
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_every_part_round_trips(slot) -> None:
+    for kind in parts_of(slot):
+        sentence = spell(kind())
+        assert getattr(Policy.parse(sentence), slot) == kind()
+
+
+WRONG = {
+    "snapkw()": (UnknownName, "Did you mean 'snapkv'"),
+    "epicash": (UnknownName, "Did you mean 'epicache'"),
+    "snapkv(windw=3)": (UnknownName, "Did you mean 'window'"),
+    "drop(now=1)": (UnknownName, "It takes: none"),
+    "pooled() > snapkv()": (SpellingError, "out of order or doubled"),
+    "snapkv() > keydiff()": (SpellingError, "out of order or doubled"),
+    "protect() > protect()": (SpellingError, "out of order or doubled"),
+    "snapkv(window=1.5)": (BadParameter, "must be a whole number, got 1.5"),
+    'snapkv(window="3")': (BadParameter, "must be a whole number, got '3'"),
+    'snapkv(variant="ours")': (BadParameter, "'larder', 'paper', 'code', got 'ours'"),
+    "patched(prompt=3)": (BadParameter, 'must be a "text", got 3'),
+    'patched(prompt="poem")': (BadParameter, "must be one of episode"),
+    "snapkv(window=True)": (SpellingError, "True is not a number"),
+    "snapkv(window=wide)": (SpellingError, "wide is not a value"),
+    "snapkv(window=keydiff())": (SpellingError, "is not a value"),
+    "snapkv(window=[1])": (SpellingError, "is not a number"),
+    "snapkv(3)": (SpellingError, "needs its name"),
+    "snapkv(**{})": (SpellingError, "needs its name"),
+    "snapkv(window=1, window=2)": (SpellingError, "window is given twice"),
+    "snapkv() < pooled()": (SpellingError, 'joined by " > "'),
+    "snapkv() pooled()": (SpellingError, "does not parse"),
+    "snapkv() > 3": (SpellingError, "is not a part"),
+    "snapkv()()": (SpellingError, "is not a part"),
+    "a.snapkv()": (SpellingError, "is not a part"),
+    "lambda: 0": (SpellingError, "does not parse"),
+    "(snapkv() > pooled()) > drop()": (SpellingError, "is not a part"),
+    "snapkv(window=(1 if 1 else 2))": (SpellingError, "does not parse"),
+    "": (SpellingError, "does not parse"),
+    ">": (SpellingError, "does not parse"),
+    "snapkv(": (SpellingError, "does not parse"),
+    "snapkv(\n)\x00": (SpellingError, "does not parse"),
+    "snapkv(window=" + "(" * 300 + ")" * 300 + ")": (SpellingError, "does not parse"),
+    "snapkv(window=" + "-" * 20000 + "1)": (SpellingError, "does not parse"),
+    "sensitivity(alpha=1e999)": (BadParameter, "alpha"),
+    "pooled(tokens=5, kept=0.5)": (BadParameter, "give one of the two"),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG, ids=lambda s: repr(s)[:40])
+def test_what_is_misspelt_is_told_in_one_line(sentence) -> None:
+    kind, said = WRONG[sentence]
+    with pytest.raises(kind) as caught:
+        Policy.parse(sentence)
+    message = str(caught.value)
+    assert said in message
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+
+
+@given(st.text(max_size=30))
+def test_nonsense_is_never_more_than_an_error_of_ours(text) -> None:
+    try:
+        Policy.parse(text)
+    except LarderError as error:
+        assert "\n" not in str(error)
+
+
+OUTSIDER = """
+from dataclasses import dataclass
+from larder.policy.scorers.base import Scorer
+
+@dataclass(frozen=True)
+class Part(Scorer):
+    weight: int = 2
+
+    def score(self, seen):
+        return seen.entries.packed_positions().float() * self.weight
+"""
+
+
+@pytest.fixture
+def outsider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
+    """A package of someone else's that offers two scorers, one under a name of ours."""
+    (tmp_path / "novelty.py").write_text(OUTSIDER)
+    info = tmp_path / "outsider-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outsider\nVersion: 1.0\n")
+    points = "[larder.scorer]\nnovelty = novelty:Part\nsnapkv = novelty:Part\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "novelty", raising=False)
+    return FAMILIES["scorer"]
+
+
+def test_a_third_party_joins_a_family(outsider) -> None:
+    assert "novelty" in outsider.names()
+    policy = Policy.parse("novelty(weight=5) > pooled()")
+    assert policy.scorer.weight == 5
+    assert Policy.parse(str(policy)) == policy
+
+
+def test_a_third_party_cannot_take_a_name_over(outsider) -> None:
+    assert outsider.load("snapkv").__module__ == "larder.policy.scorers.snapkv"
+    assert outsider.names().count("snapkv") == 1
+
+
+def test_without_the_third_party_the_name_is_unknown() -> None:
+    with pytest.raises(UnknownName, match="novelty"):
+        FAMILIES["scorer"].load("novelty")

@@ -1,0 +1,50 @@
+"""Softmax weights of each query over the cached entries of its kv head, by loops."""
+
+from __future__ import annotations
+
+import math
+
+from larder.core.observation import Entries, Seen
+
+
+def heads_of(seen: Seen) -> range:
+    return range(seen.layer.kv_heads)
+
+
+def positions_of(entries: Entries, head: int) -> list[int]:
+    start, length = entries.starts[head], entries.lengths[head]
+    return [int(entries.positions[start + s]) for s in range(length)]
+
+
+def weights(seen: Seen, query_head: int, query: int, visible: list[bool]) -> list[float]:
+    """One query head's weights over the entries it may see; the others get nothing."""
+    entries, group = seen.entries, seen.layer.query_heads // seen.layer.kv_heads
+    start = entries.starts[query_head // group]
+    q = seen.queries[query_head, query].double()
+    logits = [
+        float(q @ entries.keys[start + s].double()) * seen.layer.scaling
+        for s in range(len(visible))
+    ]
+    shown = [logit for logit, see in zip(logits, visible, strict=True) if see]
+    total = sum(math.exp(logit - max(shown)) for logit in shown)
+    return [
+        math.exp(logit - max(shown)) / total if see else 0.0
+        for logit, see in zip(logits, visible, strict=True)
+    ]
+
+
+def group_of(seen: Seen, head: int) -> range:
+    """The query heads that share a kv head."""
+    group = seen.layer.query_heads // seen.layer.kv_heads
+    return range(head * group, (head + 1) * group)
+
+
+def highest(seen: Seen, head: int, visible: list[bool]) -> list[float]:
+    """The highest weight that any query of the group gives each entry."""
+    best = [0.0] * len(visible)
+    if any(visible):
+        for query_head in group_of(seen, head):
+            for query in range(seen.queries.shape[1]):
+                row = weights(seen, query_head, query, visible)
+                best = [max(a, b) for a, b in zip(best, row, strict=True)]
+    return best

@@ -1,0 +1,44 @@
+"""`sensitivity`: layer budgets by s^alpha with s = 1 - sigma, floors, largest remainders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from references.pooled import choose
+
+__all__ = ["choose", "layer_tokens"]
+
+
+def layer_tokens(
+    part: Any, tokens: int, layers: int, least: int, most: int, sigma: tuple[float, ...]
+) -> list[float]:
+    """What each layer deserves before rounding."""
+    if tokens >= most:
+        return [float(tokens)] * layers
+    low, high = min(sigma), max(sigma)
+    weights = []
+    for value in sigma:
+        share = 1.0
+        if high > low:
+            stretched = (value - low) / (high - low)
+            share = 1 - stretched if part.variant.value == "code" else max(0.0, 1 - value)
+        weights.append(share**part.alpha)
+    floor = least if part.variant.value == "paper" else max(least, tokens // 4, 1)
+    return shares(layers * tokens, weights, min(floor, tokens), most)
+
+
+def shares(total: int, weights: list[float], floor: int, most: int) -> list[float]:
+    """Weights times one factor, cut to the bounds: walk the places where a part meets a bound."""
+    scaled = [max(weight / (max(weights) or 1.0), 1e-9) for weight in weights]
+
+    def parts(factor: float) -> list[float]:
+        return [min(max(factor * weight, floor), most) for weight in scaled]
+
+    before = 0.0
+    for after in sorted(bound / weight for weight in scaled for bound in (floor, most)):
+        if sum(parts(after)) >= total:
+            rise = sum(parts(after)) - sum(parts(before))
+            way = (total - sum(parts(before))) / rise if rise > 0 else 0.0
+            return parts(before + way * (after - before))
+        before = after
+    return parts(before)

@@ -1,0 +1,34 @@
+"""`snapkv`: summed votes of the last queries, smoothed by a running maximum; voters stay."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from larder.core.observation import Seen
+from references.attention_loop import group_of, heads_of, highest, positions_of, weights
+
+
+def scores(part: Any, seen: Seen) -> list[list[float]]:
+    if part.variant.value == "code":
+        lengths = seen.entries.lengths
+        return [highest(seen, head, [True] * lengths[head]) for head in heads_of(seen)]
+    return [one_head(part, seen, head) for head in heads_of(seen)]
+
+
+def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+    positions = positions_of(seen.entries, head)
+    count = seen.queries.shape[1]
+    voters = range(max(0, count - part.window), count)
+    votes = [0.0] * len(positions)
+    for query_head in group_of(seen, head):
+        for query in voters:
+            at = int(seen.query_positions[query])
+            visible = [position <= at for position in positions]
+            if any(visible):
+                row = weights(seen, query_head, query, visible)
+                votes = [a + b for a, b in zip(votes, row, strict=True)]
+    half = part.kernel // 2
+    pooled = [max(votes[max(0, i - half) : i + half + 1]) for i in range(len(votes))]
+    first = int(seen.query_positions[voters[0]])
+    return [math.inf if p >= first else v for p, v in zip(positions, pooled, strict=True)]

@@ -1,0 +1,20 @@
+"""`uniform`: every head keeps its own best."""
+
+from __future__ import annotations
+
+from references.choosing_loop import Ranked, best
+
+Layers = dict[int, list[list[Ranked]]]
+
+
+def layer_tokens(
+    part: object, tokens: int, layers: int, least: int, most: int, sigma: object
+) -> list[float]:
+    return [float(tokens)] * layers
+
+
+def choose(layers: Layers, quotas: dict[int, int]) -> dict[int, list[list[int]]]:
+    return {
+        index: [best(entries, quotas[index]) for entries in heads]
+        for index, heads in layers.items()
+    }
