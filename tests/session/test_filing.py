@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from larder.session.arrangements.episodes import Episodes
 from larder.session.arrangements.single import Single
 from larder.session.embedders.base import Embedder
 from larder.session.matching import Rule
-from larder.session.routing import NearestEpisode
+from larder.session.routing import Episode, NearestEpisode
 from larder.session.shelf import Shelf
 from larder.session.sizes import resolve_open
 from topics import TopicEmbedder
@@ -237,3 +239,14 @@ def _cache(tokens: int) -> SequenceCache:
 
 def _texts(conversation: Conversation) -> tuple[str, ...]:
     return tuple(message.content for message in conversation.messages)
+
+
+def test_too_many_episodes_are_formed_anew() -> None:
+    router = arranged(DOGS_AND_CARS)
+    row = router.episodes[0].rows[0]
+    extra = [Episode(row, row[None], (f"alone {n}",), (0,), (100 + n,)) for n in range(3)]
+    crowded = replace(router, episodes=(*router.episodes, *extra))
+    reform = crowded.reform(0)
+    assert isinstance(reform.router, NearestEpisode)
+    assert len(reform.router.episodes) == 2 and reform.rebuilt == (0, 1)
+    assert sum(len(episode.texts) for episode in reform.router.episodes) == 15

@@ -130,6 +130,11 @@ class Router(ABC):
         """Run stage 1 again, because cache `number` has grown beyond its bound."""
 
 
+# New topics open episodes; beyond this many times the number asked for, a refresh forms all anew,
+# so that the bytes of all episodes together stay bounded.
+EXCESS = 2
+
+
 class OneCache(Router):
     """Nothing to choose."""
 
@@ -202,7 +207,8 @@ class NearestEpisode(Router):
 
     def reform(self, number: int) -> Reform:
         texts, rows = self._rows()
-        if len(self.episodes) < self.former.fitting(len(texts)):
+        wanted = self.former.fitting(len(texts))
+        if not wanted <= len(self.episodes) <= EXCESS * wanted:
             episodes = self.former.episodes(texts, rows)
             router = replace(self, episodes=episodes, tau=None)
             return Reform(router, tuple(range(len(episodes))))
