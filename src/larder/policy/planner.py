@@ -36,6 +36,8 @@ class Planner:
             BudgetError: the protected entries do not fit.
         """
         least = self.protect.least(tokens)
+        if not layers:  # every layer slides its own window
+            return {}
         shares = self.budget.layer_tokens(tokens, len(layers), least, context, facts)
         return dict(zip(layers, shares, strict=True))
 

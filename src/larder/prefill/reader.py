@@ -96,6 +96,5 @@ class Reader:
 
     def _fits(self, lanes: Sequence[Lane], new_tokens: int) -> bool:
         """Whether every layer of every lane stays within its budget without any plan."""
-        return all(
-            lane.cache.next_position + new_tokens <= min(self.quotas.values()) for lane in lanes
-        )
+        longest = max(lane.cache.next_position for lane in lanes) + new_tokens
+        return all(longest <= quota for quota in self.quotas.values())
