@@ -1,0 +1,126 @@
+"""Readers over a tiny model that check themselves while they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.spelling import name_of
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt
+from larder.models.passes import Recorded, Row
+from larder.models.tiny import tiny
+from larder.policy.planner import Planner
+from larder.prefill.meter import Meter
+from larder.prefill.reader import Lane, Reader
+from reading import some_ids
+
+BOOK = {name: some_ids(5, seed=99) for name in ("episode", "question", "summarize")}
+BOOK["repeat"] = (5, 6)
+SIGMA = (1.0, 0.8, 0.9)
+
+
+class Witness(Meter):
+    """A meter that remembers the highest of each cache, layer by layer of every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.highest = 0
+
+    def note(self, caches: Any, layer: int, scratch_tokens: int) -> None:
+        super().note(caches, layer, scratch_tokens)
+        self.highest = max(self.highest, *(cache.managed_entries for cache in caches))
+
+
+class Watched(Decoder):
+    """A decoder that remembers every key and value that was appended, by its true position."""
+
+    def read(self, rows: Any, mode: Mode, observer: Any = None) -> None:
+        def watch(row: int, layer: int, recorded: Recorded) -> None:
+            if mode is Mode.APPEND:
+                self.remember(rows[row], layer, recorded)
+            if observer is not None:
+                observer(row, layer, recorded)
+
+        super().read(rows, mode, watch)
+
+    def remember(self, row: Row, layer: int, recorded: Recorded) -> None:
+        told = self.told.setdefault(id(row.cache), {})
+        for q, position in enumerate(recorded.positions.tolist()):
+            told[layer, position] = (recorded.keys[:, q].clone(), recorded.values[:, q].clone())
+
+
+@dataclass(frozen=True)
+class Checked(Reader):
+    """A reader that checks the sum of survivors after every settlement."""
+
+    wrong: list[str] = field(default_factory=list)
+
+    def settle(self, lanes: Any, ids: Any, block: Any, start: int) -> None:
+        spec = self.decoder.spec
+        before = [[sum(lengths) for lengths in lane.cache.lengths()] for lane in lanes]
+        super().settle(lanes, ids, block, start)
+        for lane, held in zip(lanes, before, strict=True):
+            now = [sum(lengths) for lengths in lane.cache.lengths()]
+            rows = [spec.layers[i].kv_heads for i in self.quotas]
+            there = [held[i] + len(ids) * k for i, k in zip(self.quotas, rows, strict=True)]
+            allowed = [q * k for q, k in zip(self.quotas.values(), rows, strict=True)]
+            left = [now[i] for i in self.quotas]
+            if name_of(type(self.planner.budget)) == "global":
+                there, allowed, left = [sum(there)], [sum(allowed)], [sum(left)]
+            expected = [min(a, b) for a, b in zip(there, allowed, strict=True)]
+            if left != expected:
+                self.wrong.append(f"{left} survive of {there}, allowed {allowed}")
+
+
+@pytest.fixture(scope="session")
+def watched() -> Watched:
+    """Three layers of two kv heads."""
+    decoder = adopt(tiny("qwen3", layers=3))
+    decoder.__class__ = Watched
+    decoder.told = {}
+    return decoder
+
+
+def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> Checked:
+    layers = tuple(layer.index for layer in decoder.spec.managed)
+    quotas = planner.quotas(tokens, context, layers, {"sensitivity": SIGMA[: len(layers)]})
+    return Checked(decoder, planner, tokens, quotas, Witness())
+
+
+def a_lane(decoder: Decoder, **prompts: Any) -> Lane:
+    return Lane(SequenceCache(decoder.spec, Form.RAGGED), BOOK | prompts)
+
+
+@pytest.fixture(scope="session")
+def reader_for() -> Any:
+    return a_reader
+
+
+@pytest.fixture(scope="session")
+def lane_for() -> Any:
+    return a_lane
+
+
+def assert_true_entries(decoder: Watched, cache: SequenceCache) -> None:
+    """Every survivor is what was appended at its position, and positions ascend."""
+    told = decoder.told[id(cache)]
+    for layer in decoder.spec.managed:
+        entries = cache.entries(layer.index)
+        for head in range(layer.kv_heads):
+            positions = entries.head_positions(head).tolist()
+            assert positions == sorted(set(positions))
+            for row, position in enumerate(positions):
+                key, value = told[layer.index, position]
+                assert torch.equal(entries.head_keys(head)[row], key[head])
+                assert torch.equal(entries.head_values(head)[row], value[head])
+
+
+@pytest.fixture(scope="session")
+def true_entries() -> Any:
+    return assert_true_entries

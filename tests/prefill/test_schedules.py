@@ -1,0 +1,179 @@
+"""Schedules agree where they must, are exact where they can be, and leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BadParameter, BudgetError
+from larder.core.types import Mode
+from larder.models.loading import adopt
+from larder.models.tiny import tiny
+from larder.prefill.base import pieces, silent
+from larder.prefill.schedules import whole as whole_module
+from larder.prefill.schedules.blockwise import Blockwise
+from larder.prefill.schedules.episodic import Episodic
+from larder.prefill.schedules.whole import Whole
+from larder.session.policy import Policy
+from larder.session.presets import PRESETS
+from reading import own_logits, read_on, some_ids
+
+SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9)}
+SENTENCES = [
+    'patched(prompt="episode") > sensitivity()',
+    "reconstruct(chunk=8) > global()",
+    "snapkv(window=4) > pooled()",
+    'snapkv(window=4, variant="code") > pooled()',
+    "keydiff() > uniform()",
+]
+
+
+def planner_of(sentence: str):
+    parts = (
+        sentence if sentence.startswith("protect") else f"protect(sinks=1, recent=2) > {sentence}"
+    )
+    return Policy.parse(parts).planner
+
+
+def positions(cache: SequenceCache) -> list[list[int]]:
+    layers = [cache.entries(layer.index) for layer in cache.spec.managed]
+    return [e.head_positions(h).tolist() for e in layers for h in range(len(e.lengths))]
+
+
+def assert_same(left: SequenceCache, right: SequenceCache, within: float = 1e-4) -> None:
+    assert positions(left) == positions(right)
+    assert left.meta() == right.meta()
+    one, two = left.state(), right.state()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=within, rtol=0)
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_blockwise_and_episodic_build_the_same_caches(
+    watched, reader_for, lane_for, sentence
+) -> None:
+    built = []
+    for schedule in (Blockwise(9), Episodic(9)):
+        lanes = [lane_for(watched, episode=some_ids(3 + n, seed=n)) for n in range(3)]
+        reader = reader_for(watched, planner_of(sentence), 14, 50)
+        schedule.read(reader, lanes, some_ids(50), silent)
+        built.append(lanes)
+    for one, other in zip(*built, strict=True):
+        assert_same(one.cache, other.cache)
+    if "patched" in sentence:  # the prompts do decide
+        assert positions(built[0][0].cache) != positions(built[0][1].cache)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_budget_that_holds_everything_is_exact(
+    architecture, reader_for, lane_for, schedule
+) -> None:
+    decoder, ids = adopt(tiny(architecture, layers=3)), some_ids(77)
+    expected = own_logits(tiny(architecture, layers=3), ids)
+    for sentence in ('patched(prompt="episode") > sensitivity()', "snapkv(window=4) > global()"):
+        reader, lane = reader_for(decoder, planner_of(sentence), 45, 45), lane_for(decoder)
+        SCHEDULES[schedule].read(reader, [lane], ids[:45], silent)
+        got = read_on(decoder, lane.cache, ids[45:], 1)
+        assert (got - expected[45:]).abs().max() < 1e-4
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"])
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_whole_reads_any_pieces_alike_and_decides_once(
+    watched, reader_for, lane_for, true_entries, monkeypatch, sentence
+) -> None:
+    caches = []
+    for piece in (11, 1024):
+        monkeypatch.setattr(whole_module, "PIECE_TOKENS", piece)
+        lane = lane_for(watched)
+        reader = reader_for(watched, planner_of(sentence), 14, 50)
+        watched.told.clear()
+        Whole().read(reader, [lane], some_ids(50), silent)
+        true_entries(watched, lane.cache)
+        assert lane.cache.managed_entries == 14 * 2 * 3
+        assert lane.cache.next_position == 50
+        caches.append(lane.cache)
+    assert_same(*caches)
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_a_scratch_pass_changes_nothing_but_by_the_plan(
+    watched, reader_for, lane_for, monkeypatch, sentence
+) -> None:
+    """With plans held back, a whole settlement leaves exactly what appending leaves."""
+    lane, plain = lane_for(watched), lane_for(watched)
+    reader = reader_for(watched, planner_of(sentence), 8, 20)
+    reader.append([plain], some_ids(20))
+    monkeypatch.setattr(SequenceCache, "apply", lambda self, layer, plan: None)
+    reader.settle([lane], some_ids(20), some_ids(20), 0)
+    one, two = lane.cache.state(), plain.cache.state()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert lane.cache.meta() == plain.cache.meta()
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_two_conversations_do_not_leak_into_one_another(
+    watched, reader_for, lane_for, sentence
+) -> None:
+    planner = planner_of(sentence)
+    first, second = some_ids(40, seed=1), some_ids(40, seed=2)
+    alone, mixed, other = lane_for(watched), lane_for(watched), lane_for(watched)
+    reader = reader_for(watched, planner, 14, 40)
+    before = copy.deepcopy(planner)
+    Blockwise(8).read(reader, [alone], first, silent)
+    for one, two in zip(pieces(first, 8), pieces(second, 8), strict=True):
+        reader.settle([mixed], one, one, mixed.cache.next_position)
+        reader.settle([other], two, two, other.cache.next_position)
+    mixed.cache.compact()
+    assert_same(alone.cache, mixed.cache, 0)
+    assert positions(other.cache) != positions(mixed.cache)
+    assert planner == before
+
+
+def test_later_positions_are_true_ones(watched, reader_for, lane_for) -> None:
+    """What was dropped does not move what comes after: only kept entries differ from the full."""
+    reader = reader_for(watched, planner_of("keydiff() > uniform()"), 14, 40)
+    lane = lane_for(watched)
+    Blockwise(8).read(reader, [lane], some_ids(40), silent)
+    told = []
+    from larder.models.passes import Row
+
+    watched.read([Row(lane.cache, (7, 8))], Mode.SCRATCH, lambda r, layer, rec: told.append(rec))
+    assert all(rec.positions.tolist() == [40, 41] for rec in told)
+
+
+def test_progress_reaches_the_end(watched, reader_for, lane_for) -> None:
+    for schedule in SCHEDULES.values():
+        steps: list[tuple[int, int]] = []
+        lanes = [lane_for(watched) for _ in range(2)]
+        reader = reader_for(watched, planner_of("keydiff() > uniform()"), 14, 40)
+        schedule.read(reader, lanes, some_ids(40), lambda *step, told=steps: told.append(step))
+        assert steps == sorted(set(steps))
+        assert steps[-1] == (80, 80)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
+    policy = Policy.parse(preset)
+    tokens = 50 if policy.budget.tokens is None else policy.budget.tokens
+    reader = reader_for(watched, policy.planner, tokens, 60)
+    lane = lane_for(watched)
+    policy.filled(tokens, None).schedule.read(reader, [lane], some_ids(60), silent)
+    assert lane.cache.managed_entries == min(tokens, 60) * 2 * 3
+
+
+def test_sizes_that_make_no_sense_are_refused(watched, reader_for) -> None:
+    for kind in (Blockwise, Episodic):
+        with pytest.raises(BadParameter, match="at least 1"):
+            kind(0)
+    with pytest.raises(BudgetError, match="smaller than sinks"):
+        reader_for(
+            watched, planner_of("protect(sinks=4, recent=8) > keydiff() > uniform()"), 10, 40
+        )
