@@ -11,6 +11,7 @@ from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
 
 DEFAULT = "20%"
+DEFAULT_LEAST = 128  # tokens; a short text is kept whole unless a size was asked for
 OPEN_END = "512"  # for a chat that starts from nothing
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMG]i?B)?\s*")
@@ -50,7 +51,8 @@ def resolve(budget: Budget, asked: str | None, context_tokens: int, spec: ModelS
     """Entries per kv head that a policy's budget comes to for a context.
 
     Args:
-        asked: the command line's budget, for a spelling that leaves it open.
+        asked: the command line's budget, for a spelling that leaves it open; None for 20% of the
+            context, but no less than what a question and its surroundings need.
 
     Raises:
         UsageError: both the spelling and the command line name a size.
@@ -64,7 +66,9 @@ def resolve(budget: Budget, asked: str | None, context_tokens: int, spec: ModelS
         return budget.tokens
     if budget.kept is not None:
         return max(1, round(context_tokens * budget.kept))
-    tokens = Size.parse(asked or DEFAULT).tokens(context_tokens, spec)
+    if asked is None:
+        return max(DEFAULT_LEAST, Size.parse(DEFAULT).tokens(context_tokens, spec))
+    tokens = Size.parse(asked).tokens(context_tokens, spec)
     if tokens < 1:
         raise BudgetError(
             f"The budget of {asked} holds no token: one takes {_entry_bytes(spec)} bytes over all "
