@@ -71,6 +71,11 @@ def test_a_document(run: Run, tmp_path: Path) -> None:
     assert run("ask", path, "-q", CAT, "--policy", "full").stdout == "Mira\n"
 
 
+def test_a_short_text_needs_no_budget(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "note.txt", "My cat is called Mira.\n")
+    assert run("ask", path, "-q", CAT, "--policy", "snapkv").stdout == "Mira\n"
+
+
 def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path) -> None:
     options = ("--policy", "exact_question", "--budget", "48", "--max-new-tokens", "4")
     assert run("ask", talk, "-q", CAT, *options).exit_code == 0

@@ -40,7 +40,7 @@ class Common(Output):
         typer.Option(
             metavar="SIZE",
             help="512 (tokens per kv head), 20% of the context, or 64MiB.  "
-            "Default: what the policy says, else 20%.",
+            "Default: what the policy says, else 20%, at least 128.",
         ),
     ] = None
     block: Annotated[

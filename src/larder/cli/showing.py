@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 PIPED_WIDTH = 120  # columns of a table where no terminal says how wide it is
@@ -39,16 +39,19 @@ def watched(doing: str, unit: str = "") -> Iterator[Watch]:
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit, markup=False),
+        TextColumn("{task.fields[count]}", markup=False),
         TimeElapsedColumn(),
         console=asides(),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
     with bar:
-        task = bar.add_task(doing, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(doing, total=None, count="")
+
+        def watch(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, count=f"{done:,}/{total:,} {unit}")
+
+        yield watch
 
 
 def table(*columns: str, texts: int = 1) -> Table:

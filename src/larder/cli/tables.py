@@ -36,7 +36,7 @@ def _show_file(console: Console, sitting: Sitting) -> None:
     console.print()
     console.print(_kinds(sitting.asked))
     console.print()
-    console.print(figures_line(sitting))
+    console.print(figures_line(sitting), soft_wrap=True)
 
 
 def figures_line(sitting: Sitting) -> str:
@@ -78,13 +78,13 @@ def _means(asked: Sequence[Asked]) -> list[str]:
 
 
 def _show_files(console: Console, examination: Examination) -> None:
-    console.print(f"policy: {examination.engine.policy}")
+    console.print(f"policy: {examination.engine.policy}\n", soft_wrap=True)
     console.print(_files(examination.files))
     asked = [one.asked for one in examination.files]
     _show_intervals(console, "\nall questions, 95% interval", interval_of_means(asked))
     console.print(_kinds([one for of_file in asked for one in of_file]))
     if examination.rival is not None:
-        console.print(f"\nagainst: {examination.rival.policy}")
+        console.print(f"\nagainst: {examination.rival.policy}\n", soft_wrap=True)
         console.print(_files(examination.others))
         found = differences(examination.pairs())
         _show_intervals(console, "\ndifference in pairs, 95% interval", found)
