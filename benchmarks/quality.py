@@ -42,6 +42,21 @@ POLICIES = (
     "infinipot",
     "epicache",
 )
+# The same score under other budgets, and other scores under EpiCache's: what makes the difference?
+ABLATION = {
+    "epicache uniform": 'episodes() > blockwise() > patched(prompt="episode") > uniform()',
+    "epicache pooled": 'episodes() > blockwise() > patched(prompt="episode") > pooled()',
+    "epicache global": 'episodes() > blockwise() > patched(prompt="episode") > global()',
+    "epicache 1 segment": "episodes(representatives=1) > blockwise() > patched() > sensitivity()",
+    "epicache 2 episodes": "episodes(count=2) > blockwise() > patched() > sensitivity()",
+    "epicache 8 episodes": "episodes(count=8) > blockwise() > patched() > sensitivity()",
+    "keydiff pooled": "blockwise() > keydiff() > pooled()",
+    "keydiff sensitivity": "blockwise() > keydiff() > sensitivity()",
+    "kvzip sensitivity": "blockwise() > reconstruct() > sensitivity()",
+    "snapkv sensitivity": "blockwise() > snapkv() > sensitivity()",
+    "infinipot sensitivity": 'blockwise() > patched(prompt="summarize") > sensitivity()',
+    "random sensitivity": "blockwise() > random() > sensitivity()",
+}
 SHARES = {"1/4": 1 / 4, "1/6": 1 / 6, "1/10": 1 / 10}
 ACTIVE, TOTAL = "active", "total"
 
@@ -62,6 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sizes", default="1500,4000,8000")
     parser.add_argument("--shares", default=",".join(SHARES))
     parser.add_argument("--out", type=Path, default=Path("results/quality.jsonl"))
+    parser.add_argument("--ablation", action="store_true", help="run the parts of ABLATION")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     return parser.parse_args()
 
@@ -85,13 +101,13 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    for policy in options.policies.split(","):
+    for policy in ABLATION if options.ablation else options.policies.split(","):
         if policy == "full":
             yield policy, "1", ACTIVE
             continue
         for share in options.shares.split(","):
             yield policy, share, ACTIVE
-            if policy.startswith("epicache"):
+            if policy == "epicache":
                 yield policy, share, TOTAL
 
 
@@ -108,6 +124,7 @@ def _measured(
 def _measure(
     base: Engine, conversation: Conversation, policy: str, share: str, basis: str
 ) -> dict[str, Any]:
+    policy = ABLATION.get(policy, policy)
     engine, budget = base.under(policy), None
     if policy != "full":
         context = len(engine.scribe.write(conversation).ids)
