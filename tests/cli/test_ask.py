@@ -117,7 +117,8 @@ def test_page_of_a_transcript(run: Run, tmp_path: Path) -> None:
     messages = shown(page.read_text())["messages"]
     assert sum(len(m["tokens"]) for m in messages) == document(result)["context_tokens"]
     assert [m["speaker"] for m in messages] == ["", "Ann", "Bob", ""]
-    assert messages[0]["role"] == "system" and messages[-1]["role"] == "assistant"
+    assert [m["date"] for m in messages[1:]] == ["8 May 2023"] * 3
+    assert messages[0]["role"] == "user" and messages[-1]["role"] == "assistant"
 
 
 @pytest.mark.parametrize("page", ["nowhere/page.html", "."])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -101,15 +102,26 @@ def _messages(sitting: Sitting) -> tuple[ShownMessage, ...]:
     stops = [stop for _, stop in transcript.spans]
     if conversation.form is Form.CHAT:
         stops[-1] = len(pieces)  # what closes the last turn
-    shown = [
-        _message(message, pieces[start:stop])
-        for message, (start, stop) in zip(conversation.messages, pairwise([0, *stops]), strict=True)
-    ]
+    cut = [pieces[start:stop] for start, stop in pairwise([0, *stops])]
+    shown = [_message(m, own) for m, own in zip(_dated(conversation), cut, strict=True)]
     if conversation.form is not Form.CHAT and last < len(pieces):
-        shown.append(_message(Message("assistant", ACKNOWLEDGEMENT), pieces[last:]))
+        shown.append(
+            _message(Message("assistant", ACKNOWLEDGEMENT, date=shown[-1].date), pieces[last:])
+        )
     if conversation.opening:
         shown = _with_opening(conversation, shown)
     return tuple(shown)
+
+
+def _dated(conversation: Conversation) -> Iterator[Message]:
+    """The messages, each with the latest date that the model was told.
+
+    Some sources date every message; a session opens only where a date stands in the text.
+    """
+    date = ""
+    for message in conversation.messages:
+        date = message.date if message.date in message.content else date
+        yield replace(message, date=date)
 
 
 def _message(message: Message, pieces: tuple[str, ...]) -> ShownMessage:
@@ -130,7 +142,7 @@ def _message(message: Message, pieces: tuple[str, ...]) -> ShownMessage:
 def _with_opening(conversation: Conversation, shown: list[ShownMessage]) -> list[ShownMessage]:
     """The opening of a transcript on its own, instead of in front of the first utterance."""
     first = shown[0]
-    opening = Message("system", conversation.opening)
+    opening = Message("user", conversation.opening)
     lead, rest = first.tokens[: first.lead_tokens], first.tokens[first.lead_tokens :]
     return [
         _message(opening, lead),
