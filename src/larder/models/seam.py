@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -32,7 +31,6 @@ HARMLESS = frozenset(
         "output_hidden_states",
         "return_dict",
         "is_causal",
-        "attention_mask",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
         "max_length_q",
@@ -93,6 +91,8 @@ def attend(
             "The model was called without Larder's pass: call it through larder, or give it back "
             "its own attention with Decoder.release()."
         )
+    if attention_mask is not None:
+        raise ModelError(_given_mask(attention_mask))
     _refuse(rest, dropout)
     index = module.layer_idx
     if not isinstance(index, int):
@@ -113,6 +113,17 @@ def _refuse(rest: Mapping[str, object], dropout: float) -> None:
             )
 
 
-def _no_mask(*args: object, **kwargs: object) -> torch.Tensor | None:
-    """Masks follow from true positions; transformers need not build any."""
-    return None
+def _no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
+    """Masks follow from true positions; transformers need not build any.
+
+    A mask of three dimensions arrives here too: transformers takes it for padding.
+    """
+    if attention_mask is not None:
+        raise ModelError(_given_mask(attention_mask))
+
+
+def _given_mask(mask: Tensor) -> str:
+    return (
+        f"The model was given an attention mask of {mask.dim()} dimensions, but Larder masks by "
+        "true positions: leave the mask out, and pack sequences end to end instead of padding."
+    )
