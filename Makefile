@@ -6,7 +6,7 @@ PYTHON ?= $(shell python3.11 -c "print('python3.11')" 2>/dev/null || echo python
 # Options for installing torch alone, for example the address of an index with CPU-only wheels.
 TORCH_OPTIONS ?=
 # The ends of the range of transformers that `make compat` measures.
-OLDEST ?= 4.53.0
+OLDEST ?= 4.54.0
 NEWEST ?= 5.23.*
 
 VENV := .venv
