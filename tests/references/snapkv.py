@@ -28,7 +28,8 @@ def one_head(part: Any, seen: Seen, head: int) -> list[float]:
             if any(visible):
                 row = weights(seen, query_head, query, visible)
                 votes = [a + b for a, b in zip(votes, row, strict=True)]
+    first = int(seen.query_positions[voters[0]])
+    votes = [0.0 if p >= first else v for p, v in zip(positions, votes, strict=True)]
     half = part.kernel // 2
     pooled = [max(votes[max(0, i - half) : i + half + 1]) for i in range(len(votes))]
-    first = int(seen.query_positions[voters[0]])
     return [math.inf if p >= first else v for p, v in zip(positions, pooled, strict=True)]

@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, Variant
+from larder.ops.pooling import running_max
 from larder.policy.scorers._attention import highest_weights, summed_weights
 from larder.policy.scorers.base import Scorer
 
@@ -30,7 +29,8 @@ class SnapKV(Scorer):
 
     Args:
         window: queries that vote, in tokens. They always stay themselves.
-        kernel: width of the max pooling, in entries. Odd; 1 pools nothing.
+        kernel: width of the max pooling, in entries. Odd; 1 pools nothing. Neighbors are those
+            that survived: after an eviction they may have been far apart.
         variant: `larder` and `paper` as published, `code` as EpiCache runs it.
     """
 
@@ -55,15 +55,14 @@ class SnapKV(Scorer):
         voters = seen.query_positions[-self.window :]
         queries = seen.queries[:, -self.window :]
         votes = summed_weights(queries, voters, seen.entries, seen.layer.scaling)
+        is_voter = seen.entries.packed_positions() >= voters[0]
+        votes = votes.masked_fill(is_voter, 0.0)  # the window's own votes would leak when pooled
         heads = torch.split(votes, list(seen.entries.lengths))
-        pooled = torch.cat([self._pool(head) for head in heads])
-        return pooled.masked_fill(seen.entries.packed_positions() >= voters[0], torch.inf)
+        pooled = torch.cat([running_max(head, self.kernel) for head in heads])
+        return pooled.masked_fill(is_voter, torch.inf)
 
-    def _pool(self, votes: Tensor) -> Tensor:
-        if not len(votes):
-            return votes
-        half = self.kernel // 2
-        return F.max_pool1d(votes[None], self.kernel, stride=1, padding=half)[0]
+    def least(self) -> int:
+        return 0 if self.variant is Variant.CODE else self.window
 
 
 Part = SnapKV

@@ -1,0 +1,38 @@
+"""Smoothing scores over neighbors."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+
+
+def running_max(scores: Float[Tensor, " S"], width: int) -> Float[Tensor, " S"]:
+    """The highest of each score and its neighbors, `width` in all; fewer at the ends.
+
+    Raises:
+        BadParameter: `width` is even, so that neighbors would not lie evenly on both sides.
+    """
+    _check(width)
+    if not len(scores):
+        return scores
+    return F.max_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
+
+
+def running_mean(scores: Float[Tensor, " S"], width: int) -> Float[Tensor, " S"]:
+    """The mean of each score and its neighbors, `width` in all; beyond the ends counts as 0.
+
+    Raises:
+        BadParameter: `width` is even.
+    """
+    _check(width)
+    if not len(scores):
+        return scores
+    return F.avg_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
+
+
+def _check(width: int) -> None:
+    if width < 1 or width % 2 == 0:
+        raise BadParameter(f"A pooling width must be odd and at least 1, got {width}.")
