@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.core.errors import BadParameter
-from larder.ops.attention import readable_ragged
 from larder.ops.columns import (
     Group,
-    attention_and_columns,
     column_max,
     column_mean,
     column_sum,
@@ -87,31 +85,12 @@ def test_the_group_rule_is_the_statistic_itself_unless_named(statistic):
     torch.testing.assert_close(STATISTICS[statistic](*inputs, SCALING), expected)
 
 
-@settings(max_examples=30)
-@given(
-    st.integers(0, 2**31),
-    st.lists(st.integers(0, 9), min_size=1, max_size=3),
-    st.integers(1, 3),
-    st.integers(1, 7),
-    st.integers(1, 9),
-)
-def test_one_pass_equals_attention_and_column_max(seed, lengths, group_len, query_len, chunk):
-    queries, keys, starts, owned = case(seed, lengths, group_len, query_len)
-    values = keys.flip(0)
-    result = attention_and_columns(queries, keys, values, starts, owned, SCALING, chunk=chunk)
-    attended = readable_ragged(queries, keys, values, starts, owned, SCALING)
-    expected = (*attended, column_max(queries, keys, starts, owned, SCALING))
-    for one, other in zip(result, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
-
-
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_memory_is_bounded_by_the_chunk(chunk):
     queries, keys, starts, owned = case(0, [500, 20], 2, 50)
     with Largest() as largest:
         for statistic in STATISTICS.values():
             statistic(queries, keys, starts, owned, SCALING, chunk=chunk)
-        attention_and_columns(queries, keys, keys, starts, owned, SCALING, chunk=chunk)
     two_blocks = 2 * 2 * chunk * 500
     assert largest.numbers <= max(two_blocks, keys.numel(), queries.numel())
 

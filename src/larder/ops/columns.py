@@ -104,38 +104,6 @@ def column_mean(
     return _packed([group.join(head) / count for head in heads], queries)
 
 
-def attention_and_columns(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    values: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    scaling: float,
-    *,
-    chunk: int = CHUNK,
-) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"], Packed]:
-    """`ragged_attention` and `column_max` of the same queries, from one pass over the logits.
-
-    For scratch passes, which need both. Arguments as theirs.
-    """
-    _checked(None, None, chunk)
-    groups = queries.detach().unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
-    outs = torch.zeros_like(groups, dtype=torch.float32)
-    lses = outs.new_full(groups.shape[:-1], -torch.inf)
-    columns: list[Tensor] = []
-    for h, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        own = slice(start, start + length)
-        own_keys, own_values = keys[own].detach().float(), values[own].detach().float()
-        highest = outs.new_zeros(groups.shape[1], length)
-        for asked, logits, weights in _chunks(groups[h], own_keys, scaling, None, chunk):
-            _raise(highest, weights)
-            outs[h, :, asked] = weights @ own_values
-            # The heaviest entry's weight is 1 over the sum of exponentials.
-            lses[h, :, asked] = logits.amax(-1) - weights.amax(-1).log()
-        columns.append(highest.amax(0))
-    return outs.flatten(0, 1), lses.flatten(0, 1), _packed(columns, queries)
-
-
 Fold = Callable[[Tensor, Tensor], None]
 Positions = tuple[Tensor, Tensor] | None
 
@@ -167,7 +135,7 @@ def _folded(
         if positions is not None:
             visible = positions[0], positions[1][first : first + length]
         statistics = own_keys.new_zeros(group.shape[0], length)
-        for _, _, weights in _chunks(group, own_keys, scaling, visible, chunk):
+        for weights in _chunks(group, own_keys, scaling, visible, chunk):
             fold(statistics, weights)
         first += length
         yield statistics
@@ -179,8 +147,8 @@ def _chunks(
     scaling: float,
     positions: Positions,
     chunk: int,
-) -> Iterator[tuple[slice, Float[Tensor, "R c S"], Float[Tensor, "R c S"]]]:
-    """Logits and softmax weights of a few queries at a time, in two buffers that are used again."""
+) -> Iterator[Float[Tensor, "R c S"]]:
+    """Softmax weights of a few queries at a time, in buffers that are used again."""
     num_heads, query_len, head_dim = queries.shape
     if not len(keys):
         return
@@ -199,7 +167,7 @@ def _chunks(
             torch.softmax(logits, -1, out=weights)
             # A query that sees nothing has a row of NaN so far.
             weights.view(grouped).masked_fill_(hidden, 0.0)
-        yield asked, logits.view(grouped), weights.view(grouped)
+        yield weights.view(grouped)
 
 
 def _checked(query_positions: Tensor | None, key_positions: Tensor | None, chunk: int) -> Positions:

@@ -10,8 +10,3 @@ from torch import Tensor
 def starts_of(lengths: Int64[Tensor, " K"]) -> Int64[Tensor, " K"]:
     """Where each head begins, when heads of these lengths lie end to end."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
-
-
-def heads_of(lengths: Int64[Tensor, " K"]) -> Int64[Tensor, " T"]:
-    """The head that each packed entry belongs to."""
-    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
