@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import environment, write
+from _timing import environment, write
 from torch.nn import Parameter
 
+import larder.cli
 from larder import Engine, read_conversation
 from larder.session.files import find_files
 
@@ -32,6 +33,7 @@ BUDGETS, BLOCK = (512, 1024, 2048), 512
 LENGTHS = (8192, 16384, 32768)
 OUT = Path("results/bound.jsonl")
 MIB = 1 << 20
+DEMO = Path(larder.cli.__path__[0]) / "demo" / "conversation.json"
 
 
 def main() -> None:
@@ -44,15 +46,18 @@ def main() -> None:
     if options.child:
         print(json.dumps(_child(*json.loads(options.child))))
         return
-    if options.paths:
-        _entries(options)
+    broken = _entries(options)
     if options.memory:
         _memory()
+    if broken:
+        sys.exit(f"{broken} cases exceed their bound or miscount their bytes.")
 
 
-def _entries(options: argparse.Namespace) -> None:
+def _entries(options: argparse.Namespace) -> int:
+    """Read every file under every budget; how many cases broke their promise."""
+    broken = 0
     base = Engine.load(policy="full")
-    for path in find_files(options.paths):
+    for path in find_files(options.paths or [DEMO]):
         conversation = read_conversation(path)
         for policy in options.policies.split(","):
             for budget in BUDGETS:
@@ -80,6 +85,8 @@ def _entries(options: argparse.Namespace) -> None:
                     f"bytes counted {memory.shelf.nbytes} held {held}"
                 )
                 write(OUT, [row | environment()])
+                broken += not row["within"] or memory.shelf.nbytes != held
+    return broken
 
 
 def _storages() -> dict[int, int]:

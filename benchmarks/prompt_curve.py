@@ -13,15 +13,16 @@ results/prompt_curve.jsonl.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from timing import environment, write
+from _timing import environment, write
 
 from larder import Conversation, Engine, Policy, Question, read_conversation
 from larder.bench.forced import Forced, force
+from larder.bench.lifelog_questions import lifelog_conversation
 from larder.core.spelling import spell
 from larder.prefill.meter import Meter
 from larder.session.embedding import load_embedder
@@ -39,18 +40,16 @@ OUT = Path("results/prompt_curve.jsonl")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path)
+    parser.add_argument("data", type=Path, nargs="?", help="left out: a generated conversation")
     parser.add_argument("--kinds", default="lifelog")
     parser.add_argument("--sizes", default="1500")
     parser.add_argument("--share", type=int, default=4, help="budget is 1/SHARE of the context")
-    parser.add_argument("--budget-part", default="sensitivity", help="sensitivity, pooled, uniform")
+    parser.add_argument("--budget-part", default="pooled", help="pooled, uniform, sensitivity")
     options = parser.parse_args()
     engine = Engine.load(policy="full")
     points: dict[str, list[tuple[float, Forced]]] = {}
-    for kind in options.kinds.split(","):
-        for size in options.sizes.split(","):
-            for path in sorted(options.data.glob(f"{kind}-{size}-*.json")):
-                _file(engine, read_conversation(path), options, points)
+    for conversation in _conversations(engine, options):
+        _file(engine, conversation, options, points)
     rows = [_row(name, results, options) for name, results in points.items()]
     for row in rows:
         print(
@@ -58,6 +57,16 @@ def main() -> None:
             f"log-likelihood {row['log_likelihood']:.3f}  n {row['questions']}"
         )
     write(OUT, rows)
+
+
+def _conversations(engine: Engine, options: argparse.Namespace) -> Iterator[Conversation]:
+    if options.data is None:
+        yield lifelog_conversation(101, 1500, engine.scribe.length, 24, ("single",))
+        return
+    for kind in options.kinds.split(","):
+        for size in options.sizes.split(","):
+            for path in sorted(options.data.glob(f"{kind}-{size}-*.json")):
+                yield read_conversation(path)
 
 
 def _file(

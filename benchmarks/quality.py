@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+import larder.cli
 from larder import Conversation, Engine, read_conversation
 from larder.bench.bootstrap import Bootstrap
 from larder.bench.forced import force
@@ -59,6 +61,8 @@ ABLATION = {
 }
 SHARES = {"1/4": 1 / 4, "1/6": 1 / 6, "1/10": 1 / 10}
 ACTIVE, TOTAL = "active", "total"
+DEMO = Path(larder.cli.__path__[0]) / "demo"
+DATA_HELP = "folder of KIND-SIZE-N.json files; left out, the bundled conversation alone"
 
 
 def main() -> None:
@@ -70,27 +74,36 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, help="folder of conversation files with questions")
+    parser.add_argument("data", type=Path, nargs="?", default=DEMO, help=DATA_HELP)
     parser.add_argument("--model", default="seed")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--kinds", default="lifelog,mixed,bookings,needles")
     parser.add_argument("--sizes", default="1500,4000,8000")
     parser.add_argument("--shares", default=",".join(SHARES))
     parser.add_argument("--out", type=Path, default=Path("results/quality.jsonl"))
+    parser.add_argument("--code", default=_commit(), help="rows of other code are measured anew")
     parser.add_argument("--ablation", action="store_true", help="run the parts of ABLATION")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     return parser.parse_args()
+
+
+def _commit() -> str:
+    """The commit that results belong to."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _run(options: argparse.Namespace) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     known = {_key(row) for row in _rows(options.out)}
     base = Engine.load(options.model, policy="full")
+    code = f"{base.loaded.decoder.spec.fingerprint}@{options.code}"
     with options.out.open("a", encoding="utf-8") as out:
         for path in _files(options):
             conversation = read_conversation(path)
             for policy, share, basis in _cases(options):
                 head = {"file": path.stem, "policy": policy, "share": share, "basis": basis}
+                head["code"] = code
                 if _key(head) in known:
                     continue
                 row = head | _measured(base, conversation, policy, share, basis)
@@ -164,6 +177,8 @@ def _measure(
 
 
 def _files(options: argparse.Namespace) -> list[Path]:
+    if options.data == DEMO:
+        return [DEMO / "conversation.json"]
     kinds, sizes = options.kinds.split(","), options.sizes.split(",")
     return [
         path
@@ -180,12 +195,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["file"], row["policy"], row["share"], row["basis"]
+    return row["file"], row["policy"], row["share"], row["basis"], row.get("code", "")
 
 
 def _report(path: Path, kinds: list[str], sizes: list[str]) -> None:
     """Tables of exact match and log-likelihood over questions whose answer is in the text."""
-    rows = [row for row in _rows(path) if row["file"].split("-")[1] in sizes]
+    sizes = [*sizes, ""]  # the bundled conversation has no size in its name
+    latest = {_key(row)[:4]: row for row in _rows(path)}.values()
+    rows = [row for row in latest if (row["file"] + "--").split("-")[1] in sizes]
     for kind in [*kinds, "all"]:
         chosen = [row for row in rows if kind in ("all", row["file"].split("-")[0])]
         if chosen:

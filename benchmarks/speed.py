@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import environment, interleaved, percentiles, write
+from _timing import environment, interleaved, percentiles, write
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from larder import Policy

@@ -54,7 +54,7 @@ def main() -> None:
         for side, results in sides.items():
             rows.append(_row(press, side, results, job["expected"]))
             print(_line(rows[-1]))
-    from timing import environment, write
+    from _timing import environment, write
 
     write(
         OUT, [row | {"share": options.share, "file": options.file} | environment() for row in rows]
