@@ -15,7 +15,9 @@ from packaging.version import Version
 from torch import nn
 
 from larder.core.errors import BadParameter, ModelError
+from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
+from larder.models.kinds import check_kinds
 from larder.models.loading import adopt, load
 from larder.models.tiny import tiny
 from larder.models.verification import check_rope
@@ -225,3 +227,59 @@ def test_types_that_nobody_computes_in() -> None:
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(ModelError, match="'cuda' cannot be used"):
         load(device="cuda")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_chunks_that_live_in_the_mask_alone() -> None:
+    """Llama4's chunk begins far behind any text that a model is verified with."""
+    options = {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 32}
+    module = built("Llama4ForCausalLM", **SHAPE, **options)
+    refused(module, "'chunked_attention'|chunks of 32 tokens")
+
+
+def a_config(**told: Any) -> Any:
+    return transformers.LlamaConfig(**SHAPE, **told)
+
+
+def layers_with(*windows: int | None) -> list[LayerSpec]:
+    return [LayerSpec(n, 2, 1, 16, 0.25, window) for n, window in enumerate(windows)]
+
+
+@pytest.mark.parametrize(
+    "kinds, windows, reason",
+    [
+        (["full_attention", "sliding_attention"], (None, None), "Layer 1 .* the window None"),
+        (["full_attention", "full_attention"], (8, None), "Layer 0 .* the window 8"),
+        (["full_attention", "chunked_attention"], (None, None), "kind 'chunked_attention'"),
+        (["linear_attention", "full_attention"], (None, None), "kind 'linear_attention'"),
+    ],
+)
+def test_kinds_that_the_survey_does_not_confirm(kinds, windows, reason) -> None:
+    config = a_config()
+    config.layer_types = kinds
+    with pytest.raises(ModelError, match=reason):
+        check_kinds(config, layers_with(*windows))
+
+
+def test_a_chunk_without_named_kinds() -> None:
+    config = a_config()
+    config.attention_chunk_size = 32
+    with pytest.raises(ModelError, match="chunks of 32 tokens"):
+        check_kinds(config, layers_with(None, None))
+
+
+@pytest.mark.parametrize("kinds", [None, ["sliding_attention", "full_attention"]])
+def test_kinds_that_are_confirmed_or_not_named(kinds) -> None:
+    config = a_config()
+    config.layer_types = kinds
+    check_kinds(config, layers_with(8, None))
+
+
+def test_a_model_that_another_decoder_holds() -> None:
+    module = tiny("llama")
+    former = module.config._attn_implementation
+    with Decoder(module):
+        with pytest.raises(ModelError, match="held by another decoder"):
+            Decoder(module)
+        assert module.config._attn_implementation == "larder"
+    assert module.config._attn_implementation == former

@@ -15,6 +15,7 @@ from larder.core.spec import ModelSpec
 from larder.core.types import Mode
 from larder.models import seam
 from larder.models.fingerprint import fingerprint
+from larder.models.kinds import check_kinds
 from larder.models.passes import Observer, Pass, Row
 from larder.models.survey import Survey
 
@@ -32,13 +33,19 @@ class Decoder:
         module: a `PreTrainedModel` with a language-model head, in eval mode.
 
     Raises:
-        ModelError: the architecture has no seam, or asks for what cannot be honored.
+        ModelError: the architecture has no seam, or asks for what cannot be honored; or another
+            decoder holds the module.
     """
 
     def __init__(self, module: Any) -> None:
         seam.register()
         self.module = module
         self._former = module.config._attn_implementation
+        if self._former == seam.NAME:
+            raise ModelError(
+                f"This {type(module).__name__} is held by another decoder: use that one, or give "
+                "the model back first with its release()."
+            )
         _switch(module, seam.NAME)
         try:
             self.spec = self._survey()
@@ -57,7 +64,11 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, rows: Sequence[Row], mode: Mode, observer: Observer | None = None) -> None:
-        """Pass rows through all layers, without computing logits."""
+        """Pass rows through all layers, without computing logits.
+
+        In probe mode only the first layer is as it would be in earnest: attention answers with
+        zeros, so what later layers record follows from no text.
+        """
         self._run(self.module.base_model, rows, mode, observer)
 
     @torch.no_grad()
@@ -103,18 +114,19 @@ class Decoder:
                 larder=journey,
                 **options,
             )
+            journey.finish()
         except BaseException:
             journey.roll_back()
             raise
-        journey.finish()
         return out
 
     def _check(self, ids: list[int]) -> None:
         if not ids:
             raise InputError("Nothing to read: the text has no tokens.")
-        if max(ids) >= self.vocabulary or min(ids) < 0:
+        wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < self.vocabulary]
+        if wrong:
             raise InputError(
-                f"Token id {max(ids)} is outside the model's vocabulary of {self.vocabulary}: "
+                f"Token id {wrong[0]} is outside the model's vocabulary of {self.vocabulary}: "
                 "use the tokenizer that came with the model."
             )
 
@@ -137,6 +149,7 @@ class Decoder:
                 "cannot manage a model without that seam in every layer."
             )
         layers = tuple(survey.layers[index] for index in range(expected))
+        check_kinds(self.module.config, layers)
         return ModelSpec(layers, table.dtype, table.device, fingerprint(self.module))
 
 
