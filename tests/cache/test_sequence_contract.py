@@ -126,6 +126,39 @@ def test_saved_through_a_file_both_continue_alike(form) -> None:
     assert equal(cache, copy)
 
 
+def test_one_state_restores_twice(form) -> None:
+    cache = filled(form)
+    state, meta = cache.state(), cache.meta()
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    first = SequenceCache.restore(SPEC, state, meta)
+    first.truncate(10)
+    read(first, 3, seed=7)
+    assert all(torch.equal(state[name], before[name]) for name in state)
+    assert equal(SequenceCache.restore(SPEC, state, meta), cache)
+
+
+def test_a_state_that_is_given_up_is_not_held_twice(form) -> None:
+    cache = filled(form)
+    state = cache.state()
+    places = {t.untyped_storage().data_ptr() for t in state.values()}
+    taken = SequenceCache.adopt(SPEC, state, cache.meta())
+    assert equal(taken, cache)
+    held = {t.untyped_storage().data_ptr() for store in taken._stores for t in store.tensors()[:3]}
+    assert held <= places
+
+
+def test_storage_alone_makes_no_window_hold_more(form) -> None:
+    plain, prepared = filled(form), filled(form)
+    prepared.allocate(40)
+    for each in (plain, prepared):
+        read(each, 9)
+    assert prepared.lengths() == plain.lengths()
+    reserved = filled(form)
+    reserved.reserve(40)
+    read(reserved, 9)
+    assert reserved.lengths()[1] > plain.lengths()[1]
+
+
 def test_a_cache_of_another_model_is_not_restored(form) -> None:
     cache = filled(form)
     state = {name: t for name, t in cache.state().items() if not name.startswith("2.")}

@@ -280,9 +280,34 @@ def test_one_state_restores_twice(subject) -> None:
     store, _ = subject.filled()
     state = store.state()
     first, second = (type(store).restore(store.layer, state) for _ in range(2))
-    extend(first, subject.tokens(5, 13))
-    first.truncate(14)
+    first.truncate(7)  # makes room in place
+    append(first, subject.tokens(1, 7))
     assert same(second, store)
+    assert same(type(store).restore(store.layer, state), store)
+
+
+def test_lengths_are_those_of_the_entries(subject, monkeypatch) -> None:
+    store, _ = subject.filled()
+    expected = store.entries().lengths
+    monkeypatch.setattr(type(store), "entries", None)
+    assert store.lengths == expected
+
+
+def test_what_stood_beside_the_new_storage_is_told(subject) -> None:
+    store, _ = subject.filled()
+    before = store.nbytes
+    append(store, subject.tokens(80, 13))  # more than any slack
+    assert store.replaced_bytes == before
+
+
+def test_a_plan_holds_the_old_storage_beside_the_new(planned) -> None:
+    store = planned.new()
+    store.allocate(50)
+    append(store, planned.tokens(40))
+    assert store.replaced_bytes == 0
+    before = store.nbytes
+    store.apply(planned.plan([[0, 1]] * planned.layer.kv_heads, 40))
+    assert store.replaced_bytes == before
 
 
 def test_nothing_written_is_an_input(subject) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from builders import a_plan
 from larder.cache.sequence import Form, SequenceCache
-from larder.core.errors import InputError, ModelError
+from larder.core.errors import CacheError, InputError, ModelError
 from larder.core.types import Mode
 from larder.models.passes import Pass, Recorded, Row
 from reading import read_on, some_ids
+
+CPU = torch.device("cpu")
 
 
 def recordings(decoder, cache, ids, mode) -> dict[int, Recorded]:
@@ -85,7 +88,55 @@ def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
         journey.finish()
 
 
-@pytest.mark.parametrize("ids, rule", [((), "no tokens"), ((5, 128), "128"), ((-1,), "-1")])
+def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
+    decoder = adopted("llama")
+    cache, twin = (SequenceCache(decoder.spec, Form.RAGGED) for _ in range(2))
+    for each in (cache, twin):
+        read_on(decoder, each, some_ids(12), 5)
+    finish = Pass.finish
+
+    def deaf(journey: Pass) -> None:
+        journey.called.discard(1)
+        finish(journey)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pass, "finish", deaf)
+        with pytest.raises(ModelError, match=r"Layers \[1\]"):
+            decoder.read([Row(cache, some_ids(4))], Mode.APPEND)
+    assert cache.next_position == 12
+    assert cache.lengths() == twin.lengths()
+
+
+@pytest.mark.parametrize("mode", [Mode.APPEND, Mode.SCRATCH])
+def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None:
+    decoder = adopted("llama")
+    cache, other = (SequenceCache(decoder.spec, Form.RAGGED) for _ in range(2))
+    for each in (cache, other):
+        read_on(decoder, each, some_ids(12), 5)
+
+    def plan_and_fail(row: int, layer: int, recorded: Recorded) -> None:
+        if (row, layer) == (0, 0):
+            lengths = cache.entries(0).lengths
+            cache.apply(0, a_plan([range(0, length, 2) for length in lengths], lengths))
+        if layer == 1:
+            raise MemoryError("no more")
+
+    rows = [Row(cache, some_ids(4)), Row(other, some_ids(4))]
+    with pytest.raises(MemoryError):
+        decoder.read(rows, mode, plan_and_fail)
+    for use in (cache.state, cache.fork, lambda: cache.entries(1), lambda: cache.surrender(CPU)):
+        with pytest.raises(CacheError, match="read the text again"):
+            use()
+    with pytest.raises(CacheError, match="read the text again"):
+        decoder.read([Row(cache, some_ids(4))], Mode.APPEND)
+    assert other.lengths() == ((12, 12), (12, 12))  # nothing was planned here: it is taken back
+    read_on(decoder, other, some_ids(4), 4)
+
+
+@pytest.mark.parametrize(
+    "ids, rule",
+    [((), "no tokens"), ((5, 128), "id 128"), ((-1,), "id -1"), ((5, -3, 7), "id -3")],
+)
 def test_ids_that_no_model_knows_are_refused(adopted, ids, rule) -> None:
     decoder = adopted("llama")
     cache = SequenceCache(decoder.spec, Form.RAGGED)

@@ -9,22 +9,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import a_layer, a_plan, a_view
+from builders import a_layer, a_plan, some_entries
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.plan import Fate, Plan
 from larder.policy.protect import Protect
 
 
 def test_a_compensation_equals_its_loop(compensation, loop_of) -> None:
-    seen = a_view(a_layer(2, 2), [range(8), range(2, 8)], 3)
+    entries = some_entries(a_layer(2, 2), [range(8), range(2, 8)])
     plan = a_plan([[0, 3, 7], []], (8, 6))
     before = plan.kept.clone()
-    settled = compensation.settle(plan, seen)
+    settled = compensation.settle(plan, entries)
     assert settled.kept.tolist() == loop_of(compensation).settle([0, 3, 7])
     assert settled.lengths == (3, 0)
     assert torch.equal(plan.kept, before)
     assert isinstance(compensation.fate, Fate)
-    assert compensation.settle(plan, seen) == settled
+    assert compensation.settle(plan, entries) == settled
     said = inspect.getmodule(type(compensation)).__doc__
     assert "arXiv:" in said or "o paper" in said
 

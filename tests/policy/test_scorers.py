@@ -175,6 +175,8 @@ def test_reconstruction_repeats_every_token_once() -> None:
     block = tuple(range(100, 120))
     asked = Reconstruct(chunk=7).scratch(block, 0, {"repeat": (1, 2)})
     assert [s.span for s in asked] == [(0, 7), (7, 14), (14, 20)]
+    even = Reconstruct(chunk=8).scratch(block[:17], 0, {"repeat": (1, 2)})
+    assert [s.span for s in even] == [(0, 6), (6, 12), (12, 17)]
     assert sum((s.ids[2:] for s in asked), ()) == block
     assert all(s.ids[:2] == (1, 2) for s in asked)
     later = Reconstruct(chunk=7).scratch(block, 30, {"repeat": (1, 2)})

@@ -32,8 +32,8 @@ class Witness(Meter):
         super().__init__()
         self.highest = 0
 
-    def note(self, caches: Any, layer: int, scratch_tokens: int) -> None:
-        super().note(caches, layer, scratch_tokens)
+    def note(self, caches: Any, passing_bytes: int) -> None:
+        super().note(caches, passing_bytes)
         self.highest = max(self.highest, *(cache.managed_entries for cache in caches))
 
 

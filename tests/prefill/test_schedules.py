@@ -11,7 +11,12 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import Mode
 from larder.models.loading import adopt
-from larder.models.tiny import tiny
+from larder.models.tiny import WINDOW_TOKENS, tiny
+from larder.policy.budgets.pooled import Pooled
+from larder.policy.compensation.drop import Drop
+from larder.policy.planner import Planner
+from larder.policy.protect import Protect
+from larder.policy.scorers.snapkv import SnapKV
 from larder.prefill.base import pieces, silent
 from larder.prefill.schedules import whole as whole_module
 from larder.prefill.schedules.blockwise import Blockwise
@@ -135,6 +140,64 @@ def test_two_conversations_do_not_leak_into_one_another(
     assert_same(alone.cache, mixed.cache, 0)
     assert positions(other.cache) != positions(mixed.cache)
     assert planner == before
+
+
+@pytest.mark.parametrize("total, size", [(17, 16), (40, 8), (5, 9), (100, 33), (1, 1), (0, 4)])
+def test_pieces_are_of_nearly_the_same_length(total, size) -> None:
+    ids = some_ids(total)
+    parts = pieces(ids, size)
+    assert sum(parts, ()) == ids
+    assert len(parts) == -(-total // size)
+    lengths = [len(part) for part in parts]
+    assert lengths == sorted(lengths, reverse=True)
+    assert not lengths or max(lengths) <= size and max(lengths) - min(lengths) <= 1
+
+
+class Voters(SnapKV):
+    """SnapKV that says how many voters it keeps."""
+
+    def least(self) -> int:
+        return self.window
+
+
+def test_a_scorer_that_judges_by_more_than_a_piece_is_served(
+    watched, reader_for, lane_for, monkeypatch
+) -> None:
+    planner = Planner(Protect(1, 2), Voters(window=20), Pooled(), Drop())
+    caches = []
+    for piece in (11, 1024):
+        monkeypatch.setattr(whole_module, "PIECE_TOKENS", piece)
+        lane, reader = lane_for(watched), reader_for(watched, planner, 25, 60)
+        Whole().read(reader, [lane], some_ids(60), silent)
+        caches.append(lane.cache)
+    assert_same(*caches)
+
+
+def test_a_short_last_chunk_does_not_outrank_the_others(watched, reader_for, lane_for) -> None:
+    planner = planner_of("protect(sinks=0, recent=0) > reconstruct(chunk=32) > global()")
+    reader, lane = reader_for(watched, planner, 26, 130), lane_for(watched)
+    Whole().read(reader, [lane], some_ids(130), silent)
+    kept = [position for head in positions(lane.cache) for position in head]
+    assert sum(position >= 128 for position in kept) < 0.9 * 2 * len(positions(lane.cache))
+
+
+def test_a_whole_text_leaves_windows_as_wide_as_they_are(reader_for, lane_for, monkeypatch) -> None:
+    monkeypatch.setattr(whole_module, "PIECE_TOKENS", 16)
+    decoder = adopt(tiny("gemma3", layers=4))
+    reader = reader_for(decoder, planner_of("snapkv(window=4) > unlimited()"), 1 << 62, 200)
+    lane, widest = lane_for(decoder), []
+    attend = SequenceCache.attend
+
+    def spy(self, layer, *rest):
+        out = attend(self, layer, *rest)
+        widest.append(max(self.lengths()[0]))
+        return out
+
+    monkeypatch.setattr(SequenceCache, "attend", spy)
+    Whole().read(reader, [lane], some_ids(200), silent)
+    assert max(widest) <= WINDOW_TOKENS + 16
+    handed_over = lane.cache.largest_layer_bytes  # is held twice
+    assert reader.meter.peak_bytes - handed_over < 1.2 * decoder.spec.full_bytes(200)
 
 
 def test_later_positions_are_true_ones(watched, reader_for, lane_for) -> None:

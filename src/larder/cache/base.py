@@ -24,6 +24,7 @@ class Store(ABC):
     """
 
     layer: LayerSpec
+    replaced_bytes: int = 0  # storage that stood beside its successor during the last change
 
     @abstractmethod
     def attend(
@@ -68,8 +69,12 @@ class Store(ABC):
         """Keep what the plan keeps; free the rest, and all slack, at once."""
 
     @abstractmethod
-    def reserve(self, room: int) -> None:
+    def allocate(self, room: int) -> None:
         """Set storage aside for at least `room` more tokens per head."""
+
+    def reserve(self, room: int) -> None:
+        """Prepare for `room` more tokens per head that `truncate` may take back."""
+        self.allocate(room)
 
     @abstractmethod
     def compact(self) -> None:
@@ -92,9 +97,14 @@ class Store(ABC):
         """Everything needed to restore the store, as contiguous tensors without slack."""
 
     @classmethod
-    @abstractmethod
     def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Store:
-        """The store that `state` came from."""
+        """The store that `state` came from, on tensors of its own: `state` restores again."""
+        return cls.adopt(layer, {name: tensor.clone() for name, tensor in state.items()})
+
+    @classmethod
+    @abstractmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Store:
+        """As `restore`, but the tensors are taken over: nobody else may use them any more."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
@@ -106,9 +116,9 @@ class Store(ABC):
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     @property
+    @abstractmethod
     def lengths(self) -> tuple[int, ...]:
         """Entries of each kv head."""
-        return self.entries().lengths
 
 
 Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]

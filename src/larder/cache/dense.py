@@ -52,6 +52,7 @@ class Dense(Store):
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         start, stop = self._length, self._length + keys.shape[1]
+        self.replaced_bytes = 0
         if stop > self._capacity:
             self._resize(max(stop + LEAST_GROWTH_TOKENS, stop + stop // GROWTH))
         self._keys[:, start:stop] = keys
@@ -69,10 +70,10 @@ class Dense(Store):
             )
         rows = chosen[0].to(self._keys.device)
         keys, values, positions = self._keys[:, rows], self._values[:, rows], self._positions[rows]
-        self._keys, self._values, self._positions = keys, values, positions
+        self._replace(keys, values, positions)
         self._length = len(rows)
 
-    def reserve(self, room: int) -> None:
+    def allocate(self, room: int) -> None:
         if self._length + room > self._capacity:
             self._resize(self._length + room)
 
@@ -94,7 +95,7 @@ class Dense(Store):
         )
 
     def fork(self) -> Dense:
-        return type(self).restore(self.layer, self.state())
+        return type(self).adopt(self.layer, self.state())
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -104,7 +105,7 @@ class Dense(Store):
         }
 
     @classmethod
-    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Dense:
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Dense:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
         store._positions, store._length = state["positions"], len(state["positions"])
@@ -112,6 +113,10 @@ class Dense(Store):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._keys, self._values, self._positions
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self._length,) * self.layer.kv_heads
 
     @property
     def _capacity(self) -> int:
@@ -134,7 +139,11 @@ class Dense(Store):
         new_values[:, :length] = values[:, :length]
         positions = self._positions.new_zeros(capacity)
         positions[:length] = self._positions[:length]
-        self._keys, self._values, self._positions = new_keys, new_values, positions
+        self._replace(new_keys, new_values, positions)
+
+    def _replace(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        self.replaced_bytes = self.nbytes
+        self._keys, self._values, self._positions = keys, values, positions
 
 
 def _each_head(positions: Tensor, heads: int) -> Tensor:

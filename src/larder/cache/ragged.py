@@ -54,6 +54,7 @@ class Ragged(Store):
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         count = keys.shape[1]
+        self.replaced_bytes = 0
         if count > self._room:
             self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
         rows = (self._starts + self._lengths)[:, None] + torch.arange(count)  # [K, Q]
@@ -71,7 +72,7 @@ class Ragged(Store):
         rows = packed[plan.kept.cpu()].split(plan.lengths)
         self._lay_out(list(rows), 0)
 
-    def reserve(self, room: int) -> None:
+    def allocate(self, room: int) -> None:
         if room > self._room:
             self._lay_out(self._everything(), room)
 
@@ -95,7 +96,7 @@ class Ragged(Store):
         )
 
     def fork(self) -> Ragged:
-        return type(self).restore(self.layer, self.state())
+        return type(self).adopt(self.layer, self.state())
 
     def state(self) -> dict[str, Tensor]:
         rows = torch.cat(self._everything()).to(self._keys.device)
@@ -107,7 +108,7 @@ class Ragged(Store):
         }
 
     @classmethod
-    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Ragged:
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Ragged:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
         store._positions, store._lengths = state["positions"], state["lengths"]
@@ -116,6 +117,10 @@ class Ragged(Store):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._keys, self._values, self._positions, self._lengths, self._starts
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths.tolist())
 
     def _cached(self, queries: Queries) -> Attended:
         return ragged_attention(
@@ -145,6 +150,7 @@ class Ragged(Store):
             torch.index_select(self._keys, 0, part, out=keys[start : start + len(part)])
             torch.index_select(self._values, 0, part, out=values[start : start + len(part)])
             positions[start : start + len(part)] = self._positions[part]
+        self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = keys, values, positions
         self._lengths, self._starts, self._room = lengths, starts, room
 

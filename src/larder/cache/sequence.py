@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 import torch
@@ -34,13 +34,19 @@ class SequenceCache:
 
     It owns the storage. `next_position` is the number of tokens truly read, whatever is left of
     them. If a pass through the model fails halfway, `truncate(next_position)` puts every layer
-    back. Two threads must not use one cache; two caches share nothing.
+    back, unless a plan was carried out in it: what a plan rejects is freed at once. Such a cache
+    is `spoil`ed, and of no use any more. Two threads must not use one cache; two caches share
+    nothing.
+
+    `plans` counts the plans carried out so far.
     """
 
     def __init__(self, spec: ModelSpec, form: Form) -> None:
         self.spec = spec
         self.form = form
         self.next_position = 0
+        self.plans = 0
+        self._is_spoiled = False
         self._stores = [_store(layer, spec, form) for layer in spec.layers]
 
     def attend(
@@ -56,8 +62,10 @@ class SequenceCache:
         """One layer's attention, in one of three modes.
 
         Raises:
-            CacheError: several sections were to be appended; a sequence is one section.
+            CacheError: several sections were to be appended; a sequence is one section. Or the
+                cache is spoiled.
         """
+        self._check()
         if mode is Mode.PROBE:
             return torch.zeros_like(queries)
         store = self._stores[layer]
@@ -73,10 +81,21 @@ class SequenceCache:
 
     def apply(self, layer: int, plan: Plan) -> None:
         """Carry out a plan in one layer; what it rejects is freed at once."""
+        self._check()
         self._stores[layer].apply(plan)
+        self.plans += 1
+
+    def spoil(self) -> None:
+        """A pass failed after some layers had carried out their plans: no layer may be used."""
+        self._is_spoiled = True
+
+    def allocate(self, room: int) -> None:
+        """Set storage aside for at least `room` more tokens per head, which stay."""
+        for store in self._stores:
+            store.allocate(room)
 
     def reserve(self, room: int) -> None:
-        """Set storage aside for at least `room` more tokens per head.
+        """Set storage aside for at least `room` more tokens per head, which may be taken back.
 
         Sliding-window layers keep that many entries beyond their window, so that `truncate` can
         take `room` tokens back exactly.
@@ -97,6 +116,7 @@ class SequenceCache:
 
     def fork(self) -> SequenceCache:
         """An independent copy, without slack."""
+        self._check()
         copy = SequenceCache(self.spec, self.form)
         copy._stores = [store.fork() for store in self._stores]
         copy.next_position = self.next_position
@@ -104,6 +124,7 @@ class SequenceCache:
 
     def entries(self, layer: int) -> Entries:
         """What a layer holds, as views."""
+        self._check()
         return self._stores[layer].entries()
 
     def lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -120,8 +141,18 @@ class SequenceCache:
         """Bytes of every tensor held, slack and metadata included."""
         return sum(store.nbytes for store in self._stores)
 
+    def replaced_bytes(self, layer: int) -> int:
+        """Bytes that a layer held twice while its last change was carried out."""
+        return self._stores[layer].replaced_bytes
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Bytes of the layer that holds most, slack included."""
+        return max(store.nbytes for store in self._stores)
+
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
+        self._check()
         return {
             f"{index}.{name}": tensor
             for index, store in enumerate(self._stores)
@@ -133,6 +164,7 @@ class SequenceCache:
 
         Never more than one layer is held twice. Interrupted, the cache is as before.
         """
+        self._check()
         handed: dict[str, Tensor] = {}
         given: list[int] = []
         try:
@@ -150,7 +182,14 @@ class SequenceCache:
         for index in given:
             empty = self._stores[index]
             own = _layer_state(handed, index, self.spec)
-            self._stores[index] = type(empty).restore(empty.layer, own)
+            self._stores[index] = empty.adopt(empty.layer, own)
+
+    def _check(self) -> None:
+        if self._is_spoiled:
+            raise CacheError(
+                "A pass over this cache was broken off when some layers had already dropped "
+                "entries for good: read the text again into a new cache."
+            )
 
     def meta(self) -> dict[str, str]:
         """What `restore` needs beside the tensors."""
@@ -160,11 +199,31 @@ class SequenceCache:
     def restore(
         cls, spec: ModelSpec, state: Mapping[str, Tensor], meta: Mapping[str, str]
     ) -> SequenceCache:
-        """The cache that `state` and `meta` came from.
+        """The cache that `state` and `meta` came from, on tensors of its own.
 
         Raises:
             CacheError: the state has other layers than the model.
         """
+        return cls._rebuilt(spec, state, meta, lambda store, own: store.restore(store.layer, own))
+
+    @classmethod
+    def adopt(
+        cls, spec: ModelSpec, state: Mapping[str, Tensor], meta: Mapping[str, str]
+    ) -> SequenceCache:
+        """As `restore`, but tensors that are in place are taken over instead of copied.
+
+        `state` must not be used afterwards: the cache writes into it.
+        """
+        return cls._rebuilt(spec, state, meta, lambda store, own: store.adopt(store.layer, own))
+
+    @classmethod
+    def _rebuilt(
+        cls,
+        spec: ModelSpec,
+        state: Mapping[str, Tensor],
+        meta: Mapping[str, str],
+        fill: Callable[[Store, dict[str, Tensor]], Store],
+    ) -> SequenceCache:
         cache = cls(spec, Form(meta["form"]))
         for index, store in enumerate(cache._stores):
             own = _layer_state(state, index, spec)
@@ -173,7 +232,7 @@ class SequenceCache:
                     f"The saved cache has no layer {index}, but the model has "
                     f"{len(spec.layers)} layers: it belongs to another model."
                 )
-            cache._stores[index] = type(store).restore(store.layer, own)
+            cache._stores[index] = fill(store, own)
         cache.next_position = int(meta["next_position"])
         return cache
 

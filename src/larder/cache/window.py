@@ -66,6 +66,10 @@ class Window(Store):
     def apply(self, plan: Plan) -> None:
         raise CacheError(f"Layer {self.layer.index} slides its own window: no plan applies to it.")
 
+    def allocate(self, room: int) -> None:
+        """A window needs no storage in advance: it holds the same however much is read."""
+        del room
+
     def reserve(self, room: int) -> None:
         """Keep `room` entries beyond the window, so that as many tokens can be taken back."""
         self._slack = max(self._slack, room)
@@ -90,7 +94,7 @@ class Window(Store):
         )
 
     def fork(self) -> Window:
-        return type(self).restore(self.layer, self.state())
+        return type(self).adopt(self.layer, self.state())
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -100,7 +104,7 @@ class Window(Store):
         }
 
     @classmethod
-    def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Window:
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Window:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
         store._positions = state["positions"]
@@ -108,6 +112,10 @@ class Window(Store):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._keys, self._values, self._positions
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (len(self._positions),) * self.layer.kv_heads
 
     def _cached(self, queries: Queries, positions: Positions) -> Attended:
         return windowed_attention(
@@ -133,6 +141,7 @@ class Window(Store):
 
     def _hold(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Change everything at once, when all of it is there."""
+        self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = keys, values, positions
 
 

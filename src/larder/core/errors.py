@@ -8,6 +8,7 @@
     ├── BudgetError             the memory asked for cannot hold what must be kept
     ├── InputError              a file or conversation cannot be read
     ├── ModelError              a model cannot be loaded, or asks for what Larder cannot honour
+    ├── ScoreError              a scorer returned what no budget can rank
     ├── CacheError              a cache was asked for something its form cannot do
     └── DependencyError         an optional package is missing
 
@@ -55,6 +56,10 @@ class InputError(LarderError):
 
 class ModelError(LarderError):
     """A model cannot be loaded, or asks for something that Larder cannot honour."""
+
+
+class ScoreError(LarderError):
+    """A scorer returned what no budget can rank."""
 
 
 class CacheError(LarderError):

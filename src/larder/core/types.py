@@ -28,7 +28,8 @@ class Mode(Enum):
 
     APPEND: attends, then the new entries stay.
     SCRATCH: attends and leaves no trace (patched prompts, reconstruction, forced answers).
-    PROBE: attends to nothing; only queries, keys and values are recorded.
+    PROBE: attends to nothing; only queries, keys and values are recorded. The zeros it answers
+        with make every output behind the first layer meaningless: use nothing of them.
     """
 
     APPEND = "append"

@@ -72,6 +72,7 @@ class Pass:
         self.called: set[int] = set()
         self._mode = mode
         self._observer = observer
+        self._plans = [row.cache.plans for row in rows]
         self._positions = [torch.tensor(row.positions(), device=device) for row in rows]
 
     def positions(self) -> Int[Tensor, "1 Q"]:
@@ -111,9 +112,14 @@ class Pass:
                 row.cache.advance(len(row.ids))
 
     def roll_back(self) -> None:
-        """Take back what a failed pass has already appended."""
-        if self._mode is Mode.APPEND:
-            for row in self.rows:
+        """Take back what a failed pass has already appended.
+
+        A cache that carried out a plan meanwhile cannot be put back, and is spoiled.
+        """
+        for row, plans in zip(self.rows, self._plans, strict=True):
+            if row.cache.plans != plans:
+                row.cache.spoil()
+            elif self._mode is Mode.APPEND:
                 row.cache.truncate(row.cache.next_position)
 
     def _row(self, index: int, layer: int, queries: Queries, keys: Keys, values: Values) -> Queries:

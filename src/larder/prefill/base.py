@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from larder.core.cutting import even_cuts
 from larder.prefill.reader import Lane, Reader
 
 # Called as tokens are read: (tokens read so far over all lanes, tokens to read over all lanes).
@@ -18,7 +19,9 @@ def silent(done: int, total: int) -> None:
 class Schedule(ABC):
     """Says when plans are made while a context is read. A frozen dataclass without state."""
 
-    tokens: int | None  # M_block, tokens read between two plans; None for schedules without blocks
+    tokens: (
+        int | None
+    )  # M_block, most tokens read between two plans; None for schedules without blocks
 
     @abstractmethod
     def read(
@@ -28,5 +31,5 @@ class Schedule(ABC):
 
 
 def pieces(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    """Consecutive pieces of `size` tokens; the last may be short."""
-    return [ids[start : start + size] for start in range(0, len(ids), size)]
+    """Consecutive pieces of nearly the same length, at most `size` tokens each."""
+    return [ids[start:stop] for start, stop in even_cuts(len(ids), size)]

@@ -10,6 +10,9 @@ from larder.cache.sequence import SequenceCache
 class Meter:
     """Peaks of bytes and of managed entries, over all caches that live at the same time.
 
+    Bytes are those of every tensor that a cache owns, of storage that is just being replaced, and
+    of the keys and values that a scratch pass reads behind the caches.
+
     Args:
         parked_bytes: bytes of other caches that stay in memory meanwhile.
     """
@@ -23,11 +26,13 @@ class Meter:
         """Count a finished cache from now on as held elsewhere."""
         self.parked_bytes += cache.nbytes
 
-    def note(self, caches: Sequence[SequenceCache], layer: int, scratch_tokens: int) -> None:
-        """Look at the caches while `layer` has `scratch_tokens` more in flight."""
-        spec = caches[0].spec
-        in_flight = spec.layers[layer].bytes_per_token(spec.dtype) * scratch_tokens
+    def note(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
+        """Look at the caches right after a change.
+
+        Args:
+            passing_bytes: held beside them at the height of that change.
+        """
         held = self.parked_bytes + sum(cache.nbytes for cache in caches)
         entries = sum(cache.managed_entries for cache in caches)
-        self.peak_bytes = max(self.peak_bytes, held + in_flight)
+        self.peak_bytes = max(self.peak_bytes, held + passing_bytes)
         self.peak_entries = max(self.peak_entries, entries)

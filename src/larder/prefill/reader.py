@@ -55,7 +55,7 @@ class Reader:
         rows = [Row(cache, ids) for cache in caches]
 
         def watch(row: int, layer: int, recorded: Recorded) -> None:
-            self.meter.note(caches, layer, 0)
+            self.meter.note(caches, caches[row].replaced_bytes(layer))
 
         self.decoder.read(rows, Mode.APPEND, watch)
 
@@ -78,18 +78,26 @@ class Reader:
             self.planner, caches, self.tokens, self.quotas, self.meter, start + len(block)
         )
         if not scratches[0]:
-            judge.expect([Scratch(block, (0, judge.length))] * len(lanes), Turn.LAST)
+            judge.expect([Scratch(block, (0, judge.length))] * len(lanes), Turn.LAST, 0)
             self.decoder.read([Row(cache, ids) for cache in caches], Mode.APPEND, judge)
             return
         self.append(lanes, ids)
         rounds = list(zip(*scratches, strict=True))
         for number, asked in enumerate(rounds, start=1):
-            judge.expect(asked, Turn.LAST if number == len(rounds) else Turn.MORE)
+            turn = Turn.LAST if number == len(rounds) else Turn.MORE
+            judge.expect(asked, turn, sum(len(scratch.ids) for scratch in asked))
             rows = [Row(cache, s.ids) for cache, s in zip(caches, asked, strict=True)]
             self.decoder.read(rows, Mode.SCRATCH, judge)
 
-    def finish(self, lane: Lane) -> None:
-        """A lane has read everything: give its slack back and hand the cache over."""
+    def finish(self, lane: Lane, waiting: Sequence[Lane] = ()) -> None:
+        """A lane has read everything: give its slack back and hand the cache over.
+
+        Args:
+            waiting: lanes beside it that are finished later.
+        """
+        # Giving back and handing over go layer by layer, and hold one layer twice.
+        caches = [lane.cache, *(each.cache for each in waiting)]
+        self.meter.note(caches, lane.cache.largest_layer_bytes)
         lane.cache.compact()
         self.meter.park(lane.cache)
         lane.finish(lane.cache)

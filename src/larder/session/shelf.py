@@ -71,7 +71,7 @@ class Shelf:
             return self._active[1]
         self.rest()
         parked = self._parked[number]
-        restored = SequenceCache.restore(self._spec, parked.state, parked.meta)
+        restored = SequenceCache.adopt(self._spec, parked.state, parked.meta)
         self._active = (number, restored)
         del self._parked[number]
         return restored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from larder.core.observation import Seen
+from larder.core.observation import Entries
 from larder.core.plan import Fate, Plan
 
 
@@ -14,5 +14,9 @@ class Compensation(ABC):
     fate: Fate
 
     @abstractmethod
-    def settle(self, plan: Plan, seen: Seen) -> Plan:
-        """The plan with the rejected entries' fate added."""
+    def settle(self, plan: Plan, entries: Entries) -> Plan:
+        """The plan with the rejected entries' fate added.
+
+        Args:
+            entries: what the layer holds before the plan is carried out.
+        """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Seen
+from larder.core.observation import Entries
 from larder.core.plan import Fate, Plan
 from larder.policy.compensation.base import Compensation
 
@@ -18,8 +18,8 @@ class Drop(Compensation):
 
     fate = Fate.DROP
 
-    def settle(self, plan: Plan, seen: Seen) -> Plan:
-        del seen
+    def settle(self, plan: Plan, entries: Entries) -> Plan:
+        del entries
         return plan
 
 

@@ -35,6 +35,14 @@ class Scorer(ABC):
         del block, start, book
         return ()
 
+    def least(self) -> int:
+        """Entries per head that this scorer puts above all others, such as its own window.
+
+        A budget that cannot hold them is refused. A scorer that judges by the latest tokens judges
+        by no more than these.
+        """
+        return 0
+
     def wanted(self) -> frozenset[str]:
         """Names of the prompts that this scorer, with these parameters, will look up."""
         return self.prompts

@@ -31,6 +31,10 @@ class SinksAndWindow(Scorer):
         if self.sinks < 0:
             raise BadParameter(f"sinks_and_window.sinks must be 0 or more, got {self.sinks}.")
 
+    def least(self) -> int:
+        """The sinks, and one token behind them."""
+        return self.sinks + 1
+
     def score(self, seen: Seen) -> Packed:
         positions = seen.entries.packed_positions()
         return positions.float().masked_fill(positions < self.sinks, torch.inf)

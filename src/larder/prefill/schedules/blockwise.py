@@ -20,7 +20,8 @@ class Blockwise(Schedule):
     """A plan after every block.
 
     Args:
-        tokens: M_block, tokens read between two plans; left out, the smaller of 512 and the budget.
+        tokens: M_block, the most tokens read between two plans; blocks are of nearly the same
+            length. Left out, the smaller of 512 and the budget.
     """
 
     tokens: int | None = None

@@ -20,7 +20,8 @@ class Episodic(Schedule):
     """A plan after every block, for all caches together.
 
     Args:
-        tokens: M_block, tokens read between two plans; left out, the smaller of 512 and the budget.
+        tokens: M_block, the most tokens read between two plans; blocks are of nearly the same
+            length. Left out, the smaller of 512 and the budget.
     """
 
     tokens: int | None = None
@@ -37,8 +38,8 @@ class Episodic(Schedule):
             reader.settle(lanes, block, block, lanes[0].cache.next_position)
             done += len(block) * len(lanes)
             progress(done, len(ids) * len(lanes))
-        for lane in lanes:
-            reader.finish(lane)
+        for number, lane in enumerate(lanes, start=1):
+            reader.finish(lane, lanes[number:])
 
 
 Part = Episodic

@@ -14,7 +14,9 @@ from typing import ClassVar
 from larder.prefill.base import Progress, Schedule
 from larder.prefill.reader import Lane, Reader
 
-PIECE_TOKENS = 1024  # bounds activations; any number gives the same result
+# Bounds activations; without a plan in between, pieces of any size leave the same cache. The last
+# piece is longer where a scorer judges by more tokens than this.
+PIECE_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Whole(Schedule):
 
     def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> None:
         start = lane.cache.next_position
-        last = max(0, len(ids) - PIECE_TOKENS)  # the last piece is a full one: its queries may vote
-        lane.cache.reserve(len(ids))
+        voters = max(PIECE_TOKENS, reader.planner.scorer.least())  # those always stay themselves
+        last = max(0, len(ids) - voters)
+        lane.cache.allocate(len(ids))
         for cut in range(0, last, PIECE_TOKENS):
             reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])
         reader.settle((lane,), ids[last:], ids, start)
