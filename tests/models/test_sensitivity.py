@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.core.errors import BadParameter, UnknownName
-from larder.models import calibration
+from larder.models import calibration, sensitivity
 from larder.models.loading import adopt
 from larder.models.sensitivity import Profile, block_mask, layer_similarities
 from larder.models.tiny import tiny
@@ -29,11 +31,41 @@ def visible(token: int, other: int, profile: Profile) -> bool:
 
 @pytest.mark.parametrize("profile", [SMALL, Profile(64, 0, 10, 0.3), Profile(64, 20, 16, 1.0)])
 def test_the_mask_hides_what_the_rule_hides(profile) -> None:
-    mask = block_mask(profile)
-    assert mask.shape == (1, 1, 64, 64)
+    every = torch.arange(64)
+    mask = block_mask(profile, every, every)
     expected = [[visible(i, j, profile) for j in range(64)] for i in range(64)]
-    assert mask[0, 0].tolist() == expected
-    assert not mask[0, 0].equal(torch.ones(64, 64).tril().bool())
+    assert mask.tolist() == expected
+    assert not mask.equal(torch.ones(64, 64).tril().bool())
+    assert block_mask(profile, every[20:30], every[:30]).equal(mask[20:30, :30])
+
+
+def test_chunks_of_any_size_give_the_same(monkeypatch) -> None:
+    decoder = adopt(tiny("gemma3", layers=4))
+    whole = layer_similarities(decoder, some_ids(64), SMALL)
+    monkeypatch.setattr(sensitivity, "CHUNK_TOKENS", 7)
+    assert layer_similarities(decoder, some_ids(64), SMALL) == pytest.approx(whole, abs=1e-6)
+
+
+class Watch(TorchDispatchMode):
+    """Remembers the most numbers in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_no_matrix_of_all_tokens_by_all_tokens_is_held(monkeypatch) -> None:
+    decoder = adopt(tiny("llama"))
+    monkeypatch.setattr(sensitivity, "CHUNK_TOKENS", 32)
+    with Watch() as watch:
+        layer_similarities(decoder, some_ids(512), Profile(512, 5, 128, 0.5))
+    assert 0 < watch.largest < 512 * 512
 
 
 def test_the_first_layer_is_not_sensitive_and_later_ones_are() -> None:

@@ -9,16 +9,24 @@ padding). The mask here is 4-D and applied by our own attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.types import Keys, Queries, Values
 from larder.models.decoder import Decoder
+from larder.ops.attention import readable_masked
+
+CHUNK_TOKENS = 256  # queries whose attention is worked out at once
+
+# From the numbers of some tokens and of those before them to what each sees: [Q, S].
+Mask = Callable[[Int[Tensor, " Q"], Int[Tensor, " S"]], Bool[Tensor, "Q S"]]
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,18 @@ class Profile:
             )
 
 
-def block_mask(profile: Profile) -> Bool[Tensor, "1 1 N N"]:
-    """Which earlier token each token sees while block-wise eviction is imitated."""
-    row = torch.arange(profile.tokens)[:, None]
-    column = torch.arange(profile.tokens)[None, :]
+def block_mask(
+    profile: Profile, rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]
+) -> Bool[Tensor, "Q S"]:
+    """Which tokens each of some tokens sees while block-wise eviction is imitated."""
     reach = int(profile.block * profile.overlap)
-    first = (row // profile.block) * profile.block - reach
-    seen = (column <= row) & ((column < profile.sinks) | (column >= first))
-    return seen[None, None]
+    first = (rows[:, None] // profile.block) * profile.block - reach
+    return causal_mask(rows, columns) & ((columns < profile.sinks) | (columns >= first))
+
+
+def causal_mask(rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]) -> Bool[Tensor, "Q S"]:
+    """Which tokens each of some tokens sees where nothing is hidden."""
+    return columns <= rows[:, None]
 
 
 @torch.no_grad()
@@ -64,34 +76,49 @@ def layer_similarities(
 ) -> tuple[float, ...]:
     """Sigma of every managed layer: mean cosine of its keys with and without the mask.
 
+    The first pass leaves the keys of all managed layers, of this text alone; the second compares
+    layer by layer. Attention goes by chunks of queries.
+
     Raises:
         BadParameter: the text is shorter than the profile asks for.
     """
     if len(ids) < profile.tokens:
         raise BadParameter(f"The profile reads {profile.tokens} tokens, but got {len(ids)}.")
-    mask = block_mask(profile).to(decoder.spec.device)
-    causal = torch.ones_like(mask).tril()
     text = torch.tensor([ids[: profile.tokens]], device=decoder.spec.device)
-    plain, hidden = _Masked(causal), _Masked(mask)
-    for layers in (plain, hidden):
+    keys: dict[int, Keys] = {}
+    similarities: dict[int, float] = {}
+
+    def keep(layer: int, own: Keys) -> None:
+        keys[layer] = own
+
+    def compare(layer: int, own: Keys) -> None:
+        plain = keys.pop(layer)
+        similarities[layer] = float(F.cosine_similarity(plain.float(), own.float(), dim=-1).mean())
+
+    managed = [layer.index for layer in decoder.spec.managed]
+    passes = (
+        _Masked(causal_mask, managed, keep),
+        _Masked(partial(block_mask, profile), managed, compare),
+    )
+    for layers in passes:
         decoder.module.base_model(
             input_ids=text,
             position_ids=torch.arange(profile.tokens, device=text.device)[None],
             use_cache=False,
             larder=layers,
         )
-    return tuple(
-        float(F.cosine_similarity(plain.keys[i].float(), hidden.keys[i].float(), dim=-1).mean())
-        for i in (layer.index for layer in decoder.spec.managed)
-    )
+    return tuple(similarities[index] for index in managed)
 
 
 class _Masked:
-    """Answers for every layer with attention under one mask, and keeps the keys."""
+    """Answers for every layer with attention under one mask, and shows the keys of some."""
 
-    def __init__(self, mask: Bool[Tensor, "1 1 N N"]) -> None:
-        self.keys: dict[int, Float[Tensor, "K N D"]] = {}
+    def __init__(
+        self, mask: Mask, shown: Collection[int], show: Callable[[int, Keys], None]
+    ) -> None:
         self._mask = mask
+        self._shown = shown
+        self._show = show
 
     def attend(
         self,
@@ -102,10 +129,16 @@ class _Masked:
         scaling: float,
         sliding_window: int | None,
     ) -> Queries:
-        self.keys[layer] = keys
-        mask = self._mask
-        if sliding_window is not None:
-            mask = mask & torch.ones_like(mask).triu(1 - sliding_window)
-        return F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], mask, scale=scaling, enable_gqa=True
-        )[0]
+        if layer in self._shown:
+            self._show(layer, keys)
+        parts: list[Tensor] = []
+        places = torch.arange(keys.shape[1], device=keys.device)
+        for rows in places.split(CHUNK_TOKENS):
+            columns = places[: len(rows) + int(rows[0])]  # no later one is seen
+            mask = self._mask(rows, columns)
+            if sliding_window is not None:
+                mask = mask & (columns > rows[:, None] - sliding_window)
+            own = (keys[:, : len(columns)], values[:, : len(columns)])
+            out, _ = readable_masked(queries[:, rows], *own, scaling, mask)
+            parts.append(out.to(queries.dtype))
+        return torch.cat(parts, dim=1)
