@@ -1,0 +1,59 @@
+"""What a store holds, and the calls that tests of stores make."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from builders import Tokens
+from larder.cache.base import Store
+from references.cache.ragged import RaggedLoop
+
+
+def held(store: Store) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Positions, keys and values of each head."""
+    entries = store.entries()
+    return [
+        (
+            entries.head_positions(h).tolist(),
+            entries.head_keys(h).clone(),
+            entries.head_values(h).clone(),
+        )
+        for h in range(len(entries.lengths))
+    ]
+
+
+def same(left: Store, right: Store) -> bool:
+    pairs = zip(held(left), held(right), strict=True)
+    return all(
+        a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2]) for a, b in pairs
+    )
+
+
+def attend(
+    store: Store | RaggedLoop, new: Tokens, sections: tuple[int, ...] | None = None
+) -> Tensor:
+    parts = sections or (new.queries.shape[1],)
+    return store.attend(new.queries, new.keys, new.values, new.positions, parts)
+
+
+def append(store: Store | RaggedLoop, new: Tokens) -> None:
+    store.append(new.keys, new.values, new.positions)
+
+
+def extend(store: Store, new: Tokens) -> Tensor:
+    return store.extend(new.queries, new.keys, new.values, new.positions)
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got.double(), expected.double(), atol=2e-5, rtol=1e-4)
+
+
+def assert_holds(store: Store, loop: RaggedLoop) -> None:
+    for (positions, keys, values), entries in zip(held(store), loop.heads, strict=True):
+        count = len(positions)  # a window has forgotten the first of what the loop remembers
+        expected = entries[len(entries) - count :]
+        assert positions == [entry.position for entry in expected]
+        for row, entry in enumerate(expected):
+            assert torch.equal(keys[row], entry.key)
+            assert torch.equal(values[row], entry.value)
