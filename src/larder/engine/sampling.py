@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,8 @@ class Sampling:
     Args:
         temperature: 0 takes the most likely token; above, logits are divided by it.
         top_k: draw among the k most likely; 0 for all.
-        top_p: draw among the most likely tokens that together hold this share of probability.
+        top_p: draw among the most likely of these that together hold this share of what the k hold
+            (the order of Hugging Face's generation: top-k first).
         seed: of the draw.
     """
 
@@ -28,8 +30,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise BadParameter(f"temperature must be 0 or more, got {self.temperature}.")
+        if not 0 <= self.temperature < math.inf:
+            raise BadParameter(
+                f"temperature must be a finite number, 0 or more, got {self.temperature}."
+            )
         if self.top_k < 0:
             raise BadParameter(f"top_k must be 0 (all) or more, got {self.top_k}.")
         if not 0 < self.top_p <= 1:
@@ -44,9 +48,8 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         ranked, ids = torch.sort(logits.float().cpu(), descending=True, stable=True)
-        shares = (ranked / self.temperature).softmax(-1)
+        ranked = ranked[: self.top_k or None].double()
+        # The best is 0 before dividing: however small the temperature, nothing overflows upwards.
+        shares = ((ranked - ranked[0]) / self.temperature).softmax(-1)
         before = shares.cumsum(-1) - shares
-        open_ids = before < self.top_p
-        if self.top_k:
-            open_ids[self.top_k :] = False
-        return int(ids[torch.multinomial(shares * open_ids, 1, generator=source)])
+        return int(ids[torch.multinomial(shares * (before < self.top_p), 1, generator=source)])
