@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -93,7 +93,7 @@ WRONG = {
     'snapkv(window="3")': (BadParameter, "must be a whole number, got '3'"),
     'snapkv(variant="ours")': (BadParameter, "'larder', 'paper', 'code', got 'ours'"),
     "patched(prompt=3)": (BadParameter, 'must be a "text", got 3'),
-    'patched(prompt="poem")': (BadParameter, "must be one of episode"),
+    "protect(recent=1e999)": (BadParameter, "fraction below 1"),
     "snapkv(window=True)": (SpellingError, "True is not a number"),
     "snapkv(window=wide)": (SpellingError, "wide is not a value"),
     "snapkv(window=keydiff())": (SpellingError, "is not a value"),
@@ -176,6 +176,38 @@ def test_a_third_party_joins_a_family(outsider) -> None:
 def test_a_third_party_cannot_take_a_name_over(outsider) -> None:
     assert outsider.load("snapkv").__module__ == "larder.policy.scorers.snapkv"
     assert outsider.names().count("snapkv") == 1
+
+
+def test_a_part_is_written_with_the_name_of_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "oddly_named.py").write_text(OUTSIDER.replace("class Part", "class Norm"))
+    info = tmp_path / "odd-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
+    points = "[larder.scorer]\nkeydiff = oddly_named:Norm\nvalue_norm = oddly_named:Norm\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "oddly_named", raising=False)
+    policy = Policy.parse("value_norm(weight=3) > pooled()")
+    assert " > value_norm(weight=3) > " in str(policy)
+    assert Policy.parse(str(policy)) == policy
+    with pytest.raises(UnknownName, match="value_norm has no parameter"):
+        Policy.parse("value_norm(height=3)")
+
+
+def test_a_part_that_nobody_offers_goes_by_its_class() -> None:
+    @dataclass(frozen=True)
+    class Mine(Protect):
+        pass
+
+    assert spell(Mine(1, 2)) == "Mine(sinks=1, recent=2)"
+
+
+@pytest.mark.parametrize("recent", [float("nan"), float("inf"), 1.0, -1])
+def test_recent_tokens_are_a_number(recent: float) -> None:
+    with pytest.raises(BadParameter, match="fraction below 1"):
+        Protect(recent=recent)
 
 
 def test_without_the_third_party_the_name_is_unknown() -> None:

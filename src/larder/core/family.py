@@ -11,9 +11,11 @@ import pkgutil
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 
 from larder.core.errors import UnknownName
+
+_OURS = "larder."  # the modules of our parts, and the groups of entry points for others
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,7 @@ class Family:
         raise UnknownName(unknown(self.kind, name, self.names()))
 
     def _own(self) -> set[str]:
-        paths = import_module(self.package).__path__
-        modules = {module.name for module in pkgutil.iter_modules(paths)}
-        return {name for name in modules if not name.startswith("_") and name != "base"}
+        return _modules(self.package)
 
     def _offered(self) -> dict[str, EntryPoint]:
         own = self._own()
@@ -56,6 +56,37 @@ class Family:
             for point in entry_points(group=f"larder.{self.kind}")
             if point.name not in own
         }
+
+
+def public_name(part: type) -> str:
+    """The name that a part is written with.
+
+    Ours have their file's, a third party's the name of its entry point. A part that nobody offers
+    goes by its class.
+    """
+    module = part.__module__
+    if module.startswith(_OURS):
+        return module.rpartition(".")[2]
+    top = module.partition(".")[0]
+    taken = _taken(part)
+    for point in (point for each in distributions() for point in each.entry_points):
+        is_near = point.group.startswith(_OURS) and point.module.partition(".")[0] == top
+        if is_near and point.name not in taken and point.load() is part:
+            return point.name
+    return part.__name__
+
+
+def _taken(part: type) -> set[str]:
+    """Names of our own parts of the family that a third party's part belongs to."""
+    for base in part.__mro__:
+        if base.__module__.startswith(_OURS):
+            return _modules(base.__module__.rpartition(".")[0])
+    return set()
+
+
+def _modules(package: str) -> set[str]:
+    modules = {module.name for module in pkgutil.iter_modules(import_module(package).__path__)}
+    return {name for name in modules if not name.startswith("_") and name != "base"}
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:

@@ -2,8 +2,8 @@
 
     whole() > protect(sinks=4, recent=32) > snapkv(window=32) > pooled(tokens=512) > drop()
 
-A part is a frozen dataclass in a module of its public name. Parameters are named; a parameter that
-is None is left open and not printed. Parsing what was printed gives the same part again.
+A part is a frozen dataclass with a public name (`larder.core.family`). Parameters are named; one
+that is None is left open and not printed. Parsing what was printed gives the same part again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from larder.core.errors import BadParameter, SpellingError, UnknownName
+from larder.core.family import public_name
 
 Value = int | float | str | None
 
@@ -63,8 +64,8 @@ def spell(part: Any) -> str:
 
 
 def name_of(kind: type) -> str:
-    """The public name of a part: the name of its file."""
-    return kind.__module__.rpartition(".")[2]
+    """The public name of a part."""
+    return public_name(kind)
 
 
 def build(kind: type, parameters: dict[str, Value]) -> Any:

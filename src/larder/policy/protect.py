@@ -27,7 +27,7 @@ class Protect:
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise BadParameter(f"protect.sinks must be 0 or more, got {self.sinks}.")
-        if self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
+        if not 0 <= self.recent or (isinstance(self.recent, float) and self.recent >= 1):
             raise BadParameter(
                 f"protect.recent must be tokens (0 or more) or a fraction below 1, "
                 f"got {self.recent}."

@@ -38,5 +38,5 @@ def require(book: Prompts, names: frozenset[str]) -> None:
         way = {
             "question": "it needs the question before reading: use it where questions are known",
             "episode": "it needs episodes: put episodes() in front",
-        }.get(name, "no such prompt is known")
+        }.get(name, f"only {', '.join(sorted(book))} are known: give its text with prompts={{...}}")
         raise UsageError(f"The policy looks for the prompt {name!r}, but {way}.")

@@ -15,13 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed
 from larder.policy.scorers._attention import highest_weights
 from larder.policy.scorers.base import Scorer
-
-KNOWN_PROMPTS = ("episode", "question", "summarize")
 
 
 @dataclass(frozen=True)
@@ -29,16 +26,11 @@ class Patched(Scorer):
     """The highest weight that any prompt token of any query head of the group gives an entry.
 
     Args:
-        prompt: `episode`, `question` or `summarize`.
+        prompt: its name: `episode`, `question`, `summarize`, `repeat`, or any other whose text is
+            given to `Engine.read`.
     """
 
     prompt: str = "episode"
-
-    def __post_init__(self) -> None:
-        if self.prompt not in KNOWN_PROMPTS:
-            raise BadParameter(
-                f"patched.prompt must be one of {', '.join(KNOWN_PROMPTS)}, got {self.prompt!r}."
-            )
 
     def wanted(self) -> frozenset[str]:
         return frozenset({self.prompt})
