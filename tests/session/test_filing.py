@@ -1,25 +1,24 @@
-"""Where finished turns belong, what a refresh changes, and how caches change places."""
+"""Where finished turns belong, and what a refresh changes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Float32
 
-from larder.cache.sequence import Form, SequenceCache
 from larder.core.conversation import Conversation, Message
 from larder.core.errors import UsageError
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Mode
 from larder.policy.budgets.pooled import Part as Pooled
 from larder.session.arrangements.episodes import Episodes
 from larder.session.arrangements.single import Single
 from larder.session.embedders.base import Embedder
 from larder.session.matching import Rule
 from larder.session.routing import Episode, NearestEpisode
-from larder.session.shelf import Shelf
 from larder.session.sizes import resolve_open
 from topics import TopicEmbedder
 
@@ -89,7 +88,8 @@ def test_tau_is_calibrated_once_on_what_the_episodes_were_formed_of() -> None:
     first = router.file("a dog barks", 0).router
     second = first.file("a strange dog", 0).router
     assert isinstance(first, NearestEpisode) and isinstance(second, NearestEpisode)
-    assert router.former.tau(router.embedder.embed_segments(_texts(DOGS_AND_CARS))) == first.tau
+    rows = router.embedder.embed_segments(_texts(DOGS_AND_CARS))
+    assert router.former.tau(rows, rows, _places(rows), 2) == first.tau
     assert second.tau == first.tau
 
 
@@ -105,7 +105,8 @@ def test_with_too_few_segments_no_turn_is_new() -> None:
 def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
     rows = TopicEmbedder().embed_segments(_texts(DOGS_AND_CARS))
     strict, loose = Episodes(count=2, tau_quantile=0.0), Episodes(count=2, tau_quantile=0.9)
-    assert strict.tau(rows) < loose.tau(rows)
+    places = _places(rows)
+    assert strict.tau(rows, rows, places, 2) < loose.tau(rows, rows, places, 2)
 
 
 def test_a_refresh_gives_one_episode_a_new_centroid_and_new_representatives() -> None:
@@ -199,42 +200,8 @@ def test_a_chat_from_nothing_takes_a_size_of_its_own() -> None:
     assert resolve_open(Pooled(tokens=64), None, SPEC) == 64
 
 
-def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
-    shelf = Shelf(SPEC, [_cache(3), _cache(5)])
-    active = shelf.activate(0)
-    grown = shelf.holding(2, _cache(7)).holding(1, _cache(9))
-    assert [holding.next_position for holding in grown.holdings()] == [3, 9, 7]
-    assert grown.activate(0) is active
-    assert [holding.next_position for holding in shelf.holdings()] == [3, 5]
-
-
-def test_a_replaced_cache_is_no_longer_active() -> None:
-    shelf = Shelf(SPEC, [_cache(3)])
-    shelf.activate(0)
-    replaced = shelf.holding(0, _cache(4))
-    assert replaced.active is None
-    assert replaced.activate(0).next_position == 4
-
-
-def test_a_shelf_at_rest_holds_everything_once() -> None:
-    shelf = Shelf(SPEC, [_cache(3), _cache(5)])
-    shelf.activate(1)
-    active_bytes = shelf.nbytes - shelf.parked_bytes
-    assert active_bytes == shelf.holdings()[1].nbytes
-    shelf.rest()
-    assert shelf.active is None and shelf.nbytes == shelf.parked_bytes
-    assert len(shelf) == 2
-
-
-def _cache(tokens: int) -> SequenceCache:
-    cache = SequenceCache(SPEC, Form.RAGGED)
-    for layer in SPEC.layers:
-        queries = torch.randn(layer.query_heads, tokens, layer.head_dim)
-        keys = torch.randn(layer.kv_heads, tokens, layer.head_dim)
-        positions = torch.arange(tokens)
-        cache.attend(layer.index, queries, keys, keys, positions, Mode.APPEND, (tokens,))
-    cache.advance(tokens)
-    return cache
+def _places(rows: np.ndarray) -> list[tuple[int, ...]]:
+    return [(place,) for place in range(len(rows))]
 
 
 def _texts(conversation: Conversation) -> tuple[str, ...]:
@@ -250,3 +217,56 @@ def test_too_many_episodes_are_formed_anew() -> None:
     assert isinstance(reform.router, NearestEpisode)
     assert len(reform.router.episodes) == 2 and reform.rebuilt == (0, 1)
     assert sum(len(episode.texts) for episode in reform.router.episodes) == 15
+
+
+FOUR_TOPICS = talk(*(f"{topic} {n}" for topic in ("dog", "car", "sea", "star") for n in range(6)))
+
+
+def test_tau_and_refresh_follow_the_number_of_episodes_that_silhouette_chose() -> None:
+    router = arranged(FOUR_TOPICS, count=0)
+    assert len(router.episodes) == router.formed == 4
+    filed = router.file("dog", 0).router
+    assert isinstance(filed, NearestEpisode)
+    rows = TopicEmbedder().embed_segments(_texts(FOUR_TOPICS))
+    assert filed.tau == router.former.tau(rows, rows, _places(rows), 4)
+    assert filed.tau != router.former.tau(rows, rows, _places(rows), 2)
+    row = router.episodes[0].rows[0]
+    extra = Episode(row, row[None], ("alone",), (0,), (100,))
+    crowded = replace(router, episodes=(*router.episodes, extra))
+    assert crowded.reform(0).rebuilt == (0,), "five of four formed are not too many"
+
+
+def test_fewer_topics_than_asked_for_are_not_formed_anew_at_every_refresh() -> None:
+    router = arranged(talk(*["dog", "car"] * 8), count=4)
+    assert len(router.episodes) == 2
+    assert router.reform(0).rebuilt == (0,)
+
+
+class CountingEmbedder(TopicEmbedder):
+    """Notes the texts of every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def embed_segments(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
+        self.calls.append(list(texts))
+        return super().embed_segments(texts)
+
+
+def test_tau_is_calibrated_on_exchanges_and_embeds_them_in_one_call() -> None:
+    history = Conversation(
+        "chat",
+        tuple(
+            Message(role, f"{role} speaks of dog {n}")
+            for n in range(6)
+            for role in ("user", "assistant")
+        ),
+    )
+    embedder = CountingEmbedder()
+    part = Episodes(count=2, segment=4)
+    router = part.arrange(history, lambda name: embedder, words)
+    assert len(embedder.calls) == 1, "reading does not pay for a chat"
+    router.file("my dog", 0).router.file("my car", 0)
+    [_, first, exchanges, second] = embedder.calls
+    assert (first, second) == (["my dog"], ["my car"])
+    assert exchanges == [f"user speaks of dog {n}\nassistant speaks of dog {n}" for n in range(6)]

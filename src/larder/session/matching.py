@@ -7,6 +7,7 @@ and stage 3b.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,6 +18,7 @@ from larder.core.errors import BadParameter
 from larder.session.clustering import SEED, cluster
 
 FOLDS = 5
+NEVER = -1.0  # a threshold that no cosine is below
 
 
 class Rule(Enum):
@@ -76,7 +78,9 @@ def is_new(similarity: float, tau: float) -> bool:
 
 
 def calibrate_tau(
-    turns: Float32[np.ndarray, "N D"],
+    segments: Float32[np.ndarray, "N D"],
+    turns: Float32[np.ndarray, "T D"],
+    places: Sequence[tuple[int, ...]],
     count: int = 4,
     quantile: float = 0.05,
     folds: int = FOLDS,
@@ -84,16 +88,25 @@ def calibrate_tau(
 ) -> float:
     """The cosine that only a share `quantile` of turns on known topics stay below.
 
-    Turns that took part in a centroid are nearer to it than new ones will be, so each is measured
-    against episodes formed without it: the turns are dealt into `folds`, and those of each fold
-    meet the centroids of the rest. With fewer than two turns nothing is held out, and the answer
-    is -1: no turn is ever new.
+    Text that took part in a centroid is nearer to it than a new turn will be, so each turn is
+    measured against episodes formed without it: segments are dealt into `folds`; a turn falls into
+    the fold of its first segment, and the turns of a fold meet the centroids of the segments that
+    hold nothing of them. Where nothing can be held out the answer is -1: no turn is ever new.
+
+    The share holds for turns like those of the history. Measured at the nominal 0.05 with MiniLM
+    and four episodes, questions about the history with their expected answers, filed as turns,
+    opened an episode in 0.21 of 24 on the demo conversation, 0.06 of 53 and 0.02 of 43 on two
+    4000-token lifelogs, and 0.00 of 85 and 0.00 of 70 on two RealTalk transcripts (calibrated on
+    the segments themselves: 0.25, 0.15, 0.07, 0.36, 0.21). Taking the higher of the similarities of
+    turn and bare question, in calibration too, gave 0.21, 0.09, 0.05, 0.00, 0.00: no better.
 
     Args:
-        turns: unit rows, embedded as turns will be when they are filed.
+        segments: unit rows of what episodes are formed of.
+        turns: unit rows of single exchanges, embedded as turns will be when they are filed.
+        places: per turn, the segments that hold some of it, at least one.
         count: episodes to form.
         quantile: in [0, 1]; the share of turns on old topics that open an episode by mistake.
-        folds: parts to deal the turns into, at least 2.
+        folds: parts to deal the segments into, at least 2.
         seed: of the deal and of the episodes.
 
     Raises:
@@ -103,11 +116,13 @@ def calibrate_tau(
         raise BadParameter(f"tau.quantile must be in [0, 1], got {quantile}.")
     if folds < 2:
         raise BadParameter(f"tau.folds must be at least 2, got {folds}.")
-    if len(turns) < 2:
-        return -1.0
-    deal = np.random.default_rng(seed).permutation(len(turns)) % folds
-    similarities = []
-    for fold in np.unique(deal):
-        centroids = cluster(turns[deal != fold], count, seed).centroids
-        similarities += [match(turn, centroids).similarity for turn in turns[deal == fold]]
-    return float(np.quantile(similarities, quantile))
+    deal = np.random.default_rng(seed).permutation(len(segments)) % folds
+    similarities: list[float] = []
+    for fold in range(folds):
+        held_out = [turn for turn, own in enumerate(places) if deal[own[0]] == fold]
+        rest = np.ones(len(segments), bool)
+        rest[[place for turn in held_out for place in places[turn]]] = False
+        if held_out and rest.any():
+            centroids = cluster(segments[rest], count, seed).centroids
+            similarities += [match(turns[turn], centroids).similarity for turn in held_out]
+    return float(np.quantile(similarities, quantile)) if similarities else NEVER

@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from larder.session.embedders.base import Embedder
-from larder.session.matching import Match, Rule, is_new, match
+from larder.session.exchanges import PastTurn
+from larder.session.matching import NEVER, Match, Rule, is_new, match
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,24 @@ class Former(Protocol):
         ...
 
     def fitting(self, segments: int) -> int:
-        """How many episodes so many segments should form."""
+        """How many episodes so many segments should form at least."""
         ...
 
-    def tau(self, rows: Float32[np.ndarray, "N D"]) -> float:
-        """The similarity below which a turn opens an episode of its own."""
+    def tau(
+        self,
+        rows: Float32[np.ndarray, "N D"],
+        turns: Float32[np.ndarray, "T D"],
+        places: Sequence[tuple[int, ...]],
+        count: int,
+    ) -> float:
+        """The similarity below which a turn opens an episode of its own.
+
+        Args:
+            rows: of all segments.
+            turns: of all exchanges.
+            places: per exchange, the segments that hold some of it.
+            count: episodes that the segments form.
+        """
         ...
 
 
@@ -130,7 +144,7 @@ class Router(ABC):
         """Run stage 1 again, because cache `number` has grown beyond its bound."""
 
 
-# New topics open episodes; beyond this many times the number asked for, a refresh forms all anew,
+# New topics open episodes; beyond this many times the number once formed, a refresh forms all anew,
 # so that the bytes of all episodes together stay bounded.
 EXCESS = 2
 
@@ -166,8 +180,10 @@ class NearestEpisode(Router):
     whatever the rule for questions: a question always has an episode.
 
     Args:
-        tau: calibrated on the segments that the episodes were formed of; None until the first turn
-            is filed.
+        turns: all that was said, exchange by exchange, to calibrate tau on.
+        formed: how many episodes stage 1 has formed; turns have opened the others.
+        formed_of: the number of segments it had then.
+        tau: calibrated when the first turn after stage 1 is filed; None until then.
     """
 
     writes = frozenset({"episode"})
@@ -176,6 +192,9 @@ class NearestEpisode(Router):
     rule: Rule
     episodes: tuple[Episode, ...]
     former: Former = field(repr=False)
+    turns: tuple[PastTurn, ...] = field(default=(), repr=False)
+    formed: int = 0
+    formed_of: int = 0
     tau: float | None = None
 
     def route(self, question: str) -> Match | None:
@@ -194,27 +213,37 @@ class NearestEpisode(Router):
         row = self.embedder.embed_segments([text])[0]
         place = sum(len(episode.texts) for episode in self.episodes)
         alone = Episode(row, row[None], (text,), (0,), (place,))
+        turns = (*self.turns, PastTurn(text, (place,)))
         if not self.episodes:
-            return Filing(replace(self, episodes=(alone,), tau=self.former.tau(row[None])), number)
-        tau = self.former.tau(self._rows()[1]) if self.tau is None else self.tau
+            first = replace(self, episodes=(alone,), turns=turns, formed=1, formed_of=1, tau=NEVER)
+            return Filing(first, number)
+        tau = self._tau() if self.tau is None else self.tau
         episodes = list(self.episodes)
         if is_new(match(row, self._centroids()).similarity, tau):
             number = len(episodes)
             episodes.append(alone)
         else:
             episodes[number] = episodes[number].grown(row, text, place)
-        return Filing(replace(self, episodes=tuple(episodes), tau=tau), number)
+        return Filing(replace(self, episodes=tuple(episodes), turns=turns, tau=tau), number)
 
     def reform(self, number: int) -> Reform:
         texts, rows = self._rows()
-        wanted = self.former.fitting(len(texts))
-        if not wanted <= len(self.episodes) <= EXCESS * wanted:
+        fitting = self.former.fitting(len(texts))
+        has_grown = fitting > max(len(self.episodes), self.former.fitting(self.formed_of))
+        if has_grown or len(self.episodes) > EXCESS * max(fitting, self.formed):
             episodes = self.former.episodes(texts, rows)
-            router = replace(self, episodes=episodes, tau=None)
+            router = replace(
+                self, episodes=episodes, formed=len(episodes), formed_of=len(texts), tau=None
+            )
             return Reform(router, tuple(range(len(episodes))))
         episodes = list(self.episodes)
         episodes[number] = self.former.refreshed(episodes[number])
         return Reform(replace(self, episodes=tuple(episodes)), (number,))
+
+    def _tau(self) -> float:
+        turns = self.embedder.embed_segments([turn.text for turn in self.turns])
+        places = [turn.places for turn in self.turns]
+        return self.former.tau(self._rows()[1], turns, places, self.formed)
 
     def _centroids(self) -> Float32[np.ndarray, "E D"]:
         return np.stack([episode.centroid for episode in self.episodes])

@@ -20,6 +20,7 @@ from larder.core.errors import BadParameter
 from larder.session.arrangements.base import Arrangement
 from larder.session.clustering import COUNTS, choose_count, cluster, representatives
 from larder.session.embedders.base import Embedder
+from larder.session.exchanges import PastTurn, exchanges
 from larder.session.matching import Rule, calibrate_tau
 from larder.session.routing import Episode, NearestEpisode, Router
 from larder.session.segments import Unit, cut
@@ -39,7 +40,9 @@ class Episodes(Arrangement):
         embedder: `minilm`, `tokens`, or the name or folder of an embedding model.
         match: `cosine` or `dot`.
         tau_quantile: a chat turn opens a new episode when it is less similar to every centroid
-            than this share of held-out turns is to its own.
+            than this share of held-out turns of the history; questions about an old history are
+            less like it than its own turns, so more of them do (`calibrate_tau` has the measured
+            rates: 0 to 21% at the default).
         seed: of the clustering.
     """
 
@@ -68,6 +71,9 @@ class Episodes(Arrangement):
                 f"episodes.tau_quantile must be a fraction in [0, 1), got {self.tau_quantile}."
             )
 
+    def embedders(self) -> tuple[str, ...]:
+        return (self.embedder,)
+
     def arrange(
         self,
         conversation: Conversation,
@@ -80,11 +86,17 @@ class Episodes(Arrangement):
         texts = [*(segment.text for segment in segments), *said]
         if not texts:
             return NearestEpisode(loaded, self.match, (), self)
+        turns = [
+            *exchanges(conversation, segments),
+            *(PastTurn(text, (len(segments) + number,)) for number, text in enumerate(said)),
+        ]
         # What was read forms as many episodes as when it was read; turns add some as they suffice.
         formed = max(min(self._asked, len(segments)), self.fitting(len(texts)))
         former = self if formed >= self._asked else replace(self, count=formed)
         episodes = former.episodes(texts, loaded.embed_segments(texts))
-        return NearestEpisode(loaded, self.match, episodes, self)
+        return NearestEpisode(
+            loaded, self.match, episodes, self, tuple(turns), len(episodes), len(texts)
+        )
 
     def episodes(
         self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]
@@ -108,16 +120,22 @@ class Episodes(Arrangement):
         return replace(formed, places=episode.places)
 
     def fitting(self, segments: int) -> int:
-        """How many episodes so many segments should form."""
+        """How many episodes so many segments should form at least."""
         return max(1, min(self._asked, segments // LEAST_SEGMENTS))
 
-    def tau(self, rows: Float32[np.ndarray, "N D"]) -> float:
+    def tau(
+        self,
+        rows: Float32[np.ndarray, "N D"],
+        turns: Float32[np.ndarray, "T D"],
+        places: Sequence[tuple[int, ...]],
+        count: int,
+    ) -> float:
         """The similarity below which a turn opens an episode of its own."""
-        return calibrate_tau(rows, self._asked, self.tau_quantile, seed=self.seed)
+        return calibrate_tau(rows, turns, places, count, self.tau_quantile, seed=self.seed)
 
     @property
     def _asked(self) -> int:
-        """Episodes that a conversation of any length should have."""
+        """Episodes that a conversation of any length should have, at least."""
         return self.count or COUNTS.start
 
 

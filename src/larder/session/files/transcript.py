@@ -46,6 +46,15 @@ class Session:
     utterances: tuple[Utterance, ...]
 
 
+def words_of(message: Message) -> str:
+    """What was said, without the name that `messages` puts before it."""
+    said = message.utterance.strip() or message.content
+    head = f'{message.speaker} said, "'
+    if message.speaker and said.startswith(head):
+        return said.removeprefix(head).removesuffix('"')
+    return said
+
+
 def opening(first: str, second: str) -> str:
     """The sentence that tells the model what it reads."""
     return (
