@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from chats import (
     BLOCK,
     BUDGET,
+    EPISODES,
     HISTORY,
     POLICIES,
     active,
@@ -20,6 +23,7 @@ from chats import (
     under,
     within,
 )
+from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation, Message
 from larder.core.types import Mode
 from larder.engine.chat import Chat
@@ -138,6 +142,39 @@ def test_a_new_episode_holds_the_first_tokens_and_the_turn_as_it_was_read(engine
             assert torch.allclose(mine.head_keys(head), expected, atol=1e-4)
             expected = theirs.head_values(head)[keep]
             assert torch.allclose(mine.head_values(head), expected, atol=1e-4)
+
+
+def test_a_new_episode_begins_with_the_system_prompt(engine: Engine) -> None:
+    rules = Message("system", "You are kind to animals and answer in very few words.")
+    history = replace(HISTORY, messages=(rules, *HISTORY.messages))
+    chat = Chat(engine, history=history)
+    stop = chat.memory.transcript.spans[0][1]
+    assert stop > 8 and history.messages[1].content.startswith("My dog")
+    answer = chat.say("A star is far away.", max_new_tokens=6)
+    assert chat.outcome is not None and chat.outcome.is_new_episode
+    shelf = chat.memory.shelf
+    found = [_first(shelf.activate(number), stop) for number in (2, answer.episode or 0)]
+    assert found[0] == found[1]
+    assert any(place >= 4 for head in found[0] for place in head)
+
+
+def _first(cache: SequenceCache, stop: int) -> list[list[int]]:
+    """The positions before `stop` that each head of each layer holds."""
+    return [
+        [place for place in entries.head_positions(head).tolist() if place < stop]
+        for layer in cache.spec.managed
+        for entries in [cache.entries(layer.index)]
+        for head in range(len(entries.lengths))
+    ]
+
+
+def test_a_new_episode_without_sinks_begins_at_the_beginning(loaded: Loaded) -> None:
+    chat = Chat(under(loaded, EPISODES.replace("sinks=4", "sinks=0")), history=HISTORY)
+    answer = chat.say("A star is far away.", max_new_tokens=6)
+    shelf = chat.memory.shelf
+    found = [_first(shelf.activate(number), 1) for number in (2, answer.episode or 0)]
+    assert found[0] == found[1]
+    assert any(found[0])
 
 
 def test_without_enough_said_no_topic_is_new(engine: Engine) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
+from larder.core.conversation import Form
 from larder.core.plan import Plan
 from larder.prefill.base import Progress, silent
 from larder.prefill.meter import Meter
@@ -145,17 +146,26 @@ class Cabinet:
         self.peak_entries = max(self.peak_entries, entries)
 
     def _opened(self, drawer: Drawer) -> SequenceCache:
-        """A cache of its own for the turn: the protected first tokens, and what it has read."""
+        """A cache of its own for the turn: how the conversation begins, and what it has read.
+
+        The beginning is what the old cache still holds of the system prompt, and at least the
+        protected first tokens.
+        """
         cache = drawer.cache.fork()
         self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes + cache.nbytes)
-        sinks = self.state.memory.policy.protect.sinks
+        first = self._beginning()
         # Sliding-window layers hold their window whatever is planned.
         for layer in cache.spec.managed:
             entries = cache.entries(layer.index)
             positions = entries.packed_positions()
-            keep = (positions < sinks) | (positions >= drawer.mark)
+            keep = (positions < first) | (positions >= drawer.mark)
             cache.apply(layer.index, Plan.from_mask(keep, entries.lengths))
         return cache
+
+    def _beginning(self) -> int:
+        """Tokens at the start that belong to every episode: 1 or more."""
+        memory = self.state.memory
+        return max(1, memory.policy.protect.sinks, system_stop(memory))
 
     def _rebuild(self, number: int) -> None:
         memory, desk = self.state.memory, self._desk
@@ -175,6 +185,18 @@ class Cabinet:
         memory = replace(memory, shelf=shelf, router=reform.router)
         refreshes = self.state.refreshes + 1
         self.state = replace(self.state, memory=memory, refreshes=refreshes)
+
+
+def system_stop(memory: Memory) -> int:
+    """Tokens of the system prompt that a chat's history begins with."""
+    conversation, stop = memory.conversation, 0
+    if conversation.form is not Form.CHAT:
+        return stop
+    for message, span in zip(conversation.messages, memory.transcript.spans, strict=True):
+        if message.role != "system":
+            break
+        stop = span[1]
+    return stop
 
 
 def block_of(policy: Policy) -> int:

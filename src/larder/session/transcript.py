@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from larder.core.conversation import Conversation, Form
@@ -55,7 +55,11 @@ class Scribe:
         so that whatever follows is an ordinary exchange.
         """
         text, ids, starts = self._encoded(conversation)
-        stops = _content_stops(text, [message.content for message in conversation.messages])
+        marked = tuple(
+            replace(message, content=_mark(n)) for n, message in enumerate(conversation.messages)
+        )
+        frame = self._template.render(_turns(replace(conversation, messages=marked)), End.CLOSED)
+        stops = _content_stops(text, frame, [message.content for message in conversation.messages])
         cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
         return Transcript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
 
@@ -104,12 +108,37 @@ def _turns(conversation: Conversation) -> list[Turn]:
     return [Turn("user", text), Turn("assistant", ACKNOWLEDGEMENT)]
 
 
-def _content_stops(text: str, contents: Sequence[str]) -> list[int]:
-    """Where each content ends in the rendered text; templates may trim white space around it."""
-    cursor, stops = 0, []
-    for content in contents:
-        bare = content.strip()
-        found = text.find(bare, cursor)
-        cursor = cursor if found < 0 else found + len(bare)
+def _mark(number: int) -> str:
+    """Stands for the content of a message; no template changes it."""
+    return f"0mark{number}0"
+
+
+def _content_stops(text: str, frame: str, contents: Sequence[str]) -> list[int]:
+    """Where each content ends in the rendered text.
+
+    Args:
+        frame: the same rendering with marks for contents. What stands between two marks is stepped
+            over first, so that a short content is not found in the header of its own turn.
+    """
+    cursor, place, stops = 0, 0, []
+    for number, content in enumerate(contents):
+        mark = _mark(number)
+        if (found := frame.find(mark, place)) >= 0:
+            cursor = _behind(text, frame[place:found], cursor)
+            cursor = _behind_content(text, content, cursor)
+            place = found + len(mark)
         stops.append(cursor)
     return stops
+
+
+def _behind_content(text: str, content: str, cursor: int) -> int:
+    """Templates may trim white space around a content."""
+    for form in (content, content.lstrip(), content.rstrip()):
+        if text.startswith(form, cursor):
+            return cursor + len(form)
+    return _behind(text, content.strip(), cursor)
+
+
+def _behind(text: str, part: str, cursor: int) -> int:
+    found = text.find(part, cursor)
+    return cursor if found < 0 else found + len(part)
