@@ -23,6 +23,7 @@ ONE_FILE = {
     "active_kv_bytes",
     "peak_kv_bytes",
     "prefill_seconds",
+    "setup_seconds",
     "answers",
     "summary",
 }

@@ -29,6 +29,7 @@ def document(sitting: Sitting) -> dict[str, Any]:
         "active_kv_bytes": figures.active_kv_bytes,
         "peak_kv_bytes": sitting.peak_kv_bytes,
         "prefill_seconds": figures.prefill_seconds,
+        "setup_seconds": figures.setup_seconds,
         "answers": [answer_record(asked) for asked in sitting.asked],
         "summary": summary(sitting.asked),
     }

@@ -39,7 +39,8 @@ class Common(Output):
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="512 (tokens per kv head), 20% of the context, or 64MiB.  "
+            help="Of each cache: 512 (tokens per kv head), 20% of the context, or 64MiB; "
+            "episodes have a cache each.  "
             "Default: what the policy says, else 20%, at least 128.",
         ),
     ] = None

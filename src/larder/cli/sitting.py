@@ -67,10 +67,9 @@ class Sitting:
                 self.memory, question.question, sampling, max_new_tokens, on_text=on_text
             )
             outcome = Asked(question, answer, marks(answer.text, question))
+            self.peak_kv_bytes = max(self.peak_kv_bytes, answer.held_bytes)
         except LarderError as error:
             outcome = Asked(question, error=error)
-        # What an answer needed is set aside until the next one, so it can still be counted here.
-        self.peak_kv_bytes = max(self.peak_kv_bytes, self.memory.shelf.nbytes)
         self.asked.append(outcome)
         return outcome
 

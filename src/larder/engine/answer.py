@@ -17,6 +17,7 @@ class Answer:
         similarity: of the question to that episode.
         decode_seconds: from the question's first token read to the answer's last token chosen.
         question_tokens: tokens of the question's turn.
+        held_bytes: of all caches together while it was given, with the room set aside for it.
     """
 
     question: str
@@ -26,6 +27,7 @@ class Answer:
     similarity: float | None
     decode_seconds: float
     question_tokens: int
+    held_bytes: int
 
     @property
     def new_tokens(self) -> int:

@@ -38,6 +38,7 @@ class Chat:
     """A chat under an engine's policy. Not safe for two threads at once.
 
     A turn counts as a whole or not at all: interrupted or failed, caches and file are as before it.
+    The one exception: see `say`.
     If only the refresh behind a turn is interrupted, the turn stands and the next one begins with
     the refresh.
 
@@ -76,6 +77,9 @@ class Chat:
     ) -> Answer:
         """Say something and hear the answer; both are remembered.
 
+        The file is written first, a moment before memory takes the turn over. An interrupt in just
+        that moment leaves the turn in the file alone: open the session anew to go on with it.
+
         Args:
             on_text: told of the answer's text as it comes; what it raises ends the turn undone.
 
@@ -96,6 +100,7 @@ class Chat:
             )
             ids = prompt + reply.ids + closing
             self._finish(drawer, ids)
+            held_bytes = cabinet.shelf.nbytes
             filed = cabinet.file(drawer, Exchange(text, reply.text, ids))
             self._logbook.save(filed.state.log, self._stamp())
             cabinet.accept(drawer, filed)
@@ -106,7 +111,7 @@ class Chat:
             cache.compact()
         cabinet.refresh()
         self.outcome = Outcome(drawer.number, filed.number, cabinet.state.refreshes - before)
-        return _answer(text, reply, drawer, len(prompt))
+        return _answer(text, reply, drawer, len(prompt), held_bytes)
 
     @property
     def turns(self) -> tuple[Exchange, ...]:
@@ -229,7 +234,18 @@ def _policy(engine: Engine, log: Log) -> Policy:
     return policy.filled(tokens, sizes.block)
 
 
-def _answer(text: str, reply: Reply, drawer: Drawer, question_tokens: int) -> Answer:
+def _answer(
+    text: str, reply: Reply, drawer: Drawer, question_tokens: int, held_bytes: int
+) -> Answer:
     match = drawer.match
     episode, similarity = (None, None) if match is None else (match.episode, match.similarity)
-    return Answer(text, reply.text, reply.ids, episode, similarity, reply.seconds, question_tokens)
+    return Answer(
+        question=text,
+        text=reply.text,
+        ids=reply.ids,
+        episode=episode,
+        similarity=similarity,
+        decode_seconds=reply.seconds,
+        question_tokens=question_tokens,
+        held_bytes=held_bytes,
+    )

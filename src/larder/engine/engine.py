@@ -36,8 +36,8 @@ class Engine:
     Args:
         loaded: a model with its tokenizer, from `larder.models.loading.load`.
         policy: a preset's name, a sentence of parts, or a `Policy`.
-        budget: `512` (tokens per kv head, averaged over layers), `20%` of the context, `64MiB`;
-            None takes what the policy says, else 20%.
+        budget: of each cache, and episodes have one each: `512` (tokens per kv head, averaged over
+            layers), `20%` of the context, `64MiB`; None takes what the policy says, else 20%.
         block: tokens read between two plans; None takes what the policy says, else the smaller of
             512 and the budget.
     """
@@ -54,6 +54,7 @@ class Engine:
         self.sizes = Sizes(budget, block)
         self.scribe = Scribe(loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
+        self._measured = lru_cache(maxsize=None)(self._calibrate)
 
     @classmethod
     def load(
@@ -91,7 +92,8 @@ class Engine:
         """Read a conversation within the budget.
 
         Args:
-            prompts: texts for prompts that the policy looks up by name, such as `question`.
+            prompts: texts by name, for a policy that looks them up: `question`, or any name that a
+                `patched(prompt="...")` gives.
             progress: told of tokens read and tokens to read.
         """
         book: Prompts = {name: self.scribe.question(text) for name, text in (prompts or {}).items()}
@@ -108,6 +110,8 @@ class Engine:
     ) -> Answer:
         """Answer a question about what was read; the memory is afterwards as it was before.
 
+        The room that an answer takes is given back too, so memories do not grow by being asked.
+
         Args:
             stop: strings that end the answer.
             on_text: told of the answer's text as it comes.
@@ -121,17 +125,26 @@ class Engine:
             reply = self.speaker.reply(
                 cache, prompt, sampling or Sampling(), max_new_tokens, stop, on_text
             )
+            held_bytes = memory.shelf.nbytes
         finally:
             cache.truncate(mark)
+            cache.compact()
         episode, similarity = (None, None) if match is None else (match.episode, match.similarity)
         return Answer(
-            question, reply.text, reply.ids, episode, similarity, reply.seconds, len(prompt)
+            question=question,
+            text=reply.text,
+            ids=reply.ids,
+            episode=episode,
+            similarity=similarity,
+            decode_seconds=reply.seconds,
+            question_tokens=len(prompt),
+            held_bytes=held_bytes,
         )
 
     @cached_property
     def desk(self) -> Desk:
         """What reading needs; embedder and measurements are fetched when first asked for."""
-        return Desk(self.loaded.decoder, self.scribe, self._embedder, self._calibrate)
+        return Desk(self.loaded.decoder, self.scribe, self._embedder, self._measured)
 
     @cached_property
     def speaker(self) -> Speaker:
@@ -144,7 +157,7 @@ class Engine:
         return stop_ids(self.loaded)
 
     def _load_embedder(self, name: str) -> Embedder:
-        table = self.loaded.decoder.token_table().float()
+        table = self.loaded.decoder.token_table()
         return load_embedder(name, "cpu", table, self.scribe.encode)
 
     def _calibrate(self, names: frozenset[str]) -> Calibration:

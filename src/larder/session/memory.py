@@ -27,6 +27,8 @@ class Figures:
         peak_kv_bytes: the highest at any time while reading, scratch tokens included.
         peak_entries: the most managed entries at any time, over layers, heads and live caches.
         prefill_seconds: reading, embedding and clustering included.
+        setup_seconds: what only the first reading takes: loading the embedder, and measuring what
+            the budget needs of the model.
     """
 
     context_tokens: int
@@ -37,6 +39,7 @@ class Figures:
     peak_kv_bytes: int
     peak_entries: int
     prefill_seconds: float
+    setup_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Published methods by name, each a sentence of parts. Budgets and blocks are left open."""
+"""Published methods by name, each a sentence of parts. Budgets and blocks are left open.
+
+`epicache` builds the caches of episodes one after the other and so holds least while it reads;
+`epicache_batched` builds them in one pass per block, where there is memory for all of them at once.
+"""
 
 from __future__ import annotations
 

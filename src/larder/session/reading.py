@@ -31,8 +31,8 @@ class Desk:
     """What is needed to read: a model, its script, an embedder on demand, its measurements.
 
     Args:
-        embedder: loads the embedder that a policy names.
-        calibrate: measures what a budget needs, by name; kept per model.
+        embedder: the embedder that a policy names, loaded once.
+        calibrate: what a budget needs to know of the model, by name, measured once.
     """
 
     decoder: Decoder
@@ -103,6 +103,8 @@ def gather(
     Args:
         policy: with every size filled in.
     """
+    setting_up = time.perf_counter()
+    _set_up(desk, policy)
     started = time.perf_counter()
     router = policy.session.arrange(
         source.conversation, desk.embedder, desk.scribe.length, source.said
@@ -118,8 +120,16 @@ def gather(
         peak_kv_bytes=meter.peak_bytes,
         peak_entries=meter.peak_entries,
         prefill_seconds=time.perf_counter() - started,
+        setup_seconds=started - setting_up,
     )
     return Memory(policy, source.conversation, source.transcript, shelf, router, figures)
+
+
+def _set_up(desk: Desk, policy: Policy) -> None:
+    """Fetch what stays from one reading to the next, so that no reading is charged for it."""
+    for name in policy.session.embedders():
+        desk.embedder(name)
+    desk.calibrate(policy.budget.calibrations)
 
 
 def books_for(desk: Desk, router: Router, prompts: Prompts) -> list[Prompts]:

@@ -1,4 +1,8 @@
-"""A memory budget as people write it: `512` tokens, `20%` of the context, `64MiB`."""
+"""A memory budget as people write it: `512` tokens, `20%` of the context, `64MiB`.
+
+Every form is per cache: a policy that keeps one cache per episode holds as many budgets as it has
+episodes, one of them on the device.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ class Size:
         if found is None or (found[2] is None and "." in found[1]):
             raise UsageError(
                 f"--budget {text!r} is not a size: write 512 (tokens per head), 20% (of the "
-                "context) or 64MiB."
+                "context) or 64MiB; each is per cache."
             )
         size = Size(float(found[1]), found[2] or "")
         if size.number <= 0 or (size.unit == "%" and size.number > 100):
@@ -39,7 +43,7 @@ class Size:
         return size
 
     def tokens(self, context_tokens: int, spec: ModelSpec) -> int:
-        """Entries per kv head, averaged over managed layers."""
+        """Entries per kv head of one cache, averaged over managed layers."""
         if self.unit == "%":
             return max(1, round(context_tokens * self.number / 100))
         if self.unit in _UNITS:
@@ -48,7 +52,7 @@ class Size:
 
 
 def resolve(budget: Budget, asked: str | None, context_tokens: int, spec: ModelSpec) -> int:
-    """Entries per kv head that a policy's budget comes to for a context.
+    """Entries per kv head of one cache that a policy's budget comes to for a context.
 
     Args:
         asked: the command line's budget, for a spelling that leaves it open; None for 20% of the

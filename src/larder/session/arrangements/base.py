@@ -13,6 +13,10 @@ from larder.session.routing import Router
 class Arrangement(ABC):
     """The first slot of a policy: one cache for all, or one per episode. A frozen dataclass."""
 
+    def embedders(self) -> tuple[str, ...]:
+        """The embedders that `arrange` asks for, by name; none by default."""
+        return ()
+
     @abstractmethod
     def arrange(
         self,
