@@ -16,6 +16,7 @@ per case in results/speed.jsonl.
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def _model(name: str) -> tuple[Any, Decoder]:
         max_position_embeddings=40960,
     )
     own = Qwen3ForCausalLM(config).eval()
-    ours = Qwen3ForCausalLM(config).eval()
+    ours = Qwen3ForCausalLM(copy.deepcopy(config)).eval()  # Decoder marks the config as its own
     ours.load_state_dict(own.state_dict(), assign=True)
     return own, Decoder(ours)
 
