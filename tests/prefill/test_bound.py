@@ -33,7 +33,7 @@ BUDGETS = [built("budget", n) for n in FAMILIES["budget"].names() if n != "unlim
 KINDS = {"blockwise": Blockwise, "episodic": Episodic}
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     length=st.integers(1, 70),
     tokens=st.integers(6, 40),
