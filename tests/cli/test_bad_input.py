@@ -60,8 +60,10 @@ def test_a_missing_file(run: Run, tmp_path: Path) -> None:
         (("--temperature", "-1"), "temperature must be a finite number"),
         (("--temperature", "nan"), "temperature must be a finite number"),
         (("--top-p", "0"), "top_p must be in (0, 1]"),
+        (("--seed", str(1 << 64)), "seed must fit into 64 bits"),
         (("--max-new-tokens", "0", *SNAPKV, "--budget", "48"), "max_new_tokens must be at least 1"),
         (("--dtype", "int3", "--model", str(files("larder.models") / "seed")), "--dtype must be"),
+        (("--device", "oven", "--model", str(files("larder.models") / "seed")), "--device must be"),
     ],
 )
 def test_options(run: Run, talk: Path, options: tuple[str, ...], reason: str) -> None:

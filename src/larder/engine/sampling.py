@@ -38,6 +38,8 @@ class Sampling:
             raise BadParameter(f"top_k must be 0 (all) or more, got {self.top_k}.")
         if not 0 < self.top_p <= 1:
             raise BadParameter(f"top_p must be in (0, 1], got {self.top_p}.")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise BadParameter(f"seed must fit into 64 bits, got {self.seed}.")
 
     def generator(self) -> torch.Generator:
         """A fresh source of randomness for one answer."""

@@ -49,7 +49,7 @@ def load(name: str = SEED, device: str = "cpu", dtype: str | None = None) -> Loa
 def _load(name: str, source: str, device: str, dtype: str | None) -> Loaded:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    kind = _dtype(dtype, device)
+    kind = _dtype(dtype, _device(device))
     config = _guarded(name, _read_config, source)
     check_rope(config)
     module = _guarded(name, AutoModelForCausalLM.from_pretrained, source, **_dtype_option(kind))
@@ -110,9 +110,19 @@ def _read_config(source: str) -> Any:
     return AutoConfig.from_pretrained(source)
 
 
-def _dtype(dtype: str | None, device: str) -> torch.dtype:
+def _device(device: str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise BadParameter(
+            f"--device must be a device that torch knows, such as cpu, cuda, cuda:1 or mps, "
+            f"got {device!r}."
+        ) from error
+
+
+def _dtype(dtype: str | None, device: torch.device) -> torch.dtype:
     if dtype is None:
-        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
         raise BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     return DTYPES[dtype]
