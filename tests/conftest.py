@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Read once by the libraries below, so set before they are imported.
-THREADS = str(min(2, os.cpu_count() or 1))
+# On tiny operations torch's threads wait for each other; numba's are tested with two.
+THREADS, KERNEL_THREADS = "1", str(min(2, os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", THREADS)
-os.environ.setdefault("NUMBA_NUM_THREADS", THREADS)
+os.environ.setdefault("NUMBA_NUM_THREADS", KERNEL_THREADS)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -97,6 +97,10 @@ def test_a_blank_question(run: Run, talk: Path) -> None:
     assert "question is blank" in complaint(run("ask", talk, "-q", " "), 2)
 
 
+def test_a_question_that_is_no_text(run: Run, talk: Path) -> None:
+    assert "not valid UTF-8" in complaint(run("ask", talk, "-q", "\udcff"), 2)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "kind"),
     [

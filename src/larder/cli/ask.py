@@ -93,6 +93,10 @@ def _known(conversation: Conversation, text: str) -> Question:
     """The question as the file has it, with its answer; else as it was typed."""
     if not text.strip():
         raise UsageError('A question is blank: write -q "What ...?".')
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(f"The question {text!r} is not valid UTF-8: type it as text.") from None
     known = {question.question.strip(): question for question in conversation.questions}
     return known.get(text.strip(), Question(text))
 
