@@ -23,11 +23,12 @@ def test_asking_finds_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Bramo" in capsys.readouterr().out
 
 
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ten lines, with the bundled example as `conversation.json`."""
+def test_the_readme_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ten lines, from the root of the repository, where its commands run too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    source = (ROOT / "examples" / "conversation.json").read_text(encoding="utf-8")
-    (tmp_path / "conversation.json").write_text(source, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(ROOT)
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    assert "Bramo" in capsys.readouterr().out
