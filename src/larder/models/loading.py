@@ -85,7 +85,7 @@ def _check_folder(source: str) -> None:
     if not folder.is_dir():
         raise ModelError(f"{source} is a file: give the folder that holds config.json and weights.")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{source} has no config.json: it is not a Hugging Face model folder.")
+        raise ModelError(f"{source} has no config.json: give a folder saved by transformers.")
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(
             f"{source} has a config.json but no weights (*.safetensors): download them into it."
@@ -140,6 +140,8 @@ def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _move(module: Any, device: str) -> Any:
     try:
         return module.to(device)
-    except (RuntimeError, AssertionError) as error:
-        said = str(error).splitlines()[0]
-        raise ModelError(f"The device {device!r} cannot be used: {said}") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        said = str(error).splitlines()[0].rstrip(".")
+        raise ModelError(
+            f"The device {device!r} cannot be used: {said}. Leave --device out for the CPU."
+        ) from error

@@ -39,7 +39,10 @@ class Size:
             )
         size = Size(float(found[1]), found[2] or "")
         if size.number <= 0 or (size.unit == "%" and size.number > 100):
-            raise UsageError(f"--budget {text!r} must be above 0, and at most 100%.")
+            raise UsageError(
+                f"--budget {text!r} must be above 0, and a share at most 100%: write 512, 20% or "
+                "64MiB."
+            )
         return size
 
     def tokens(self, context_tokens: int, spec: ModelSpec) -> int:
