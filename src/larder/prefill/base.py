@@ -17,11 +17,12 @@ def silent(done: int, total: int) -> None:
 
 
 class Schedule(ABC):
-    """Says when plans are made while a context is read. A frozen dataclass without state."""
+    """Says when plans are made while a context is read. A frozen dataclass without state.
 
-    tokens: (
-        int | None
-    )  # M_block, most tokens read between two plans; None for schedules without blocks
+    `tokens` is M_block, the most tokens read between two plans; None where there are no blocks.
+    """
+
+    tokens: int | None
 
     @abstractmethod
     def read(
