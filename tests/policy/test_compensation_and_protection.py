@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from builders import a_layer, a_plan, some_entries
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.plan import Fate, Plan
+from larder.policy.ends import Ends
 from larder.policy.protect import Protect
 
 
@@ -48,7 +49,7 @@ def test_protection_is_by_true_position(sinks, recent, positions, length, tokens
     mask = protect.mask(torch.tensor(positions, dtype=torch.int32), length, tokens)
     assert mask.tolist() == [p < sinks or p >= length - latest for p in positions]
     if sinks + latest <= tokens:
-        assert protect.least(tokens) == sinks + latest
+        assert protect.least(tokens) == Ends(sinks, latest)
     else:
         with pytest.raises(BudgetError, match=f"budget of {tokens} tokens is smaller"):
             protect.least(tokens)

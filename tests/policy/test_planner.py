@@ -13,13 +13,16 @@ from builders import a_layer, a_view
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.observation import Seen
 from larder.core.spelling import name_of
+from larder.core.types import Variant
 from larder.policy.budgets.uniform import Uniform
 from larder.policy.compensation.drop import Drop
+from larder.policy.ends import Ends
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
 from larder.policy.scorers.keydiff import KeyDiff
 from larder.policy.scorers.sinks_and_window import SinksAndWindow
+from larder.policy.scorers.snapkv import SnapKV
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,50 @@ def test_scores_become_float32_and_may_be_infinite() -> None:
 
 def test_a_budget_must_hold_what_a_scorer_always_keeps() -> None:
     wide = SinksAndWindow(sinks=40)
-    assert (wide.least(), KeyDiff().least()) == (41, 0)
+    assert (wide.least(), KeyDiff().least()) == (Ends(40, 1), Ends())
     with pytest.raises(BudgetError, match=r"40 tokens is smaller than the 41 that") as caught:
         planner(wide).quotas(40, 100, (0, 1), {})
     assert "raise --budget" in str(caught.value) and "\n" not in str(caught.value)
     assert planner(wide).quotas(41, 100, (0, 1), {}) == {0: 41, 1: 41}
     with pytest.raises(BudgetError, match="smaller than sinks \\+ recent"):
         planner(wide, Protect(4, 64)).quotas(60, 100, (0, 1), {})
+
+
+KEEPERS = {
+    "snapkv": (SnapKV(window=32), Protect(sinks=4, recent=0), 36),
+    "snapkv_code": (SnapKV(window=32, variant=Variant.CODE), Protect(sinks=4, recent=0), 4),
+    "snapkv_within_recent": (SnapKV(window=8), Protect(sinks=4, recent=32), 36),
+    "sinks_overlap": (SinksAndWindow(sinks=4), Protect(sinks=6, recent=0), 7),
+    "window_overlaps": (SinksAndWindow(sinks=4), Protect(sinks=2, recent=5), 9),
+    "recent_is_a_share": (SnapKV(window=8), Protect(sinks=4, recent=0.5), 12),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_an_accepted_budget_holds_what_is_protected_and_what_a_scorer_keeps(name) -> None:
+    scorer, protect, least = KEEPERS[name]
+    whole = planner(scorer, protect)
+    with pytest.raises(BudgetError, match=f"budget of {least - 1} tokens is smaller"):
+        whole.quotas(least - 1, 100, (0,), {})
+    for tokens in range(least, least + 4):
+        quotas = whole.quotas(tokens, 100, (0,), {})
+        seen = a_view(a_layer(2, 2), [range(100)] * 2, 50)
+        judged = whole.judge(seen, whole.score(seen), tokens)
+        [kept] = whole.plan({0: judged}, quotas, lambda index, seen=seen: seen.entries).values()
+        ends = protect.least(tokens).joined(scorer.least())
+        stays = {*range(ends.first), *range(100 - ends.last, 100)}
+        for head in (kept.kept[: kept.lengths[0]], kept.kept[kept.lengths[0] :] - 100):
+            assert stays <= set(head.tolist())
+            assert len(head) == tokens
+
+
+def test_a_budget_too_small_for_both_says_what_each_keeps() -> None:
+    with pytest.raises(BudgetError) as caught:
+        planner(SnapKV(window=32), Protect(sinks=4, recent=0)).quotas(34, 100, (0,), {})
+    said = str(caught.value)
+    assert "smaller than the 36 that protect(sinks=4, recent=0) and snapkv(window=32" in said
+    assert "(4 at the start, 32 at the end): raise --budget, or give either of them less." in said
+    assert "\n" not in said
 
 
 def test_layers_get_no_less_than_a_scorer_always_keeps() -> None:

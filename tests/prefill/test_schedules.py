@@ -14,6 +14,7 @@ from larder.models.loading import adopt
 from larder.models.tiny import WINDOW_TOKENS, tiny
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.compensation.drop import Drop
+from larder.policy.ends import Ends
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.snapkv import SnapKV
@@ -156,8 +157,8 @@ def test_pieces_are_of_nearly_the_same_length(total, size) -> None:
 class Voters(SnapKV):
     """SnapKV that says how many voters it keeps."""
 
-    def least(self) -> int:
-        return self.window
+    def least(self) -> Ends:
+        return Ends(last=self.window)
 
 
 def test_a_scorer_that_judges_by_more_than_a_piece_is_served(

@@ -37,17 +37,18 @@ class Planner:
             context: tokens to be read; no layer can fill more.
 
         Raises:
-            BudgetError: the protected entries, or those the scorer always keeps, do not fit.
+            BudgetError: what is protected and what the scorer always keeps do not fit together.
         """
-        least = max(self.protect.least(tokens), self.scorer.least())
-        if least > tokens:
+        least = self.protect.least(tokens).joined(self.scorer.least())
+        if least.tokens > tokens:
             raise BudgetError(
-                f"The budget of {tokens} tokens is smaller than the {least} that "
-                f"{spell(self.scorer)} always keeps: raise --budget, or give the scorer less."
+                f"The budget of {tokens} tokens is smaller than the {least.tokens} that "
+                f"{spell(self.protect)} and {spell(self.scorer)} always keep ({least.first} at the "
+                f"start, {least.last} at the end): raise --budget, or give either of them less."
             )
         if not layers:  # every layer slides its own window
             return {}
-        shares = self.budget.layer_tokens(tokens, len(layers), least, context, facts)
+        shares = self.budget.layer_tokens(tokens, len(layers), least.tokens, context, facts)
         return dict(zip(layers, shares, strict=True))
 
     def score(self, seen: Seen) -> Packed:

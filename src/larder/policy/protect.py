@@ -9,6 +9,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import PackedMask
+from larder.policy.ends import Ends
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,17 @@ class Protect:
         """The latest tokens that stay, under a budget of `tokens` entries per head."""
         return int(self.recent * tokens) if isinstance(self.recent, float) else self.recent
 
-    def least(self, tokens: int) -> int:
-        """Entries that every head needs under a budget of `tokens`.
+    def least(self, tokens: int) -> Ends:
+        """What every head needs under a budget of `tokens`.
 
         Raises:
-            BudgetError: they do not fit.
+            BudgetError: it does not fit.
         """
-        least = self.sinks + self.recent_tokens(tokens)
-        if least > tokens:
+        least = Ends(self.sinks, self.recent_tokens(tokens))
+        if least.tokens > tokens:
             raise BudgetError(
-                f"The budget of {tokens} tokens is smaller than sinks + recent = {self.sinks} + "
-                f"{self.recent_tokens(tokens)}: raise --budget, or lower protect(sinks, recent)."
+                f"The budget of {tokens} tokens is smaller than sinks + recent = {least.first} + "
+                f"{least.last}: raise --budget, or lower protect(sinks, recent)."
             )
         return least
 

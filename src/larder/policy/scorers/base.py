@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed
+from larder.policy.ends import Ends
 
 
 class Scorer(ABC):
@@ -35,13 +36,13 @@ class Scorer(ABC):
         del block, start, book
         return ()
 
-    def least(self) -> int:
-        """Entries per head that this scorer puts above all others, such as its own window.
+    def least(self) -> Ends:
+        """Tokens that this scorer puts above all others, such as its own window.
 
-        A budget that cannot hold them is refused. A scorer that judges by the latest tokens judges
-        by no more than these.
+        A budget that cannot hold them beside what is protected is refused. A scorer that judges by
+        the latest tokens judges by no more than these.
         """
-        return 0
+        return Ends()
 
     def wanted(self) -> frozenset[str]:
         """Names of the prompts that this scorer, with these parameters, will look up."""

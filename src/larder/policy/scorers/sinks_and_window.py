@@ -14,6 +14,7 @@ import torch
 from larder.core.errors import BadParameter
 from larder.core.observation import Seen
 from larder.core.types import Packed
+from larder.policy.ends import Ends
 from larder.policy.scorers.base import Scorer
 
 
@@ -31,9 +32,9 @@ class SinksAndWindow(Scorer):
         if self.sinks < 0:
             raise BadParameter(f"sinks_and_window.sinks must be 0 or more, got {self.sinks}.")
 
-    def least(self) -> int:
-        """The sinks, and one token behind them."""
-        return self.sinks + 1
+    def least(self) -> Ends:
+        """The sinks, and the latest token."""
+        return Ends(self.sinks, 1)
 
     def score(self, seen: Seen) -> Packed:
         positions = seen.entries.packed_positions()

@@ -19,6 +19,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, Variant
 from larder.ops.pooling import running_max
+from larder.policy.ends import Ends
 from larder.policy.scorers._attention import highest_weights, summed_weights
 from larder.policy.scorers.base import Scorer
 
@@ -61,8 +62,9 @@ class SnapKV(Scorer):
         pooled = torch.cat([running_max(head, self.kernel) for head in heads])
         return pooled.masked_fill(is_voter, torch.inf)
 
-    def least(self) -> int:
-        return 0 if self.variant is Variant.CODE else self.window
+    def least(self) -> Ends:
+        """The window that votes."""
+        return Ends() if self.variant is Variant.CODE else Ends(last=self.window)
 
 
 Part = SnapKV

@@ -36,7 +36,7 @@ class Whole(Schedule):
 
     def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> None:
         start = lane.cache.next_position
-        voters = max(PIECE_TOKENS, reader.planner.scorer.least())  # those always stay themselves
+        voters = max(PIECE_TOKENS, reader.planner.scorer.least().last)  # they stay themselves
         last = max(0, len(ids) - voters)
         lane.cache.allocate(len(ids))
         for cut in range(0, last, PIECE_TOKENS):
