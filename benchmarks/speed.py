@@ -134,8 +134,8 @@ def _episodes(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[s
     judged = JUDGED["patched (400 tokens)"]
     peaks: dict[str, int] = {}
     cases = {}
-    for name, schedule in (("E passes", "blockwise"), ("one batched pass", "episodic")):
-        policy = Policy.parse(f"{schedule}(tokens={BLOCK}) > {judged}")
+    for name, together in (("E passes", "1"), ("one batched pass", '"all"')):
+        policy = Policy.parse(f"episodic(tokens={BLOCK}, together={together}) > {judged}")
 
         def run(policy: Policy = policy, name: str = name) -> None:
             peaks[name] = _read(decoder, policy, prompts, ids).peak_bytes

@@ -54,10 +54,11 @@ def drafts(draw: st.DrawFn, slot: str) -> tuple[type, dict[str, Any]]:
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return st.sampled_from(list(hint))
-    options = getattr(hint, "__args__", (hint,))
-    return st.one_of([VALUES[option] for option in options])
+    return st.one_of([option_of(kind) for kind in getattr(hint, "__args__", (hint,))])
+
+
+def option_of(kind: type) -> st.SearchStrategy[Any]:
+    return st.sampled_from(list(kind)) if issubclass(kind, Enum) else VALUES[kind]
 
 
 @given(st.fixed_dictionaries({slot: drafts(slot) for slot in SLOTS}))
@@ -92,6 +93,8 @@ WRONG = {
     "snapkv(window=1.5)": (BadParameter, "must be a whole number, got 1.5"),
     'snapkv(window="3")': (BadParameter, "must be a whole number, got '3'"),
     'snapkv(variant="ours")': (BadParameter, "'larder', 'paper', 'code', got 'ours'"),
+    'episodic(together="most")': (BadParameter, "number or one of 'fitting', 'all', got 'most'"),
+    "episodic(together=0)": (BadParameter, 'at least 1 cache, "fitting" or "all", got 0'),
     "patched(prompt=3)": (BadParameter, 'must be a "text", got 3'),
     "protect(recent=1e999)": (BadParameter, "fraction below 1"),
     "snapkv(window=True)": (SpellingError, "True is not a number"),

@@ -13,7 +13,7 @@ from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.prefill.base import silent
 from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.episodic import Episodic
+from larder.prefill.schedules.episodic import Episodic, Together
 from larder.session.policy import FAMILIES
 from reading import some_ids
 
@@ -30,7 +30,7 @@ def built(slot: str, name: str) -> Any:
 
 SCORERS = [built("scorer", name) for name in FAMILIES["scorer"].names()]
 BUDGETS = [built("budget", n) for n in FAMILIES["budget"].names() if n != "unlimited"]
-KINDS = {"blockwise": Blockwise, "episodic": Episodic}
+KINDS = {"blockwise": Blockwise, "episodic": lambda block: Episodic(block, Together.ALL)}
 
 
 @settings(max_examples=50)

@@ -12,13 +12,13 @@ from larder.models.passes import Recorded
 from larder.prefill.base import silent
 from larder.prefill.judge import Judge
 from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.episodic import Episodic
+from larder.prefill.schedules.episodic import Episodic, Together
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
 from memory import reachable_tensors
 from reading import some_ids
 
-SCHEDULES = [Blockwise(9), Episodic(9), Whole()]
+SCHEDULES = [Blockwise(9), Episodic(9, Together.ALL), Whole()]
 APPENDED = ["snapkv(window=3) > pooled()", "keydiff() > global()"]
 SCRATCHED = ['patched(prompt="episode") > pooled()', "reconstruct(chunk=8) > global()"]
 
@@ -70,7 +70,7 @@ def test_a_scratch_pass_counts_the_tokens_of_all_rows(watched, reader_for, lane_
     ).planner
     lanes = [lane_for(watched, episode=some_ids(n)) for n in (1000, 800, 700)]
     reader = reader_for(watched, planner, 10, 50)
-    Episodic(5).read(reader, lanes, some_ids(20), silent)
+    Episodic(5, Together.ALL).read(reader, lanes, some_ids(20), silent)
     in_flight = 2500 * watched.spec.layers[0].bytes_per_token(watched.spec.dtype)
     held = sum(lane.cache.nbytes for lane in lanes)
     assert in_flight + held <= reader.meter.peak_bytes < 2 * in_flight

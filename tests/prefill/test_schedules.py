@@ -21,13 +21,13 @@ from larder.policy.scorers.snapkv import SnapKV
 from larder.prefill.base import pieces, silent
 from larder.prefill.schedules import whole as whole_module
 from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.episodic import Episodic
+from larder.prefill.schedules.episodic import Episodic, Together
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from reading import own_logits, read_on, some_ids
 
-SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9)}
+SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9, Together.ALL)}
 SENTENCES = [
     'patched(prompt="episode") > sensitivity()',
     "reconstruct(chunk=8) > global()",
@@ -62,7 +62,7 @@ def test_blockwise_and_episodic_build_the_same_caches(
     watched, reader_for, lane_for, sentence
 ) -> None:
     built = []
-    for schedule in (Blockwise(9), Episodic(9)):
+    for schedule in (Blockwise(9), Episodic(9, Together.ALL)):
         lanes = [lane_for(watched, episode=some_ids(3 + n, seed=n)) for n in range(3)]
         reader = reader_for(watched, planner_of(sentence), 14, 50)
         schedule.read(reader, lanes, some_ids(50), silent)

@@ -15,7 +15,7 @@ import types
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.family import public_name
@@ -164,8 +164,10 @@ def _convert(name: str, key: str, value: Value, hint: Any) -> Any:
     for option in get_args(hint) if union else (hint,):
         if option is type(None) and value is None:
             return None
-        if isinstance(option, type) and issubclass(option, Enum):
-            return _member(name, key, value, option)
+        if _is_enum(option):
+            if (member := _member(value, option)) is not None:
+                return member
+            continue
         if option is float and isinstance(value, int) and not (union and int in get_args(hint)):
             return float(value)
         if isinstance(option, type) and type(value) is option:
@@ -173,15 +175,20 @@ def _convert(name: str, key: str, value: Value, hint: Any) -> Any:
     raise BadParameter(f"{name}.{key} must be {_describe(hint)}, got {value!r}.")
 
 
-def _member(name: str, key: str, value: Value, kind: type[Enum]) -> Enum:
-    for member in kind:
-        if member.value == value:
-            return member
-    known = ", ".join(repr(member.value) for member in kind)
-    raise BadParameter(f"{name}.{key} must be one of {known}, got {value!r}.")
+def _is_enum(option: Any) -> TypeGuard[type[Enum]]:
+    return isinstance(option, type) and issubclass(option, Enum)
+
+
+def _member(value: Value, kind: type[Enum]) -> Enum | None:
+    return next((member for member in kind if member.value == value), None)
 
 
 def _describe(hint: Any) -> str:
+    return " or ".join(_described(option) for option in get_args(hint) or (hint,))
+
+
+def _described(option: Any) -> str:
+    if _is_enum(option):
+        return "one of " + ", ".join(repr(member.value) for member in option)
     words = {int: "a whole number", float: "a number", str: 'a "text"', type(None): "left out"}
-    options = get_args(hint) or (hint,)
-    return " or ".join(words.get(option, str(option)) for option in options)
+    return words.get(option, str(option))

@@ -31,6 +31,28 @@ class Schedule(ABC):
         """Read `ids` into the cache of every lane and leave each within its budget."""
 
 
+def read_blocks(
+    reader: Reader,
+    groups: Sequence[Sequence[Lane]],
+    ids: tuple[int, ...],
+    tokens: int,
+    progress: Progress,
+) -> None:
+    """Read one group of lanes after the other, the lanes of a group together, a plan per block.
+
+    Args:
+        tokens: the most of one block.
+    """
+    done, total = 0, len(ids) * sum(len(group) for group in groups)
+    for group in groups:
+        for block in pieces(ids, tokens):
+            reader.settle(group, block, block, group[0].cache.next_position)
+            done += len(block) * len(group)
+            progress(done, total)
+        for number, lane in enumerate(group, start=1):
+            reader.finish(lane, group[number:])
+
+
 def pieces(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     """Consecutive pieces of nearly the same length, at most `size` tokens each."""
     return [ids[start:stop] for start, stop in even_cuts(len(ids), size)]

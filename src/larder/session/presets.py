@@ -1,7 +1,7 @@
 """Published methods by name, each a sentence of parts. Budgets and blocks are left open.
 
-`epicache` builds the caches of episodes one after the other and so holds least while it reads;
-`epicache_batched` builds them in one pass per block, where there is memory for all of them at once.
+`epicache` reads as many episodes together as an accelerator's memory holds, and one after the other
+on a CPU, where that is faster and holds least; `epicache_batched` reads all of them together.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 PRESETS: Mapping[str, str] = {
     "full": "whole() > unlimited()",
-    "epicache": 'episodes() > blockwise() > patched(prompt="episode") > sensitivity()',
-    "epicache_batched": 'episodes() > episodic() > patched(prompt="episode") > sensitivity()',
+    "epicache": 'episodes() > episodic() > patched(prompt="episode") > sensitivity()',
+    "epicache_batched": (
+        'episodes() > episodic(together="all") > patched(prompt="episode") > sensitivity()'
+    ),
     "streaming_llm": "blockwise() > protect(sinks=4, recent=0) > sinks_and_window() > uniform()",
     "snapkv": "blockwise() > snapkv() > pooled()",
     "snapkv_whole": "whole() > snapkv() > pooled()",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.prefill.base import Progress, Schedule, pieces
+from larder.prefill.base import Progress, Schedule, read_blocks
 from larder.prefill.reader import Lane, Reader
 
 
@@ -33,14 +33,7 @@ class Blockwise(Schedule):
     def read(
         self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
     ) -> None:
-        total = len(ids) * len(lanes)
-        for number, lane in enumerate(lanes):
-            done = number * len(ids)
-            for block in pieces(ids, self.tokens or len(ids)):
-                reader.settle((lane,), block, block, lane.cache.next_position)
-                done += len(block)
-                progress(done, total)
-            reader.finish(lane)
+        read_blocks(reader, [(lane,) for lane in lanes], ids, self.tokens or len(ids), progress)
 
 
 Part = Blockwise
