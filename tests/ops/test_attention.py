@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,8 +24,7 @@ from larder.ops.merging import merge
 from references.ops import attention as loop
 
 SCALING = 0.3
-# All read the same rounded inputs; only torch's kernel rounds its bfloat16 outputs again.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+FORMS = (ragged_attention, readable_ragged, decode.decode_attention, blocks.ragged)
 
 group_lens = st.integers(1, 3)
 query_lens = st.integers(1, 6)
@@ -58,9 +59,21 @@ def agree(result: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: f
         torch.testing.assert_close(one.float(), other.float(), atol=tolerance, rtol=tolerance)
 
 
+def tolerance(form: Callable[..., object], dtype: torch.dtype) -> float:
+    """All read the same rounded inputs; only torch's kernel rounds its bfloat16 outputs again."""
+    rounds = form in (ragged_attention, blocks.ragged) and dtype is torch.bfloat16
+    return 2e-2 if rounds else 2e-5
+
+
 def test_agree_notices_a_difference():
     with pytest.raises(AssertionError):
         agree((torch.tensor([1.0]),), (torch.tensor([1.001]),), 2e-5)
+
+
+def bias_of(seed: int, keys: Tensor) -> Tensor:
+    """One number for each stored row; NaN in the slack, as there."""
+    bias = random(seed, len(keys)) * 2
+    return bias.masked_fill(keys.float().isnan().any(-1), torch.nan)
 
 
 @settings(max_examples=40)
@@ -69,11 +82,55 @@ def test_ragged_forms_equal_the_loop(seed, lengths, group_len, query_len, head_d
     cached = ragged_storage(seed, lengths, head_dim, dtype)
     queries = random(seed, len(lengths) * group_len, query_len, head_dim, dtype=dtype)
     expected = loop.ragged(queries, *cached, SCALING)
-    forms = (ragged_attention, readable_ragged, decode.decode_attention, blocks.ragged)
-    for form in forms:
+    for form in FORMS:
         result = form(queries, *cached, SCALING)
         assert result[0].dtype is result[1].dtype is torch.float32
-        agree(result, expected, TOLERANCE[dtype] if form is blocks.ragged else 2e-5)
+        agree(result, expected, tolerance(form, dtype))
+
+
+@settings(max_examples=40)
+@given(seeds, head_lengths, group_lens, query_lens, head_sizes, dtypes)
+def test_biased_forms_equal_the_loop(seed, lengths, group_len, query_len, head_dim, dtype):
+    cached = ragged_storage(seed, lengths, head_dim, dtype)
+    bias = bias_of(seed + 9, cached[0])
+    queries = random(seed, len(lengths) * group_len, query_len, head_dim, dtype=dtype)
+    expected = loop.ragged(queries, *cached, SCALING, bias)
+    for form in FORMS:
+        result = form(queries, *cached, SCALING, bias)
+        agree(result, expected, tolerance(form, dtype))
+
+
+@settings(max_examples=20)
+@given(seeds, st.lists(st.integers(1, 5), min_size=1, max_size=40), query_lens, dtypes)
+def test_a_bias_of_ln_n_is_the_row_n_times(seed, times, query_len, dtype):
+    keys, values = (random(seed + side, len(times), 16, dtype=dtype) for side in (1, 2))
+    queries, start = random(seed, 2, query_len, 16, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    counts = torch.tensor(times)
+    repeated = keys.repeat_interleave(counts, 0), values.repeat_interleave(counts, 0)
+    for form in FORMS:
+        result = form(queries, keys, values, start, start + len(times), SCALING, counts.log())
+        expected = form(queries, *repeated, start, counts.sum().view(1), SCALING)
+        agree(result, expected, tolerance(form, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("query_len", [1, 64])
+def test_no_bias_is_a_bias_of_zero(query_len, dtype):
+    cached = ragged_storage(1, [100, 0, 33], 16, dtype)
+    queries = random(2, 6, query_len, 16, dtype=dtype)
+    for form in FORMS:
+        result = form(queries, *cached, SCALING, torch.zeros(len(cached[0])))
+        agree(result, form(queries, *cached, SCALING), 1e-6)
+
+
+def test_a_bias_keeps_its_precision_beside_half_precision_storage():
+    # In bfloat16 ln(1000) would be 6.90625 and the row would stand for 998.5 others.
+    keys, start = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    queries = torch.zeros(2, 1, 16, dtype=torch.bfloat16)
+    bias = torch.tensor([1000.0]).log()
+    for form in FORMS:
+        _, lse = form(queries, keys, keys, start, start + 1, SCALING, bias)
+        torch.testing.assert_close(lse, bias.expand(2, 1), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,14 +138,16 @@ def test_ragged_forms_equal_the_loop(seed, lengths, group_len, query_len, head_d
 def test_spans_across_heads_equal_the_readable_form(dtype, threads):
     before = torch.get_num_threads()
     cached = ragged_storage(1, [1, 4000, 0, 33, 700], 64, dtype)
-    queries = random(2, 10, 2, 64, dtype=dtype)
+    queries, bias = random(2, 10, 2, 64, dtype=dtype), bias_of(3, cached[0])
     torch.set_num_threads(threads)
     try:
         result = decode.decode_attention(queries, *cached, SCALING)
+        biased = decode.decode_attention(queries, *cached, SCALING, bias)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     agree(result, readable_ragged(queries, *cached, SCALING), 2e-5)
+    agree(biased, readable_ragged(queries, *cached, SCALING, bias), 2e-5)
 
 
 def test_dispatch_takes_the_kernel_for_few_queries_only():
@@ -107,6 +166,13 @@ def test_gradients_are_those_of_the_readable_form(query_len):
     again = queries.detach().clone().requires_grad_()
     readable_ragged(again, *cached, SCALING)[0].sum().backward()
     torch.testing.assert_close(queries.grad, again.grad)
+
+
+def test_a_bias_that_needs_a_gradient_gets_one():
+    cached = ragged_storage(3, [9, 4], 8, torch.float32)
+    bias = torch.zeros(len(cached[0])).requires_grad_()
+    ragged_attention(random(4, 4, 1, 8), *cached, SCALING, bias)[0].sum().backward()
+    assert bias.grad is not None and bias.grad.any()
 
 
 @pytest.mark.parametrize("form", [readable_ragged, decode.decode_attention, blocks.ragged])

@@ -29,9 +29,15 @@ def attention(
     values: Float[Tensor, "S D"],
     scaling: float,
     mask: Bool[Tensor, "Q S"] | None = None,
+    bias: Float[Tensor, " S"] | None = None,
 ) -> tuple[Float[Tensor, "R Q D"], Float[Tensor, "R Q"]]:
-    """Attend one group of query heads to the entries of its kv head, in plain float32."""
+    """Attend one group of query heads to the entries of its kv head, in plain float32.
+
+    `bias` is added to the logits of each entry; see `ragged_attention`.
+    """
     logits = queries.float() @ keys.float().transpose(-1, -2) * scaling  # [R, Q, S]
+    if bias is not None:
+        logits = logits + bias
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     lse = logits.logsumexp(-1)
@@ -47,17 +53,23 @@ def ragged_attention(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     scaling: float,
+    bias: Float[Tensor, " C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Attend every query to every cached entry of its kv head; nothing masked, nothing padded.
 
     `starts` and `lengths` are int64 and stay in host memory. Never holds [H, Q, S] float32.
+
+    Args:
+        bias: added to the logit of each stored row, in natural log units, finite float32. A row
+            with bias ln(n) weighs as n equal rows do, and counts n times in the log-sum-exp.
     """
-    if not _needs_gradient(queries, keys, values):
+    case = queries, keys, values, starts, lengths, scaling, bias
+    if not _needs_gradient(queries, keys, values, *(() if bias is None else (bias,))):
         if decode.serves(queries, keys, values, lengths.shape[0]):
-            return decode.decode_attention(queries, keys, values, starts, lengths, scaling)
+            return decode.decode_attention(*case)
         if blocks.serves(queries, keys, values):
-            return blocks.ragged(queries, keys, values, starts, lengths, scaling)
-    return readable_ragged(queries, keys, values, starts, lengths, scaling)
+            return blocks.ragged(*case)
+    return readable_ragged(*case)
 
 
 def causal_attention(
@@ -108,6 +120,7 @@ def readable_ragged(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     scaling: float,
+    bias: Float[Tensor, " C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """`ragged_attention` for every device and type: one head after the other, queries in chunks."""
     outs: list[Tensor] = []
@@ -116,8 +129,9 @@ def readable_ragged(
     groups = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
     for group, (start, length) in zip(groups, owned, strict=True):
         chunk = max(MOST_LOGITS // max(group.shape[0] * length, 1), 1)
-        rows = slice(start, start + length)
-        parts = [attention(q, keys[rows], values[rows], scaling) for q in group.split(chunk, dim=1)]
+        own = slice(start, start + length)
+        case = keys[own], values[own], scaling, None, None if bias is None else bias[own]
+        parts = [attention(some, *case) for some in group.split(chunk, dim=1)]
         outs.append(torch.cat([out for out, _ in parts], dim=1))
         lses.append(torch.cat([lse for _, lse in parts], dim=1))
     return torch.cat(outs), torch.cat(lses)

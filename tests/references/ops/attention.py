@@ -9,12 +9,17 @@ from torch import Tensor
 
 
 def one_query(
-    query: list[float], keys: list[list[float]], values: list[list[float]], scaling: float
+    query: list[float],
+    keys: list[list[float]],
+    values: list[list[float]],
+    scaling: float,
+    bias: list[float],
 ) -> tuple[list[float], float]:
     """Softmax-weighted mean of the values, and the log of the sum of exponentials."""
     if not keys:
         return [], -math.inf
     logits = [scaling * sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
+    logits = [logit + added for logit, added in zip(logits, bias, strict=True)]
     peak = max(logits)
     exponentials = [math.exp(logit - peak) for logit in logits]
     total = sum(exponentials)
@@ -26,9 +31,14 @@ def one_query(
 
 
 def attend(
-    queries: Tensor, heads: list[tuple[Tensor, Tensor]], scaling: float, visible: list[list[int]]
+    queries: Tensor,
+    heads: list[tuple[Tensor, Tensor]],
+    scaling: float,
+    visible: list[list[int]],
+    biases: list[list[float]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries [H, Q, D]; query q sees the rows visible[q] of its kv head."""
+    biases = biases or [[0.0] * len(keys) for keys, _ in heads]
     num_heads, query_len, head_dim = queries.shape
     group = num_heads // len(heads)
     outs = torch.zeros(num_heads, query_len, head_dim)
@@ -42,6 +52,7 @@ def attend(
                 [keys[row].double().tolist() for row in seen],
                 [values[row].double().tolist() for row in seen],
                 scaling,
+                [biases[h // group][row] for row in seen],
             )
             if seen:
                 outs[h, q] = torch.tensor(out)
@@ -50,13 +61,20 @@ def attend(
 
 
 def ragged(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, lengths: Tensor, scaling: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    heads = []
+    heads, biases = [], []
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         heads.append((keys[start : start + length], values[start : start + length]))
+        biases.append([0.0] * length if bias is None else bias[start : start + length].tolist())
     everything = list(range(max(lengths.tolist())))
-    return attend(queries, heads, scaling, [everything] * queries.shape[1])
+    return attend(queries, heads, scaling, [everything] * queries.shape[1], biases)
 
 
 def causal(

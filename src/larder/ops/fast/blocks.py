@@ -2,10 +2,10 @@
 
 What was found in torch 2.13: `_scaled_dot_product_flash_attention_for_cpu` takes grouped heads as
 they are (query head h reads kv head h // R); is_causal aligns the first query with the first key,
-so it is used for equal lengths only; masks must have the queries' dtype; a fully masked row gives
-output 0 but log-sum-exp 0, which is mended here; an empty key tensor ends the process with a
-division by zero, so none is ever passed. In bfloat16 its outputs are rounded to bfloat16; they are
-returned as float32 like everyone else's.
+so it is used for equal lengths only; masks have the queries' dtype or float32, and may be one row
+for all queries; a fully masked row gives output 0 but log-sum-exp 0, which is mended here; an empty
+key tensor ends the process with a division by zero, so none is ever passed. In bfloat16 its outputs
+are rounded to bfloat16; they are returned as float32 like everyone else's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def ragged(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     scaling: float,
+    bias: Float[Tensor, " C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Every query sees every entry of its kv head; a group of R heads is R x Q rows of one."""
     num_kv_heads = lengths.shape[0]
@@ -53,7 +54,8 @@ def ragged(
     for h, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         if length > 0 and rows.shape[2] > 0:
             own = slice(start, start + length)
-            outs[h], lses[h] = _flash(rows[h], keys[None, own], values[None, own], scaling)
+            added = {} if bias is None else {"attn_mask": _one_row(bias[own], queries.dtype)}
+            outs[h], lses[h] = _flash(rows[h], keys[None, own], values[None, own], scaling, **added)
     return out, lse
 
 
@@ -123,6 +125,11 @@ def _band(
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+
+def _one_row(bias: Float[Tensor, " S"], dtype: torch.dtype) -> Float[Tensor, "1 S"]:
+    """A bias for all queries; not in half precision, where ln(1000) would be off by 1 in 60."""
+    return bias.to(torch.promote_types(dtype, torch.float32)).unsqueeze(0)
 
 
 def _flash(

@@ -49,35 +49,51 @@ def decode_attention(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     scaling: float,
+    bias: Float[Tensor, " C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Attend a few queries to all entries of their kv head. Safe from several threads at once."""
     from larder.ops.fast import decode_kernels as kernels  # compiles: not before it is needed
 
     num_heads, query_len, head_dim = queries.shape
-    num_kv_heads = lengths.shape[0]
-    num_rows = num_heads // num_kv_heads * query_len
-    rows = queries.float().reshape(num_kv_heads, num_rows, head_dim).contiguous().numpy()
+    rows = rows_of(queries, lengths.shape[0])
     owned = lengths.numpy()
-    bounds = _bounds(int(owned.sum()), num_rows * head_dim)
+    bounds = _bounds(int(owned.sum()), rows.shape[1] * head_dim)
     attend = kernels.attend_in_parallel if bounds.size > 2 else kernels.attend_serially
-    stored = (_readable_by_numba(keys), _readable_by_numba(values))
+    stored = readable_by_numba(keys), readable_by_numba(values), biases_of(bias)
     outs, lses = attend(rows, *stored, starts.numpy(), owned, np.float32(scaling), bounds)
     out = torch.from_numpy(outs).view(num_heads, query_len, head_dim)
     return out, torch.from_numpy(lses).view(num_heads, query_len)
 
 
-def _readable_by_numba(stored: Tensor) -> np.ndarray[Any, Any]:
-    if stored.dtype is torch.bfloat16:  # numpy has no such type: its bits, shared, not copied
+def rows_of(queries: Float[Tensor, "H Q D"], num_kv_heads: int) -> np.ndarray[Any, Any]:
+    """Float32 rows [K, R * Q, D]: to a kernel, query heads and queries are the same."""
+    rows = queries.float().reshape(num_kv_heads, -1, queries.shape[-1])
+    return rows.contiguous().numpy()
+
+
+def biases_of(bias: Float[Tensor, " C"] | None) -> np.ndarray[Any, Any]:
+    """What kernels add to the logits; an empty array, where nothing is to be added."""
+    if bias is None:
+        return np.empty(0, np.float32)
+    return bias.float().contiguous().numpy()
+
+
+def readable_by_numba(stored: Tensor) -> np.ndarray[Any, Any]:
+    """Stored rows as numpy's; it has no bfloat16, so there its bits, shared, not copied."""
+    if stored.dtype is torch.bfloat16:
         return stored.view(torch.uint16).numpy()
     return stored.numpy()
 
 
+def threads_worth_waking(floats: int) -> int:
+    """How many threads shall share work that reads or multiplies this many floats; at least 1."""
+    threads = min(torch.get_num_threads(), floats // SPAN_FLOATS)
+    return max(min(threads, _num_threads()), 1) if threads > 1 else 1
+
+
 def _bounds(total: int, floats_per_entry: int) -> np.ndarray[Any, Any]:
     """Equal spans over the packed entries, as many as threads are worth waking."""
-    spans = min(torch.get_num_threads(), total * floats_per_entry // SPAN_FLOATS)
-    if spans > 1:
-        spans = min(spans, _num_threads())
-    spans = max(spans, 1)
+    spans = threads_worth_waking(total * floats_per_entry)
     return np.array([total * s // spans for s in range(spans + 1)], np.int64)
 
 

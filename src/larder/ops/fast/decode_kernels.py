@@ -86,6 +86,14 @@ def score(queries, rows, weights):
 
 
 @compiled
+def add_biases(weights, biases, first, count):
+    """What each stored row of a block has to its credit, before any query is asked."""
+    for n in range(weights.shape[0]):
+        for b in range(count):
+            weights[n, b] += biases[first + b]
+
+
+@compiled
 def exponentials(weights, peak):
     """exp(weights - peak) in place, so that it vectorizes: 2^whole by bits, 2^part by series."""
     bits = weights.view(np.int32)
@@ -141,20 +149,27 @@ def gather(weights, rows, outs):
 
 
 @compiled
-def attend_rows(queries, keys, values, first, stop, peaks, masses, outs, scratch, weights):
-    """Unnormalized attention of `queries` [N, D] over stored rows [first, stop)."""
+def attend_rows(queries, keys, values, biases, first, stop, peaks, masses, outs, scratch, weights):
+    """Unnormalized attention of `queries` [N, D] over stored rows [first, stop).
+
+    Without biases the test for them is one branch per block.
+    """
     peaks[:] = -np.inf
     masses[:] = 0.0
     outs[:] = 0.0
     for block in range(first, stop, ROWS):
         count = min(ROWS, stop - block)
         score(queries, float_rows(keys, block, count, scratch), weights)
+        if biases.size:
+            add_biases(weights, biases, block, count)
         weigh(weights, count, peaks, masses, outs)
         gather(weights, float_rows(values, block, count, scratch), outs)
 
 
 @compiled
-def attend_span(queries, keys, values, starts, lengths, scaling, bounds, span, peaks, masses, outs):
+def attend_span(
+    queries, keys, values, biases, starts, lengths, scaling, bounds, span, peaks, masses, outs
+):
     """One share of the work: the packed entries of one span, which may cross heads.
 
     Piece `span + head` of the results is its own: along the packed entries every step to a new
@@ -172,9 +187,8 @@ def attend_span(queries, keys, values, starts, lengths, scaling, bounds, span, p
         if begin < end:
             p = span + h
             scaled[:] = queries[h] * scaling
-            attend_rows(
-                scaled, keys, values, begin, end, peaks[p], masses[p], outs[p], scratch, weights
-            )
+            sums = peaks[p], masses[p], outs[p]
+            attend_rows(scaled, keys, values, biases, begin, end, *sums, scratch, weights)
 
 
 @compiled
@@ -206,24 +220,26 @@ def join_spans(lengths, bounds, peaks, masses, pieces):
 
 
 @compiled
-def attend_serially(queries, keys, values, starts, lengths, scaling, bounds):
+def attend_serially(queries, keys, values, biases, starts, lengths, scaling, bounds):
     """All spans one after the other; output [K, N, D] and log-sum-exp [K, N]."""
     num_pieces = bounds.size - 1 + lengths.size
     peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
     masses = np.empty((num_pieces, queries.shape[1]), np.float32)
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in range(bounds.size - 1):
-        attend_span(queries, keys, values, starts, lengths, scaling, bounds, s, peaks, masses, outs)
+        case = queries, keys, values, biases, starts, lengths, scaling, bounds
+        attend_span(*case, s, peaks, masses, outs)
     return join_spans(lengths, bounds, peaks, masses, outs)
 
 
 @compiled_parallel
-def attend_in_parallel(queries, keys, values, starts, lengths, scaling, bounds):
+def attend_in_parallel(queries, keys, values, biases, starts, lengths, scaling, bounds):
     """All spans at once, one per thread; the same results as `attend_serially`."""
     num_pieces = bounds.size - 1 + lengths.size
     peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
     masses = np.empty((num_pieces, queries.shape[1]), np.float32)
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in numba.prange(bounds.size - 1):
-        attend_span(queries, keys, values, starts, lengths, scaling, bounds, s, peaks, masses, outs)
+        case = queries, keys, values, biases, starts, lengths, scaling, bounds
+        attend_span(*case, s, peaks, masses, outs)
     return join_spans(lengths, bounds, peaks, masses, outs)
