@@ -15,6 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from commands import CAT, Run, complaint, document, write
 
 SNAPKV = ("--policy", "snapkv")
+SEED_FOLDER = str(files("larder.models") / "seed")  # not taken for the model loaded once
 
 
 @pytest.mark.parametrize(
@@ -46,28 +47,40 @@ def test_a_missing_file(run: Run, tmp_path: Path) -> None:
     [
         (("--budget", "20", *SNAPKV), "smaller than sinks + recent = 4 + 32"),
         (("--budget", "48", "--block", "64", *SNAPKV), "larger than the budget of 48"),
-        (("--policy", "snapvk"), "Did you mean 'snapkv'?"),
+        (("--policy", "snapvk"), "--policy: No policy part or preset named 'snapvk'. Did you mean"),
         (("--policy", "snapkv(windw=3)"), "Did you mean 'window'?"),
-        (("--policy", "snapkv(kernel=4)"), "snapkv.kernel must be odd, got 4"),
+        (("--policy", "snapkv(kernel=4)"), "--policy: snapkv.kernel must be odd, got 4"),
         (("--policy", "snapkv(window="), "does not parse"),
         (("--policy", "pooled() > snapkv()"), "out of order"),
+        (("--block", "0", *SNAPKV), "--block must be at least 1 token, got 0"),
+        (("--block", "-3", *SNAPKV), "--block must be at least 1 token, got -3"),
         (("--policy", "snapkv() > pooled(tokens=48)", "--budget", "40"), "give one of the two"),
         (("--policy", "full", "--block", "64"), "reads no blocks"),
         (("--policy", "full", "--budget", "64"), "contradicts unlimited()"),
-        (("--budget", "many", *SNAPKV), "is not a size"),
+        (("--budget", "many", *SNAPKV), "--budget 'many' is not a size"),
         (("--budget", "0", *SNAPKV), "must be above 0"),
         (("--budget", "1KiB", *SNAPKV), "holds no token"),
-        (("--temperature", "-1"), "temperature must be a finite number"),
-        (("--temperature", "nan"), "temperature must be a finite number"),
-        (("--top-p", "0"), "top_p must be in (0, 1]"),
-        (("--seed", str(1 << 64)), "seed must fit into 64 bits"),
-        (("--max-new-tokens", "0", *SNAPKV, "--budget", "48"), "max_new_tokens must be at least 1"),
-        (("--dtype", "int3", "--model", str(files("larder.models") / "seed")), "--dtype must be"),
-        (("--device", "oven", "--model", str(files("larder.models") / "seed")), "--device must be"),
+        (("--temperature", "-1"), "--temperature must be a finite number, 0 or more, got -1"),
+        (("--temperature", "nan"), "--temperature must be a finite number"),
+        (("--top-p", "0"), "--top-p must be in (0, 1], got 0"),
+        (("--top-k", "-1"), "--top-k must be 0 (all) or more, got -1"),
+        (("--seed", str(1 << 64)), "--seed must fit into 64 bits"),
+        (("--max-new-tokens", "0", *SNAPKV), "--max-new-tokens must be at least 1, got 0"),
+        (("--dtype", "int3", "--model", SEED_FOLDER), "--dtype must be"),
+        (
+            ("--device", "oven", "--model", SEED_FOLDER),
+            "--device must be a device that torch knows",
+        ),
+        (("--device", "meta", "--model", SEED_FOLDER), "--device must be a device that computes"),
     ],
 )
 def test_options(run: Run, talk: Path, options: tuple[str, ...], reason: str) -> None:
     assert reason in complaint(run("ask", talk, "-q", CAT, *options), 2)
+
+
+def test_the_other_policy_is_named_too(run: Run, talk: Path) -> None:
+    line = complaint(run("eval", talk, *SNAPKV, "--against", "snapvk"), 2)
+    assert line.startswith("--against: ") and "Did you mean 'snapkv'?" in line
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,11 @@ def test_weights_that_are_no_numbers(run: Run, talk: Path, copy: Path) -> None:
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     assert "not finite" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
+
+
+def test_a_folder_that_is_not_there(run: Run, talk: Path, tmp_path: Path) -> None:
+    line = complaint(run("ask", talk, "-q", CAT, "--model", tmp_path / "no"), 1)
+    assert "does not exist: check --model" in line
 
 
 def test_a_folder_that_is_no_model(run: Run, talk: Path, tmp_path: Path) -> None:

@@ -28,6 +28,17 @@ def test_a_session_goes_on(run: Run, larder_home: Path) -> None:
     assert told["answers"][0]["answer"] == "Mira"
 
 
+def test_another_policy_is_told_even_when_piped(run: Run) -> None:
+    assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").stderr == ""
+    assert run("chat", "s", *SMALL, stdin="").stderr == ""
+    other = run("chat", "s", "--policy", "keydiff", *SMALL[2:], stdin="")
+    [line] = other.stderr.splitlines()
+    assert line.startswith("larder: the session 's' was held under episodes(")
+    assert "> pooled(tokens=64) >" in line
+    assert "is read anew under single() > blockwise(tokens=64) >" in line
+    assert other.exit_code == 0
+
+
 def test_a_file_to_begin_with(run: Run, talk: Path) -> None:
     result = run("chat", "--file", talk, *SMALL, stdin="What is my cat called?\n")
     assert result.stdout == "Mira\n"

@@ -49,6 +49,23 @@ def test_several_files(run: Run, folder: Path) -> None:
     assert told["summary"]["exact"]["mean"] == pytest.approx(sum(marks) / 3)
 
 
+def test_two_files_are_said_to_be_too_few_for_an_interval(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails_at(monkeypatch, CAT, InputError("no cats."))
+    shown = run("eval", folder, *SMALL)
+    assert shown.stderr.startswith("larder: an interval over two files reaches from one file's")
+    assert len(shown.stderr.splitlines()) == 1
+    told = document(run("eval", folder, *FULL, "--json"))
+    means = sorted(one["summary"]["f1"] for one in told["files"])
+    interval = told["summary"]["f1"]
+    assert [interval["low"], interval["high"]] == pytest.approx(means) == [0.0, 0.5]
+    commands.talk(folder / "c.json")
+    assert run("eval", folder, *SMALL).stderr == ""
+    commands.talk(folder / "c.json", [{"question": "Who knows?", "answer": ""}])
+    assert "two files" in run("eval", folder, *SMALL).stderr
+
+
 def test_comparison_in_pairs(run: Run, folder: Path) -> None:
     told = document(run("eval", folder, *SMALL, "--against", "full", "--json"))
     against = told["summary"]["against"]

@@ -75,6 +75,16 @@ def test_list_names_everything(run: Run) -> None:
     assert {part["slot"] for part in told["parts"]} == {*FAMILIES, "protect"}
 
 
+def test_lists_and_pages_share_their_words(run: Run) -> None:
+    told = document(run("policy", "list", "--json"))
+    for preset in told["presets"]:
+        page = document(run("policy", "show", preset["name"], "--json"))["preset"]
+        assert preset == {name: page[name] for name in ("name", "sentence", "full")}
+        assert preset["sentence"] == PRESETS[preset["name"]]
+    for part in told["parts"]:
+        assert document(run("policy", "show", part["name"], "--json"))["part"] == part
+
+
 def test_every_page_says_something() -> None:
     for page in part_pages():
         assert page.summary and len(page.summary) < 200

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import larder
 from commands import CAT, SMALL, Run
+from larder.cli.failing import tell_unwritable
+
+FULL_DISK = Path("/dev/full")
+WAY_OUT = "send it to a file, or to /dev/null.\n"
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "larder", *map(str, words)]
 
 
 def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run `python -m larder` the way a user would, with its output piped."""
-    line = [sys.executable, "-m", "larder", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
+    return subprocess.run(command(*words), capture_output=True, text=True, check=False)
 
 
 def test_piped_it_says_nothing_but_the_result(talk: Path) -> None:
@@ -27,6 +38,57 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
     done = program("ask", tmp_path / "no.json", "-q", CAT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("larder: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not FULL_DISK.exists(), reason="this system has none")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", [("policy", "list"), ("policy", "list", "--json"), ("--version",)]
+)
+def test_a_full_disk_is_one_line(words: tuple[str, ...], buffered: str) -> None:
+    with FULL_DISK.open("w") as out:
+        done = subprocess.run(
+            command(*words),
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+        )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("larder: The output cannot be written (No space left")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell that closes streams")
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 1), ("2>&-", 0), (">&- 2>&-", 1)])
+def test_streams_that_are_closed(closed: str, code: int) -> None:
+    line = f"{shlex.join(command('policy', 'cite', 'snapkv'))} {closed}"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr == ("larder: stdout is closed: " + WAY_OUT if closed == ">&-" else "")
+    assert ("2404.14469" in done.stdout) == (code == 0)
+
+
+def test_a_reader_that_has_gone_is_told_nothing() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    for buffered in ("", "1"):
+        environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+        done = subprocess.run(
+            command("policy", "list"),
+            stdout=writes,
+            stderr=subprocess.PIPE,
+            check=False,
+            env=environment,
+        )
+        assert (done.returncode, done.stderr) == (1, b"")
+    os.close(writes)
+
+
+def test_an_error_about_a_file_is_not_taken_for_one_about_stdout() -> None:
+    with pytest.raises(FileNotFoundError):
+        tell_unwritable(FileNotFoundError(2, "No such file", "there.txt"))
 
 
 def test_help_loads_no_model_library() -> None:

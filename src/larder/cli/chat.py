@@ -42,6 +42,7 @@ def chat(
     A named session is kept under LARDER_HOME/sessions and read again when it is resumed.
     """
     talk = _open(options, session, file)
+    _tell_change(talk, session)
     aside = asides()
     aside.print(f"{talk.policy}\n{len(talk.turns)} turns so far; /help for help")
     told: list[dict[str, Any]] = []
@@ -65,6 +66,16 @@ def _open(options: Common, session: str | None, file: Path | None) -> Chat:
     engine = open_engine(options)
     with watched("Reading", "tokens") as watch:
         return Chat(engine, session, history, watch)
+
+
+def _tell_change(talk: Chat, session: str | None) -> None:
+    """Say on stderr, piped or not, that a session is not remembered as it was before."""
+    former, now = talk.former_policy, str(talk.policy)
+    if former is not None and former != now:
+        print(
+            f"larder: the session {session!r} was held under {former} and is read anew under {now}",
+            file=sys.stderr,
+        )
 
 
 def _lines() -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ import typer
 
 from larder.cli.failing import INTERRUPTED, print_document
 from larder.cli.options import Common, command
+
+INTERVAL_OF_TWO = 2  # files: half of all resamples hold one of them alone
 
 
 @command
@@ -29,7 +32,8 @@ def evaluate(
 ) -> None:
     """Answer every question of FILE independently and score exact match and F1.
 
-    Over several files, means come with bootstrap intervals that resample whole files.
+    Over several files, means come with bootstrap intervals that resample whole files; two files
+    are too few for that.
     """
     from larder.cli.examining import examine, questioned
     from larder.session.files import Adversarial
@@ -44,5 +48,11 @@ def evaluate(
         from larder.cli.tables import show
 
         show(examination)
+    if examination.scored == INTERVAL_OF_TWO:
+        print(
+            "larder: an interval over two files reaches from one file's mean to the other's, no "
+            "more: give three files or more.",
+            file=sys.stderr,
+        )
     if not examination.is_whole:
         raise typer.Exit(INTERRUPTED)

@@ -8,12 +8,19 @@ from pathlib import Path
 
 from larder.cli.options import Common
 from larder.cli.showing import watched
-from larder.cli.sitting import Asked, Sitting, open_engine, prompts_for, read, sampling
+from larder.cli.sitting import (
+    Asked,
+    Sitting,
+    open_engine,
+    policy_from,
+    prompts_for,
+    read,
+    sampling,
+)
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError, LarderError
 from larder.engine.engine import Engine
 from larder.session.files import Adversarial, find_files, read_conversation
-from larder.session.policy import Policy
 
 Files = Mapping[Path, Conversation]
 
@@ -48,6 +55,11 @@ class Examination:
     files: list[Examined] = field(default_factory=list)
     others: list[Examined] = field(default_factory=list)
     is_whole: bool = False
+
+    @property
+    def scored(self) -> int:
+        """How many files had a question whose answer is known."""
+        return sum(any(a.question.answer for a in one.asked) for one in self.files)
 
     def pairs(self) -> list[tuple[Sequence[Asked], Sequence[Asked]]]:
         """Outcomes under both policies, of the questions that both got to."""
@@ -99,7 +111,7 @@ def examine(options: Common, against: str | None, files: Files) -> Examination:
 
 def rival_of(engine: Engine, spelling: str) -> Engine:
     """The same model under another policy, at the same sizes where that policy leaves them open."""
-    policy, sizes = Policy.parse(spelling), engine.sizes
+    policy, sizes = policy_from("--against", spelling), engine.sizes
     is_sized = policy.budget.tokens is not None or policy.budget.kept is not None
     blocks = [f.name for f in fields(policy.schedule)]  # pyright: ignore[reportArgumentType]
     has_block = "tokens" in blocks and policy.schedule.tokens is None

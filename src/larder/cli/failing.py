@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from typing import Any
 
@@ -23,6 +25,38 @@ def tell(error: LarderError, is_json: bool) -> None:
     print(f"larder: {' '.join(str(error).split())}", file=sys.stderr)
     if is_json:
         print_document({"schema": SCHEMA, "error": as_record(error)})
+
+
+class Unwritable(LarderError):
+    """Stdout takes no more."""
+
+
+def tell_unwritable(error: OSError) -> int:
+    """Say that stdout takes no more, and have nothing else tried; the exit code.
+
+    A reader that has gone, as `head` does, knows that itself.
+
+    Raises:
+        OSError: the same, if it is about a file and not about stdout.
+    """
+    if error.filename is not None:
+        raise error
+    if error.errno != errno.EPIPE:
+        said = f"The output cannot be written ({error.strerror}): make room, or send it elsewhere."
+        tell(Unwritable(said), is_json=False)
+    _silence()
+    return Unwritable.exit_code
+
+
+def _silence() -> None:
+    """Let what stdout still holds go nowhere, or Python would complain when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass  # no file behind it, as in a test
+    finally:
+        os.close(nowhere)
 
 
 def as_record(error: LarderError) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from larder.cli.failing import INTERRUPTED, tell
+from larder.cli.failing import INTERRUPTED, tell, tell_unwritable
 from larder.core.errors import UsageError
 
 # The class behind every complaint of the parser; typer shows only its children.
@@ -38,15 +38,22 @@ class OneLineGroup(HelpfulGroup):
         """Run a command line and leave with its exit code."""
         words = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
-        except typer.Abort:
-            code = INTERRUPTED
-        except Misuse as error:
-            code = UsageError.exit_code
-            tell(_usage_error(error), "--json" in words)
+            code = self._code(words, prog_name, complete_var, **extra)
+            sys.stdout.flush()
+        except OSError as error:
+            code = tell_unwritable(error)
         if standalone_mode:
             sys.exit(code or 0)
         return code
+
+    def _code(self, words: list[str], *rest: Any, **extra: Any) -> Any:
+        try:
+            return super().main(words, *rest, standalone_mode=False, **extra)
+        except typer.Abort:
+            return INTERRUPTED
+        except Misuse as error:
+            tell(_usage_error(error), "--json" in words)
+            return UsageError.exit_code
 
 
 def _usage_error(error: Any) -> UsageError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -9,6 +11,7 @@ import typer
 import larder
 from larder.cli import ask, chat, eval, policy
 from larder.cli.demo import command as demo
+from larder.cli.failing import Unwritable, tell
 from larder.cli.groups import OneLineGroup
 
 app = typer.Typer(
@@ -45,4 +48,9 @@ def describe(
 
 def main() -> None:
     """The entry point."""
+    if sys.stderr is None:  # closed by who started the program
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        tell(Unwritable("stdout is closed: send it to a file, or to /dev/null."), is_json=False)
+        sys.exit(Unwritable.exit_code)
     app(prog_name="larder")

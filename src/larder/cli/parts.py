@@ -47,6 +47,10 @@ class PresetPage:
     full: str
     parts: tuple[PartPage, ...]
 
+    def record(self) -> dict[str, str]:
+        """What a list tells of it: as `asdict`, without the pages of its parts."""
+        return {"name": self.name, "sentence": self.sentence, "full": self.full}
+
 
 def part_pages() -> list[PartPage]:
     """Every part, slot by slot."""

@@ -27,7 +27,7 @@ def list_all(options: Output) -> None:
 
     parts, presets = part_pages(), preset_pages()
     if options.json:
-        listed = [{"name": preset.name, "sentence": preset.full} for preset in presets]
+        listed = [preset.record() for preset in presets]
         told = {"presets": listed, "parts": [asdict(part) for part in parts]}
         print_document({"schema": SCHEMA, **told})
         return

@@ -9,7 +9,7 @@ from larder.bench.metrics import exact, f1, f1_stemmed
 from larder.cli.options import Common
 from larder.cli.showing import watched
 from larder.core.conversation import Conversation, Question
-from larder.core.errors import LarderError, UsageError
+from larder.core.errors import BadParameter, LarderError, UsageError
 from larder.core.spelling import name_of
 from larder.engine.answer import Answer
 from larder.engine.decoding import Limits
@@ -18,6 +18,7 @@ from larder.engine.sampling import Sampling
 from larder.models.loading import load
 from larder.session.memory import Memory
 from larder.session.policy import Policy
+from larder.session.sizes import Size
 
 NAMED = "question"  # the prompt that needs its question before reading
 
@@ -86,17 +87,42 @@ def marks(text: str, question: Question) -> Marks | None:
 
 def open_engine(options: Common) -> Engine:
     """The engine that the options ask for; what can be refused early is, before a model loads."""
-    policy = Policy.parse(options.policy)
+    policy = policy_from("--policy", options.policy)
+    _check_sizes(options)
     _check_decoding(options)
     with watched(f"Loading {options.model}"):
         loaded = load(options.model, options.device, options.dtype)
     return Engine(loaded, policy, options.budget, options.block)
 
 
+def policy_from(option: str, spelling: str) -> Policy:
+    """The policy that an option spells.
+
+    Raises:
+        LarderError: it spells none; the message names the option.
+    """
+    try:
+        return Policy.parse(spelling)
+    except LarderError as error:
+        raise type(error)(f"{option}: {error}") from error
+
+
+def _check_sizes(options: Common) -> None:
+    """Raises: UsageError, BadParameter: `--budget` or `--block` is no size."""
+    if options.budget is not None:
+        Size.parse(options.budget)
+    if options.block is not None and options.block < 1:
+        raise BadParameter(f"--block must be at least 1 token, got {options.block}.")
+
+
 def _check_decoding(options: Common) -> None:
-    """Raises: BadParameter: an option of decoding is out of range."""
-    sampling(options)
-    Limits(options.max_new_tokens)
+    """Raises: BadParameter: an option of decoding is out of range; the message names it."""
+    try:
+        sampling(options)
+        Limits(options.max_new_tokens)
+    except BadParameter as error:
+        parameter, _, rule = str(error).partition(" ")
+        raise BadParameter(f"--{parameter.replace('_', '-')} {rule}") from error
 
 
 def sampling(options: Common) -> Sampling:
@@ -126,6 +152,6 @@ def prompts_for(engine: Engine, questions: list[Question]) -> dict[str, str]:
     if len(questions) != 1:
         raise UsageError(
             f"The policy keeps what one question looks at, got {len(questions)} questions: ask one "
-            "at a time, or take another policy."
+            "at a time, or take another --policy."
         )
     return {NAMED: questions[0].question}

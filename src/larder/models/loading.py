@@ -80,12 +80,14 @@ def _check_folder(source: str) -> None:
     folder = Path(source)
     if not folder.exists():
         if folder.is_absolute() or source.startswith((".", "~")):
-            raise ModelError(f"The model folder {source} does not exist: check the path.")
+            raise ModelError(f"The model folder {source} does not exist: check --model.")
         return
     if not folder.is_dir():
-        raise ModelError(f"{source} is a file: give the folder that holds config.json and weights.")
+        raise ModelError(f"{source} is a file: give --model the folder that holds config.json.")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{source} has no config.json: give a folder saved by transformers.")
+        raise ModelError(
+            f"{source} has no config.json: give --model a folder saved by transformers."
+        )
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(
             f"{source} has a config.json but no weights (*.safetensors): download them into it."
@@ -112,12 +114,18 @@ def _read_config(source: str) -> Any:
 
 def _device(device: str) -> torch.device:
     try:
-        return torch.device(device)
+        place = torch.device(device)
     except RuntimeError as error:
         raise BadParameter(
             f"--device must be a device that torch knows, such as cpu, cuda, cuda:1 or mps, "
             f"got {device!r}."
         ) from error
+    if place.type == "meta":
+        raise BadParameter(
+            "--device must be a device that computes, such as cpu, cuda, cuda:1 or mps, "
+            f"got {device!r}, where tensors have shapes but no numbers."
+        )
+    return place
 
 
 def _dtype(dtype: str | None, device: torch.device) -> torch.dtype:
@@ -140,8 +148,8 @@ def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _move(module: Any, device: str) -> Any:
     try:
         return module.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         said = str(error).splitlines()[0].rstrip(".")
         raise ModelError(
-            f"The device {device!r} cannot be used: {said}. Leave --device out for the CPU."
+            f"--device {device} cannot be used: {said}. Leave it out for the CPU."
         ) from error
