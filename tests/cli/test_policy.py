@@ -28,8 +28,8 @@ def test_every_citation_of_a_part_is_found(slot: str, name: str) -> None:
     # Counted apart from the pattern that finds them: a quoted title with a year behind it.
     assert len(found) == len(re.findall(r'"\s+\(\d{4}\)', text))
     assert all(citation.authors and citation.arxiv for citation in found)
-    if slot == "scorer" and re.search(r"arXiv:\d", text):
-        assert found
+    assert all(len(citation.title.split()) > 2 for citation in found), "a title is cut short"
+    assert bool(found) != bool(re.search(r"\b[Nn]o paper\b", text))
 
 
 @pytest.mark.parametrize("name", ["snapkv", "keydiff", "reconstruct", "patched"])
@@ -117,5 +117,28 @@ def test_cite(run: Run) -> None:
     assert 'patched: Kim et al., "EpiCache' in shown and "FINCH" in shown
     told = document(run("policy", "cite", "keydiff() > uniform()", "--json"))
     assert "2504.15364" in {citation["arxiv"] for citation in told["citations"]}
-    assert "names no paper" in run("policy", "cite", "drop").stdout
     assert "pooled: Feng et al." in run("policy", "cite", "pooled").stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["drop", "episodic", "whole", "single", "protect", "whole() > random() > unlimited()"]
+)
+def test_what_has_no_paper_says_so(run: Run, name: str) -> None:
+    assert run("policy", "cite", name).stdout == f"{name}: no paper\n"
+    assert document(run("policy", "cite", name, "--json"))["citations"] == []
+    if name.isidentifier():
+        assert run("policy", "show", name).stdout.endswith("\nno paper\n")
+        row = next(r for r in run("policy", "list").stdout.splitlines() if r.startswith(name))
+        assert row.rstrip().endswith("no paper")
+
+
+def test_a_list_names_every_paper_of_a_part(run: Run) -> None:
+    shown = " ".join(run("policy", "list").stdout.split())
+    for paper in ("2509.17396", "2410.01518", "2408.00167"):
+        assert paper in shown
+    assert "Corallo and Papotti" in shown
+
+
+def test_several_authors_are_shortened() -> None:
+    [one, two] = citations('A. Ba and C. Da, "T" (2020). E. Fa, G. Ha and I. Ja, "U" (2021).')
+    assert (one.short, two.short) == ("A. Ba and C. Da 2020", "E. Fa et al. 2021")

@@ -41,9 +41,9 @@ class Citation:
     @property
     def short(self) -> str:
         """As a table shows it."""
-        return f"{self.authors.split(',')[0]} {self.year}" + (
-            f", arXiv:{self.arxiv}" if self.arxiv else ""
-        )
+        first, comma, _ = self.authors.partition(",")
+        who = f"{first} et al." if comma else first
+        return f"{who} {self.year}" + (f", arXiv:{self.arxiv}" if self.arxiv else "")
 
 
 def citations(docstring: str) -> list[Citation]:

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from larder.cli.citations import Citation
     from larder.cli.parts import PartPage, PresetPage
 
+NO_PAPER = "no paper"
+
 app = typer.Typer(cls=HelpfulGroup, help="List, show and cite policies and their parts.")
 
 
 @app.command("list")
 @command
 def list_all(options: Output) -> None:
-    """List every preset and every part, with its slot and its paper."""
+    """List every preset and every part, with its slot and its papers."""
     from larder.cli.parts import part_pages, preset_pages
 
     parts, presets = part_pages(), preset_pages()
@@ -37,10 +39,10 @@ def list_all(options: Output) -> None:
         short.add_row(preset.name, preset.sentence)
     console.print(short)
     console.print()
-    long = table("part", "slot", "what it is for", "paper", texts=4)
+    long = table("part", "slot", "what it is for", "papers", texts=4)
     for part in parts:
-        paper = "; ".join(citation.short for citation in part.citations[:1])
-        long.add_row(part.name, part.slot, part.summary, paper)
+        papers = "; ".join(citation.short for citation in part.citations)
+        long.add_row(part.name, part.slot, part.summary, papers or NO_PAPER)
     console.print(long)
     console.print(
         "\nlarder policy show NAME tells more about one, larder policy cite NAME its papers."
@@ -86,7 +88,7 @@ def cite(
         return
     console = results()
     if not cited:
-        console.print(f"{policy} names no paper.")
+        console.print(f"{policy}: {NO_PAPER}", soft_wrap=True)
     by_paper: dict[str, list[str]] = {}
     for name, citation in cited:
         by_paper.setdefault(str(citation), []).append(name)
@@ -122,5 +124,5 @@ def _show_part(page: PartPage) -> None:
     for field in page.fields:
         made.add_row(field.name, field.kind, field.default, field.meaning)
     console.print(made if page.fields else "It takes no parameters.")
-    for citation in page.citations:
-        console.print(f"\n{citation}", soft_wrap=True)
+    for cited in page.citations or (NO_PAPER,):
+        console.print(f"\n{cited}", soft_wrap=True)

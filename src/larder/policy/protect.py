@@ -1,4 +1,7 @@
-"""Entries that no score can cost their place: the first tokens and the latest."""
+"""Entries that no score can cost their place: the first tokens and the latest.
+
+No paper of its own: many methods keep one or both beside what they choose.
+"""
 
 from __future__ import annotations
 

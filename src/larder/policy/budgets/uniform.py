@@ -1,6 +1,7 @@
 """Every head of every layer keeps the same number of entries.
 
-The common default; EpiCache's released code calls it `pair-uniform` (arXiv:2509.17396).
+The common default, no paper of its own; EpiCache's released code calls it `pair-uniform`
+(arXiv:2509.17396).
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.3, eq. 3. The prompt decides
 what the method is: an episode's representative segments (EpiCache), a general request for what is
-important (Kim et al., "InfiniPot" (2024), arXiv:2410.01518), the user's own question (Corallo and
-Papotti, "FINCH" (2024), arXiv:2408.00167; EpiCache's upper bound).
+important (Kim et al., "InfiniPot: Infinite Context Processing on Memory-Constrained LLMs" (2024),
+arXiv:2410.01518), the user's own question (Corallo and Papotti, "FINCH: Prompt-guided Key-Value
+Cache Compression for Large Language Models" (2024), arXiv:2408.00167; EpiCache's upper bound).
 
 A query's weights are normalised over cached entries only, in float32 (the released code stays in
 the model's type); the prompt's tokens are at the true next positions (the released code starts one

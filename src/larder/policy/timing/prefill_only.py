@@ -1,4 +1,7 @@
-"""Plans are made while a context is read; what is generated afterwards stays whole."""
+"""Plans are made while a context is read; what is generated afterwards stays whole.
+
+No paper: the rule of every method that compresses a prompt.
+"""
 
 from __future__ import annotations
 

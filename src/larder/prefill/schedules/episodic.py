@@ -2,7 +2,7 @@
 
 The weights are read once per block for all caches of a group, which neither the EpiCache paper
 (arXiv:2509.17396) nor its released code does. All caches of a group live at the same time: the
-bound on entries is that of `blockwise` times their number. Results equal `blockwise`.
+bound on entries is that of `blockwise` times their number. Results equal `blockwise`. No paper.
 
 On a CPU one pass for four episodes took 1.07 times as long as four passes and 1.4 times their
 memory (`benchmarks/speed.py episodes`), so there the default reads one after the other.

@@ -2,7 +2,7 @@
 
 The whole cache stands in memory before anything is dropped, so the budget binds only afterwards;
 the peak is counted and shown. Reading goes by large pieces without any plan in between, which is
-exact.
+exact. No paper of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One cache answers every question."""
+"""One cache answers every question.
+
+No paper: what every method does that knows no episodes.
+"""
 
 from __future__ import annotations
 
