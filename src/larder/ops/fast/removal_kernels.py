@@ -6,6 +6,8 @@ is an address and the bytes of a row, so that one kernel serves every type and n
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -13,8 +15,7 @@ from numba.extending import intrinsic
 from larder.ops.fast.decode_kernels import compiled, compiled_parallel
 
 
-@intrinsic
-def move_bytes(typing, target, source, count):
+def memmove(typing, target, source, count):
     """C's memmove between two addresses; an assignment of overlapping slices would copy twice."""
 
     def build(context, builder, signature, arguments):
@@ -24,6 +25,9 @@ def move_bytes(typing, target, source, count):
         return context.get_dummy_value()
 
     return numba.void(numba.int64, numba.int64, numba.int64), build
+
+
+move_bytes: Any = intrinsic(memmove)
 
 
 @compiled
