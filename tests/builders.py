@@ -100,4 +100,5 @@ def a_view(
     length = 1 + max((p for head in positions for p in head), default=0)
     block = draw(layer, queries, max(0, length - queries), seed + 1)
     entries = some_entries(layer, positions, seed=seed)
-    return Seen(layer, entries, block.queries, block.positions, length, (0, length))
+    told = (layer, entries, block.queries, block.positions, length, (0, length))
+    return Seen(*told, keys=block.keys)

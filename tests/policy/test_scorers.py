@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from builders import a_layer, a_view, some_entries
 from larder.core.observation import Entries, Seen
 from larder.core.spelling import name_of
+from larder.core.types import Variant
+from larder.policy.scorers.patched import Patched
+from larder.policy.scorers.reconstruct import Reconstruct
 
 # Old entries of each head, and how many tokens the newest block adds to all of them.
 CASES = {
@@ -121,7 +125,7 @@ def reordered(seen: Seen, order: list[int]) -> Seen:
         rows = fresh.rows(place)
         fresh.keys[rows], fresh.values[rows] = old.head_keys(head), old.head_values(head)
     rows = [head * group + r for head in order for r in range(group)]
-    return replace(seen, entries=fresh, queries=seen.queries[rows])
+    return replace(seen, entries=fresh, queries=seen.queries[rows], keys=seen.keys[order])
 
 
 def test_head_order_does_not_matter(scorer) -> None:
@@ -170,8 +174,6 @@ def test_prompts_that_a_scorer_reads_are_announced(scorer) -> None:
 
 
 def test_reconstruction_repeats_every_token_once() -> None:
-    from larder.policy.scorers.reconstruct import Reconstruct
-
     block = tuple(range(100, 120))
     asked = Reconstruct(chunk=7).scratch(block, 0, {"repeat": (1, 2)})
     assert [s.span for s in asked] == [(0, 7), (7, 14), (14, 20)]
@@ -181,6 +183,48 @@ def test_reconstruction_repeats_every_token_once() -> None:
     assert all(s.ids[:2] == (1, 2) for s in asked)
     later = Reconstruct(chunk=7).scratch(block, 30, {"repeat": (1, 2)})
     assert [(s.ids, s.span) for s in later] == [((1, 2, *block), (0, 50))]
+
+
+@pytest.mark.parametrize("variant", [Variant.PAPER, Variant.CODE])
+@pytest.mark.parametrize("length", [3, 20, 21, 27])
+def test_published_requests_quote_the_chunk_before(loop_of, variant, length) -> None:
+    part, block = Reconstruct(chunk=10, variant=variant), tuple(range(100, 100 + length))
+    asked = part.scratch(block, 0, {"repeat": (1, 2)})
+    got = [(list(scratch.ids), *scratch.span) for scratch in asked]
+    assert got == loop_of(part).repeats(part, list(block), [1, 2])
+    assert [stop for _, _, stop in got][-1] == length
+    later = part.scratch(block, 30, {"repeat": (1, 2)})
+    assert [(s.ids, s.span) for s in later] == [((1, 2, *block), (0, 30 + length))]
+
+
+def a_prompt_that_looks_at_itself() -> Seen:
+    """Two entries and two prompt tokens: the first asks for entry 0, but more for itself."""
+    layer = a_layer(1, 1)
+    entries = some_entries(layer, [[0, 1]], slack=0)
+    axes = torch.eye(layer.head_dim) / layer.scaling
+    entries.keys[:] = torch.eye(layer.head_dim)[:2]
+    first = math.log(9) * axes[0] + 5 * axes[2]
+    second = math.log(1.5) * axes[1]
+    queries, keys = torch.stack([first, second])[None], torch.eye(layer.head_dim)[None, [2, 2]]
+    return Seen(layer, entries, queries, torch.tensor([2, 3]), 2, (0, 2), keys=keys)
+
+
+@pytest.mark.parametrize("kind", [Patched, Reconstruct])
+def test_plain_attention_hears_less_of_who_looks_at_itself(kind) -> None:
+    seen = a_prompt_that_looks_at_itself()
+    alone = kind().score(seen)
+    assert alone.tolist() == pytest.approx([0.9, 0.6])
+    plain = kind(variant=Variant.PAPER).score(seen)
+    assert plain.tolist() == pytest.approx([1 / 4.5, 1.5 / 4.5])
+    assert alone.argmax() != plain.argmax()
+
+
+def test_published_reconstruction_shares_weights_with_the_opening() -> None:
+    seen = replace(a_prompt_that_looks_at_itself(), span=(1, 2))
+    wide, narrow = (Reconstruct(opening=n, variant=Variant.PAPER).score(seen) for n in (1, 0))
+    assert wide.tolist() == pytest.approx([-math.inf, 1.5 / 4.5])
+    assert narrow.tolist() == pytest.approx([-math.inf, 1.5 / 3.5])
+    assert Reconstruct(opening=1).score(seen).tolist() == pytest.approx([-math.inf, 1.0])
 
 
 def test_another_seed_is_another_draw() -> None:

@@ -26,7 +26,8 @@ def looked_at(decoder, cache, asked: tuple[Scratch, ...], length: int, loop, sco
         def watch(row, layer, recorded, span=scratch.span):
             spec = cache.spec.layers[layer]
             tensors = (recorded.queries, recorded.positions)
-            seen = Seen(spec, cache.entries(layer), *tensors, length, span)
+            told = (spec, cache.entries(layer), *tensors, length, span)
+            seen = Seen(*told, keys=recorded.keys)
             scores = loop.scores(scorer, seen)
             earlier = best.get(layer, scores)
             best[layer] = [
@@ -59,8 +60,10 @@ def kept(cache) -> dict[int, list[list[int]]]:
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 100])
-def test_the_text_is_repeated_chunk_by_chunk(watched, reader_for, lane_for, chunk) -> None:
-    planner = Policy.parse(f"{PROTECT} > reconstruct(chunk={chunk}) > pooled()").planner
+@pytest.mark.parametrize("variant", ["larder", "paper"])
+def test_the_text_is_repeated_chunk_by_chunk(watched, reader_for, lane_for, chunk, variant) -> None:
+    scorer = f'reconstruct(chunk={chunk}, variant="{variant}")'
+    planner = Policy.parse(f"{PROTECT} > {scorer} > pooled()").planner
     reader, ids = reader_for(watched, planner, 9, 40), some_ids(40)
     lane, full = lane_for(watched), lane_for(watched)
     Whole().read(reader, [lane], ids, silent)
@@ -71,8 +74,12 @@ def test_the_text_is_repeated_chunk_by_chunk(watched, reader_for, lane_for, chun
     assert kept(lane.cache) == survivors(full.cache, scores, 9, 40)
 
 
-def test_every_block_is_judged_by_the_prompt_behind_it(watched, reader_for, lane_for) -> None:
-    planner = Policy.parse(f'{PROTECT} > patched(prompt="episode") > pooled()').planner
+@pytest.mark.parametrize("variant", ["larder", "paper"])
+def test_every_block_is_judged_by_the_prompt_behind_it(
+    watched, reader_for, lane_for, variant
+) -> None:
+    scorer = f'patched(prompt="episode", variant="{variant}")'
+    planner = Policy.parse(f"{PROTECT} > {scorer} > pooled()").planner
     reader, ids = reader_for(watched, planner, 9, 40), some_ids(40)
     lane, twin = lane_for(watched), lane_for(watched)
     for stop in (8, 16, 24, 32):

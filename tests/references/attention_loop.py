@@ -48,3 +48,31 @@ def highest(seen: Seen, head: int, visible: list[bool]) -> list[float]:
                 row = weights(seen, query_head, query, visible)
                 best = [max(a, b) for a, b in zip(best, row, strict=True)]
     return best
+
+
+def highest_in_plain_attention(seen: Seen, head: int, visible: list[bool]) -> list[float]:
+    """The same, where the pass's own tokens up to the query take their share of its weight."""
+    best = [0.0] * len(visible)
+    for query_head in group_of(seen, head):
+        for query in range(seen.queries.shape[1]):
+            row = plain_weights(seen, query_head, query, visible)
+            best = [max(a, b) for a, b in zip(best, row, strict=True)]
+    return best
+
+
+def plain_weights(seen: Seen, query_head: int, query: int, visible: list[bool]) -> list[float]:
+    """One query head's weights over cached entries, beside the pass's own tokens."""
+    entries = seen.entries
+    head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)
+    q = seen.queries[query_head, query].double()
+    at = int(seen.query_positions[query])
+    places = positions_of(entries, head)
+    shown = [see and place <= at for see, place in zip(visible, places, strict=True)]
+    own = [float(q @ seen.keys[head, other].double()) for other in range(query + 1)]
+    start = entries.starts[head]
+    cached = [float(q @ entries.keys[start + s].double()) for s in range(len(visible))]
+    scaling = seen.layer.scaling
+    total = sum(math.exp(logit * scaling) for logit in own)
+    total += sum(math.exp(c * scaling) for c, see in zip(cached, shown, strict=True) if see)
+    pairs = zip(cached, shown, strict=True)
+    return [math.exp(c * scaling) / total if see else 0.0 for c, see in pairs]

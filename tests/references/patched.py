@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from larder.core.observation import Seen
-from references.attention_loop import heads_of, highest
+from references.attention_loop import heads_of, highest, highest_in_plain_attention
 
 
 def scores(part: Any, seen: Seen) -> list[list[float]]:
-    lengths = seen.entries.lengths
-    return [highest(seen, head, [True] * lengths[head]) for head in heads_of(seen)]
+    shown = [[True] * seen.entries.lengths[head] for head in heads_of(seen)]
+    look = highest_in_plain_attention if part.variant.value == "paper" else highest
+    return [look(seen, head, shown[head]) for head in heads_of(seen)]

@@ -6,14 +6,34 @@ import math
 from typing import Any
 
 from larder.core.observation import Seen
-from references.attention_loop import heads_of, highest, positions_of
+from references.attention_loop import (
+    heads_of,
+    highest,
+    highest_in_plain_attention,
+    positions_of,
+)
 
 
 def scores(part: Any, seen: Seen) -> list[list[float]]:
     start, stop = seen.span
     out = []
     for head in heads_of(seen):
-        visible = [start <= position < stop for position in positions_of(seen.entries, head)]
-        row = highest(seen, head, visible)
-        out.append([w if see else -math.inf for w, see in zip(row, visible, strict=True)])
+        places = positions_of(seen.entries, head)
+        judged = [start <= position < stop for position in places]
+        if part.variant.value == "larder":
+            row = highest(seen, head, judged)
+        else:
+            shared = [j or p < part.opening for j, p in zip(judged, places, strict=True)]
+            row = highest_in_plain_attention(seen, head, shared)
+        out.append([w if see else -math.inf for w, see in zip(row, judged, strict=True)])
+    return out
+
+
+def repeats(part: Any, block: list[int], request: list[int]) -> list[tuple[list[int], int, int]]:
+    """Tokens, first and last position of every request of `paper` and `code`."""
+    out = []
+    for first in range(0, len(block), part.chunk):
+        quote = block[:first][-8:]
+        chunk = block[first : first + part.chunk]
+        out.append((request + quote + chunk, first, first + len(chunk)))
     return out

@@ -70,6 +70,7 @@ class Seen:
         query_positions: their true positions.
         length: true tokens read so far.
         span: positions [start, stop) that this pass speaks for.
+        keys: post-RoPE keys of the pass's own tokens; those of a scratch pass are in no cache.
     """
 
     layer: LayerSpec
@@ -78,6 +79,7 @@ class Seen:
     query_positions: Int[Tensor, " Q"]
     length: int
     span: tuple[int, int]
+    keys: Float[Tensor, "K Q D"]
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class Judge:
             recorded.positions,
             self.length,
             self._asked[row].span,
+            recorded.keys,
         )
 
     def _join(self, row: int, layer: int, scores: Packed) -> Packed:

@@ -7,9 +7,11 @@ important (Kim et al., "InfiniPot: Infinite Context Processing on Memory-Constra
 arXiv:2410.01518), the user's own question (Corallo and Papotti, "FINCH: Prompt-guided Key-Value
 Cache Compression for Large Language Models" (2024), arXiv:2408.00167; EpiCache's upper bound).
 
-A query's weights are normalised over cached entries only, in float32 (the released code stays in
-the model's type); the prompt's tokens are at the true next positions (the released code starts one
-earlier).
+`larder` and `code` share a query's weight among cached entries only, so that a token that looks
+mostly at its own prompt has as much of a say as any other; the maximum over tokens then compares
+like with like. `paper` takes plain attention, where the prompt's tokens up to the query take their
+share. Nothing follows the released code in two details: it stays in the model's type where this is
+float32, and starts the prompt one position earlier.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.observation import Prompts, Scratch, Seen
-from larder.core.types import Packed
+from larder.core.types import Packed, Variant
 from larder.policy.scorers._attention import highest_weights
+from larder.policy.scorers._surroundings import with_own_keys, without_own_keys
 from larder.policy.scorers.base import Scorer
 
 
@@ -26,12 +29,16 @@ from larder.policy.scorers.base import Scorer
 class Patched(Scorer):
     """The highest weight that any prompt token of any query head of the group gives an entry.
 
+    How tokens and heads are joined is the policy's to change (`aggregation`, `heads`).
+
     Args:
         prompt: its name: `episode`, `question`, `summarize`, `repeat`, or any other whose text is
             given to `Engine.read`.
+        variant: `larder` and `code` look at the cache alone, `paper` at the prompt too.
     """
 
     prompt: str = "episode"
+    variant: Variant = Variant.LARDER
 
     def wanted(self) -> frozenset[str]:
         return frozenset({self.prompt})
@@ -40,7 +47,11 @@ class Patched(Scorer):
         return (Scratch(tuple(book[self.prompt]), (0, start + len(block))),)
 
     def score(self, seen: Seen) -> Packed:
-        return highest_weights(seen.queries, seen.entries, seen.layer.scaling)
+        if self.variant is not Variant.PAPER:
+            return highest_weights(seen.queries, seen.entries, seen.layer.scaling)
+        both = with_own_keys(seen, seen.entries)
+        scores = highest_weights(seen.queries, both, seen.layer.scaling, seen.query_positions)
+        return without_own_keys(scores, both, len(seen.query_positions))
 
 
 Part = Patched

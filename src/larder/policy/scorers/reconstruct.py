@@ -3,15 +3,17 @@
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3. The text just read is asked for again, chunk by chunk: a request to
 repeat, then the chunk itself, read behind the cache; an entry's score is the highest weight it
-gets. Differs from the paper:
+gets. `paper` and `code` (which agree) do three things that `larder` does not:
 
-- A weight is normalised over the chunk's own cached entries; the paper's also runs over the
-  system prompt and over the repeated copy's keys.
-- Chunks are of nearly the same length. As a weight is a share of its chunk, entries of a short
-  last chunk would outrank all others.
-- A request after the first does not quote the last tokens of the chunk before it.
-- The system prompt belongs to the first chunk and is judged like everything else; what must stay
-  is named by `protect`.
+- A weight is shared with the start of the context (the system prompt) and with the repeated copy
+  up to the query; `larder` shares it among the chunk's own cached entries, so that no entry pays
+  for how much the copy looks at itself.
+- Chunks are cut at `chunk` tokens; `larder` cuts nearly equal ones. As a weight is a share of its
+  chunk, entries of a short last chunk would outrank all others.
+- A request after the first quotes the last tokens of the chunk before it; here they open the
+  answer instead of closing the request.
+
+All judge the system prompt like everything else; what must stay is named by `protect`.
 
 When the context is read block by block, the repeated block re-scores all survivors, as EpiCache
 adapts the method (arXiv:2509.17396, appendix): nothing remembers older scores.
@@ -22,13 +24,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from larder.core.cutting import even_cuts
 from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
-from larder.core.types import Packed
+from larder.core.types import Packed, PackedMask, Variant
 from larder.policy.scorers._attention import highest_weights
+from larder.policy.scorers._surroundings import at, with_own_keys, without_own_keys
 from larder.policy.scorers.base import Scorer
+
+QUOTED = 8  # tokens of the chunk before that a request repeats; the paper's number
 
 
 @dataclass(frozen=True)
@@ -37,31 +43,56 @@ class Reconstruct(Scorer):
 
     Args:
         chunk: the most tokens repeated at a time.
+        opening: tokens at the start that `paper` and `code` share every weight with, the system
+            prompt; `larder` has no use for it.
+        variant: `larder`, or `paper` and `code` as published.
     """
 
     chunk: int = 2048
+    opening: int = 4
+    variant: Variant = Variant.LARDER
     prompts = frozenset({"repeat"})
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
             raise BadParameter(f"reconstruct.chunk must be at least 1 token, got {self.chunk}.")
+        if self.opening < 0:
+            raise BadParameter(f"reconstruct.opening must be 0 or more, got {self.opening}.")
 
     def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
         request, stop = tuple(book["repeat"]), start + len(block)
         if start > 0:
             return (Scratch(request + block, (0, stop)),)
+        if self.variant is Variant.LARDER:
+            cuts = even_cuts(len(block), self.chunk)
+            return tuple(Scratch(request + block[a:b], (a, b)) for a, b in cuts)
+        starts = range(0, len(block), self.chunk)
         return tuple(
-            Scratch(request + block[first:last], (first, last))
-            for first, last in even_cuts(len(block), self.chunk)
+            Scratch(
+                request + block[max(0, a - QUOTED) : a + self.chunk],
+                (a, min(a + self.chunk, len(block))),
+            )
+            for a in starts
         )
 
     def score(self, seen: Seen) -> Packed:
-        asked = seen.entries.between(*seen.span)
-        scores = highest_weights(seen.queries, asked, seen.layer.scaling)
-        whole = scores.new_full((sum(seen.entries.lengths),), -torch.inf)
         positions = seen.entries.packed_positions()
-        whole[(positions >= seen.span[0]) & (positions < seen.span[1])] = scores
-        return whole
+        judged = (positions >= seen.span[0]) & (positions < seen.span[1])
+        if self.variant is Variant.LARDER:
+            asked = seen.entries.between(*seen.span)
+            scores, scored = highest_weights(seen.queries, asked, seen.layer.scaling), judged
+        else:
+            scored = judged | (positions < self.opening)
+            scores = self._shared_weights(seen, scored)
+        whole = scores.new_full(judged.shape, -torch.inf)
+        whole[scored] = scores
+        return whole.masked_fill(~judged, -torch.inf)
+
+    def _shared_weights(self, seen: Seen, scored: PackedMask) -> Tensor:
+        """Weights of the marked entries where the repeated copy takes its share."""
+        both = with_own_keys(seen, at(seen, scored))
+        scores = highest_weights(seen.queries, both, seen.layer.scaling, seen.query_positions)
+        return without_own_keys(scores, both, len(seen.query_positions))
 
 
 Part = Reconstruct
