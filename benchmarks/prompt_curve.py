@@ -18,23 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _per_question import answer_each
 from _timing import environment, write
 
 from larder import Conversation, Engine, Policy, Question, read_conversation
-from larder.bench.forced import Forced, force
+from larder.bench.forced import Forced
 from larder.bench.lifelog_questions import lifelog_conversation
 from larder.core.spelling import spell
-from larder.prefill.meter import Meter
 from larder.session.embedding import load_embedder
-from larder.session.memory import Figures, Memory
-from larder.session.prompts import common_prompts, episode_prompt
-from larder.session.reading import build
-from larder.session.routing import OneCache
-from larder.session.shelf import Shelf
+from larder.session.prompts import episode_prompt
 
 PERCENTILES = tuple(range(5, 100, 10))
 UTTERANCES = 8
-LANES = 8  # caches built at the same time
 OUT = Path("results/prompt_curve.jsonl")
 
 
@@ -106,24 +101,11 @@ def _answer(
     options: argparse.Namespace,
 ) -> list[Forced]:
     """Build one cache per question, judged by its prompt, and score the expected answer."""
-    transcript = engine.scribe.write(conversation)
-    tokens = round(len(transcript.ids) / options.share)
+    tokens = round(len(engine.scribe.write(conversation).ids) / options.share)
     policy = Policy.parse(
         f'episodic() > patched(prompt="question") > {options.budget_part}(tokens={tokens})'
     ).filled(tokens, None)
-    common, spec = common_prompts(engine.scribe), engine.loaded.decoder.spec
-    results: list[Forced] = []
-    for start in range(0, len(questions), LANES):
-        books = [{**common, "question": prompt} for prompt in prompts[start : start + LANES]]
-        built = build(engine.desk, policy, transcript.ids, books, Meter())
-        for number in range(len(books)):
-            question, shelf = questions[start + number], Shelf(spec, [built.activate(number)])
-            memory = Memory(policy, conversation, transcript, shelf, OneCache(), _NO_FIGURES)
-            results += force(engine, memory, [question])
-    return results
-
-
-_NO_FIGURES = Figures(0, 0, 0, 0, 0, 0, 0, 0.0)
+    return answer_each(engine, conversation, questions, prompts, policy)
 
 
 def _row(

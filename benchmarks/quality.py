@@ -6,6 +6,8 @@ Each conversation file is read under every policy at budgets of 1/4, 1/6 and 1/1
 its questions are then scored in packed passes: exact match of greedy decoding, and log-likelihood
 of the expected answer. Policies with one cache per episode are run twice: with the budget for each
 cache (equal active bytes) and with the budget shared by all caches (equal total bytes).
+`exact_question` reads the conversation again for every question, with that question as the prompt
+behind every block: the EpiCache paper's upper bound, for which one must know the question first.
 
 Results go to a JSONL file, one line per file, policy and budget; lines already there are kept, so a
 run that was stopped goes on. `--report` prints the tables from that file and runs nothing.
@@ -19,16 +21,17 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from _per_question import answer_each
 
 import larder.cli
-from larder import Conversation, Engine, read_conversation
+from larder import Conversation, Engine, Policy, read_conversation
 from larder.bench.bootstrap import Bootstrap
-from larder.bench.forced import force
+from larder.bench.forced import Forced, force
 from larder.core.errors import BudgetError
 from larder.session.arrangements.episodes import Episodes
 
@@ -44,6 +47,8 @@ POLICIES = (
     "infinipot",
     "epicache",
 )
+EXACT = "exact_question"  # not among POLICIES: it reads everything once per question
+EXACT_PARTS = 'episodic() > patched(prompt="question") > sensitivity(tokens={tokens})'
 # The same score under other budgets, and other scores under EpiCache's: what makes the difference?
 ABLATION = {
     "epicache uniform": 'episodes() > blockwise() > patched(prompt="episode") > uniform()',
@@ -137,6 +142,8 @@ def _measured(
 def _measure(
     base: Engine, conversation: Conversation, policy: str, share: str, basis: str
 ) -> dict[str, Any]:
+    if policy == EXACT:
+        return _measure_exact(base, conversation, share)
     policy = ABLATION.get(policy, policy)
     engine, budget = base.under(policy), None
     if policy != "full":
@@ -149,20 +156,8 @@ def _measure(
     memory = engine.read(conversation)
     started = time.perf_counter()
     results = force(engine, memory, conversation.questions)
-    text = "".join(message.content for message in conversation.messages)
     figures = memory.figures
-    return {
-        "spelling": str(memory.policy),
-        "exact_mean": sum(r.exact for r in results) / len(results),
-        "questions": [
-            {
-                "kind": r.question.kind,
-                "exact": r.exact,
-                "log_likelihood": round(r.log_likelihood, 4),
-                "stated": r.question.answer in text,
-            }
-            for r in results
-        ],
+    return _answered(conversation, memory.policy, results) | {
         "context_tokens": figures.context_tokens,
         "budget_tokens": figures.budget_tokens,
         "kv_bytes": figures.kv_bytes,
@@ -173,6 +168,34 @@ def _measure(
         "score_seconds": round(time.perf_counter() - started, 3),
         "torch": torch.__version__,
         "machine": platform.machine(),
+    }
+
+
+def _measure_exact(base: Engine, conversation: Conversation, share: str) -> dict[str, Any]:
+    scribe, questions = base.scribe, conversation.questions
+    tokens = round(len(scribe.write(conversation).ids) * SHARES[share])
+    policy = Policy.parse(EXACT_PARTS.format(tokens=tokens)).filled(tokens, None)
+    prompts = [scribe.question(question.question) for question in questions]
+    results = answer_each(base, conversation, questions, prompts, policy)
+    return _answered(conversation, policy, results) | {"budget_tokens": tokens}
+
+
+def _answered(
+    conversation: Conversation, policy: Policy, results: Sequence[Forced]
+) -> dict[str, Any]:
+    text = "".join(message.content for message in conversation.messages)
+    return {
+        "spelling": str(policy),
+        "exact_mean": sum(r.exact for r in results) / len(results),
+        "questions": [
+            {
+                "kind": r.question.kind,
+                "exact": r.exact,
+                "log_likelihood": round(r.log_likelihood, 4),
+                "stated": r.question.answer in text,
+            }
+            for r in results
+        ],
     }
 
 
