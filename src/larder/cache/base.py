@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
@@ -67,6 +69,25 @@ class Store(ABC):
     @abstractmethod
     def apply(self, plan: Plan) -> None:
         """Keep what the plan keeps; free the rest, and all slack, at once."""
+
+    def evict(self, plan: Plan) -> None:
+        """Keep what the plan keeps; what is freed becomes room for the tokens that come next.
+
+        For decoding, where one entry goes for each that comes: no storage is laid out anew.
+        """
+        self.apply(plan)
+
+    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        """Replace columns of the ledger, given one number per row of the storage.
+
+        Raises:
+            CacheError: the store has no such column.
+        """
+        if columns:
+            raise CacheError(
+                f"{type(self).__name__} holds no columns, but {', '.join(columns)} was written: "
+                "use a ragged cache."
+            )
 
     @abstractmethod
     def allocate(self, room: int) -> None:

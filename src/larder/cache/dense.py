@@ -61,6 +61,11 @@ class Dense(Store):
         self._length = stop
 
     def apply(self, plan: Plan) -> None:
+        if len(plan.folds) or plan.columns or plan.scalars:
+            raise CacheError(
+                "A dense cache merges nothing and remembers nothing per entry, but the plan asks "
+                "for it: use a ragged cache."
+            )
         heads = plan.kept.split(plan.lengths)
         chosen = [part - head * self._length for head, part in enumerate(heads)]
         if any(not torch.equal(part, chosen[0]) for part in chosen):

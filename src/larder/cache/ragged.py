@@ -3,36 +3,54 @@
     keys   [ head 0 entries | slack | head 1 entries | slack | ... ]      one row an entry
              ^starts[0]               ^starts[1]
 
-What a plan rejects is freed at once: the storage is laid out anew for what stays. Attention runs
-over the entries, never over the slack.
+What a plan rejects is freed at once: the storage is laid out anew for what stays. While decoding it
+becomes room for the next token instead. Attention runs over the entries, never over the slack.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.base import Attended, Store, empty, joined
+from larder.cache.columns import Columns
+from larder.cache.folding import Folded, folded
+from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import causal_attention, ragged_attention
 from larder.ops.packing import starts_of
+from larder.ops.removal import remove_rows
 
 GROWTH_TOKENS = 64  # slack taken when a caller appends without having reserved
 
 
 class Ragged(Store):
-    """Per-head lengths, memory really freed."""
+    """Per-head lengths, memory really freed.
 
-    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        ledger: what the policy has it remember of each entry and head.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
+    ) -> None:
         nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
         self.layer = layer
         self._keys, self._values = nothing, nothing.clone()
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._columns = Columns(ledger, layer.kv_heads, device)
         self._room = 0
 
     def attend(
@@ -62,15 +80,28 @@ class Ragged(Store):
         self._keys[rows] = keys.flatten(0, 1)
         self._values[rows] = values.flatten(0, 1)
         self._positions[rows] = positions.to(torch.int32).repeat(keys.shape[0])
+        self._columns.clear(rows)
         self._lengths += count
         self._room -= count
 
     def apply(self, plan: Plan) -> None:
-        packed = torch.repeat_interleave(
-            self._starts - starts_of(self._lengths), self._lengths
-        ) + torch.arange(int(self._lengths.sum()))
-        rows = packed[plan.kept.cpu()].split(plan.lengths)
+        merged = folded(plan, self.entries())
+        rows = self._packed_rows()[plan.kept.cpu()].split(plan.lengths)
         self._lay_out(list(rows), 0)
+        self._finish(plan, merged)
+
+    def evict(self, plan: Plan) -> None:
+        self.replaced_bytes = 0
+        merged = folded(plan, self.entries())
+        stored = (self._keys, self._values, self._positions)
+        kept = plan.kept.cpu()
+        remove_rows(stored, self._starts, self._lengths, kept, plan.lengths, self._columns.values)
+        self._lengths = torch.tensor(plan.lengths, dtype=torch.int64)
+        self._room = self._least_room(self._lengths)
+        self._finish(plan, merged)
+
+    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        self._columns.write(columns)
 
     def allocate(self, room: int) -> None:
         if room > self._room:
@@ -93,6 +124,8 @@ class Ragged(Store):
             self._positions,
             tuple(self._starts.tolist()),
             tuple(self._lengths.tolist()),
+            self._columns.by_name(),
+            self._columns.scalars_by_name(),
         )
 
     def fork(self) -> Ragged:
@@ -105,6 +138,7 @@ class Ragged(Store):
             "values": self._values[rows],
             "positions": self._positions[rows],
             "lengths": self._lengths.clone(),
+            **self._columns.state(rows),
         }
 
     @classmethod
@@ -113,19 +147,37 @@ class Ragged(Store):
         store._keys, store._values = state["keys"], state["values"]
         store._positions, store._lengths = state["positions"], state["lengths"]
         store._starts = starts_of(store._lengths)
+        store._columns = Columns.adopt(state, layer.kv_heads, len(store._keys))
         return store
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self._keys, self._values, self._positions, self._lengths, self._starts
+        own = (self._keys, self._values, self._positions, self._lengths, self._starts)
+        return own + self._columns.tensors()
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths.tolist())
 
     def _cached(self, queries: Queries) -> Attended:
-        return ragged_attention(
-            queries, self._keys, self._values, self._starts, self._lengths, self.layer.scaling
-        )
+        bias = self._columns.by_name().get(LOG_COUNT)
+        layout = (self._starts, self._lengths, self.layer.scaling)
+        return ragged_attention(queries, self._keys, self._values, *layout, bias)
+
+    def _finish(self, plan: Plan, merged: Folded) -> None:
+        """What a plan changes about the entries that stay, once they lie where they stay."""
+        if len(merged.targets):
+            places = torch.searchsorted(plan.kept, merged.targets).cpu()
+            rows = self._packed_rows()[places].to(self._keys.device)
+            self._keys[rows] = merged.keys.to(self._keys.dtype)
+            self._values[rows] = merged.values.to(self._values.dtype)
+        if plan.columns:
+            self._columns.write_rows(self._packed_rows().to(self._keys.device), plan.columns)
+        self._columns.write_scalars(plan.scalars)
+
+    def _packed_rows(self) -> Tensor:
+        """Where in the storage each packed entry lies."""
+        shift = torch.repeat_interleave(self._starts - starts_of(self._lengths), self._lengths)
+        return shift + torch.arange(len(shift))
 
     def _everything(self) -> list[Tensor]:
         """Rows of the storage that are in use, per head."""
@@ -145,13 +197,16 @@ class Ragged(Store):
         keys = empty(self.layer, total, self._keys)
         values = empty(self.layer, total, self._values)
         positions = torch.zeros(total, dtype=torch.int32, device=self._keys.device)
+        columns = self._columns.values.new_zeros(len(self._columns.values), total)
         for part, start in zip(rows, starts.tolist(), strict=True):
             part = part.to(self._keys.device)
             torch.index_select(self._keys, 0, part, out=keys[start : start + len(part)])
             torch.index_select(self._values, 0, part, out=values[start : start + len(part)])
             positions[start : start + len(part)] = self._positions[part]
+            columns[:, start : start + len(part)] = self._columns.values[:, part]
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = keys, values, positions
+        self._columns.values = columns
         self._lengths, self._starts, self._room = lengths, starts, room
 
 

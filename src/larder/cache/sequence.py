@@ -13,6 +13,7 @@ from larder.cache.dense import Dense
 from larder.cache.ragged import Ragged
 from larder.cache.window import Window
 from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
@@ -26,9 +27,6 @@ class Form(Enum):
     RAGGED = "ragged"
 
 
-_STORES: Mapping[Form, type[Dense] | type[Ragged]] = {Form.DENSE: Dense, Form.RAGGED: Ragged}
-
-
 class SequenceCache:
     """Keys and values of one sequence, for all layers.
 
@@ -38,16 +36,20 @@ class SequenceCache:
     is `spoil`ed, and of no use any more. Two threads must not use one cache; two caches share
     nothing.
 
-    `plans` counts the plans carried out so far.
+    `plans` counts the changes so far that cannot be taken back: plans, and columns written.
+
+    Args:
+        ledger: what a policy has the managed layers remember.
     """
 
-    def __init__(self, spec: ModelSpec, form: Form) -> None:
+    def __init__(self, spec: ModelSpec, form: Form, ledger: Ledger = Ledger()) -> None:  # noqa: B008
         self.spec = spec
         self.form = form
+        self.ledger = ledger
         self.next_position = 0
         self.plans = 0
         self._is_spoiled = False
-        self._stores = [_store(layer, spec, form) for layer in spec.layers]
+        self._stores = [_store(layer, spec, form, ledger) for layer in spec.layers]
 
     def attend(
         self,
@@ -85,6 +87,18 @@ class SequenceCache:
         self._stores[layer].apply(plan)
         self.plans += 1
 
+    def evict(self, layer: int, plan: Plan) -> None:
+        """Carry out a plan; what it rejects becomes room for the tokens that come next."""
+        self._check()
+        self._stores[layer].evict(plan)
+        self.plans += 1
+
+    def note(self, layer: int, columns: Mapping[str, Tensor]) -> None:
+        """Replace columns of the ledger in one layer, one number per row of its storage."""
+        self._check()
+        self._stores[layer].note(columns)
+        self.plans += 1
+
     def spoil(self) -> None:
         """A pass failed after some layers had carried out their plans: no layer may be used."""
         self._is_spoiled = True
@@ -117,7 +131,7 @@ class SequenceCache:
     def fork(self) -> SequenceCache:
         """An independent copy, without slack."""
         self._check()
-        copy = SequenceCache(self.spec, self.form)
+        copy = SequenceCache(self.spec, self.form, self.ledger)
         copy._stores = [store.fork() for store in self._stores]
         copy.next_position = self.next_position
         return copy
@@ -171,7 +185,7 @@ class SequenceCache:
             for index, store in enumerate(self._stores):
                 own = store.state()
                 handed |= {f"{index}.{name}": own[name].to(place) for name in own}
-                self._stores[index] = _store(store.layer, self.spec, self.form)
+                self._stores[index] = _store(store.layer, self.spec, self.form, self.ledger)
                 given.append(index)
         except BaseException:
             self._take_back(handed, given)
@@ -193,7 +207,12 @@ class SequenceCache:
 
     def meta(self) -> dict[str, str]:
         """What `restore` needs beside the tensors."""
-        return {"form": self.form.value, "next_position": str(self.next_position)}
+        return {
+            "form": self.form.value,
+            "next_position": str(self.next_position),
+            "columns": ",".join(self.ledger.columns),
+            "scalars": ",".join(self.ledger.scalars),
+        }
 
     @classmethod
     def restore(
@@ -224,7 +243,8 @@ class SequenceCache:
         meta: Mapping[str, str],
         fill: Callable[[Store, dict[str, Tensor]], Store],
     ) -> SequenceCache:
-        cache = cls(spec, Form(meta["form"]))
+        names = [tuple(filter(None, meta[kind].split(","))) for kind in ("columns", "scalars")]
+        cache = cls(spec, Form(meta["form"]), Ledger(*names))
         for index, store in enumerate(cache._stores):
             own = _layer_state(state, index, spec)
             if not own:
@@ -247,6 +267,9 @@ def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> di
     }
 
 
-def _store(layer: LayerSpec, spec: ModelSpec, form: Form) -> Store:
-    kind = Window if layer.sliding_window is not None else _STORES[form]
-    return kind(layer, spec.dtype, spec.device)
+def _store(layer: LayerSpec, spec: ModelSpec, form: Form, ledger: Ledger) -> Store:
+    if layer.sliding_window is not None:
+        return Window(layer, spec.dtype, spec.device)
+    if form is Form.DENSE:
+        return Dense(layer, spec.dtype, spec.device)
+    return Ragged(layer, spec.dtype, spec.device, ledger)

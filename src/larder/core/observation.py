@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
 
+from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Packed, PackedMask
 
@@ -21,6 +23,9 @@ class Entries:
         keys, values: flat storage; kv head h owns rows [starts[h], starts[h] + lengths[h]).
         positions: true positions, one per row of the storage.
         starts, lengths: one number per kv head.
+        columns: float32 numbers by name, one per row of the storage; what a policy has the cache
+            remember of every entry.
+        scalars: float32 numbers [K] by name.
     """
 
     keys: Float[Tensor, "C D"]
@@ -28,6 +33,8 @@ class Entries:
     positions: Int[Tensor, " C"]
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
+    columns: Mapping[str, Float[Tensor, " C"]] = field(default_factory=dict[str, Tensor])
+    scalars: Mapping[str, Float[Tensor, " K"]] = field(default_factory=dict[str, Tensor])
 
     def rows(self, head: int) -> slice:
         """Where a head's entries lie in the storage."""
@@ -56,7 +63,34 @@ class Entries:
 
     def packed_positions(self) -> Int[Tensor, " T"]:
         """Positions of all entries, head by head, without the slack between them."""
-        return torch.cat([self.head_positions(head) for head in range(len(self.lengths))])
+        return self.pack(self.positions)
+
+    def column(self, name: str) -> Packed:
+        """What a column holds, packed."""
+        return self.pack(self.columns[name])
+
+    def pack(self, stored: Shaped[Tensor, "C *rest"]) -> Shaped[Tensor, "T *rest"]:
+        """Rows of entries only, head by head, out of something with a row per row of storage."""
+        return torch.cat([stored[self.rows(head)] for head in range(len(self.lengths))])
+
+    def spread(self, packed: Packed) -> Float[Tensor, " C"]:
+        """Packed numbers back in their rows of the storage; 0 in the slack."""
+        stored = packed.new_zeros(len(self.keys))
+        for head, part in enumerate(torch.split(packed, list(self.lengths))):
+            stored[self.rows(head)] = part
+        return stored
+
+    def packed_rows(self) -> Int64[Tensor, " T"]:
+        """Where in the storage each packed entry lies."""
+        rows = [torch.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)]
+        return torch.cat(rows).to(self.keys.device)
+
+
+class Stage(Enum):
+    """What is going on when a layer is judged."""
+
+    READING = "reading"
+    GENERATING = "generating"
 
 
 @dataclass(frozen=True)
@@ -70,7 +104,9 @@ class Seen:
         query_positions: their true positions.
         length: true tokens read so far.
         span: positions [start, stop) that this pass speaks for.
-        keys: post-RoPE keys of the pass's own tokens; those of a scratch pass are in no cache.
+        ids: the tokens of the pass, one per query.
+        keys: post-RoPE keys of the same tokens; those of a scratch pass are in no cache.
+        stage: whether a context is read or text generated.
     """
 
     layer: LayerSpec
@@ -79,20 +115,38 @@ class Seen:
     query_positions: Int[Tensor, " Q"]
     length: int
     span: tuple[int, int]
-    keys: Float[Tensor, "K Q D"]
+    ids: tuple[int, ...] = ()
+    stage: Stage = Stage.READING
+    keys: Float[Tensor, "K Q D"] = field(default_factory=lambda: torch.empty(0, 0, 0))
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A layer's judgement: higher scores stay longer, protected entries stay always."""
+    """A layer's judgement: higher scores stay longer, protected entries stay always.
+
+    Args:
+        measure: what the budget measured of this layer; empty where it measures nothing.
+        scalars: what the cache remembers of each kv head, by name.
+        stage: whether a context is read or text generated.
+    """
 
     scores: Packed
     protected: PackedMask
     lengths: tuple[int, ...]
+    measure: tuple[float, ...] = ()
+    scalars: Mapping[str, Float[Tensor, " K"]] = field(default_factory=dict[str, Tensor])
+    stage: Stage = Stage.READING
 
     def ranked(self) -> Packed:
         """Scores with the protected entries above all others."""
         return self.scores.masked_fill(self.protected, torch.inf)
+
+    def after(self, plan: Plan) -> Scored:
+        """The same judgement of those entries that a plan kept."""
+        kept = plan.kept
+        return replace(
+            self, scores=self.scores[kept], protected=self.protected[kept], lengths=plan.lengths
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from larder.core.errors import BadParameter
 from larder.core.types import Mode
 from larder.engine.sampling import Sampling
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
+from larder.models.passes import Observer, Row
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,16 @@ class Limits:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise BadParameter(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+
+
+# Called before each pass with the numbers of its rows, the rows, and the tokens each has generated;
+# gives the observer of the pass.
+Tend = Callable[[Sequence[int], Sequence[Row], Sequence[int]], Observer | None]
+
+
+def untended(numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]) -> None:
+    """Nothing acts while generating."""
+    del numbers, rows, steps
 
 
 # Called with the number of the row and its new token; returns whether the row goes on.
@@ -59,6 +69,7 @@ def generate(
     sampling: Sampling,
     limits: Limits,
     on_token: OnToken = endless,
+    tend: Tend = untended,
 ) -> list[list[int]]:
     """Continue every cache with its prompt, all rows packed into one pass per step.
 
@@ -70,6 +81,7 @@ def generate(
         caches: one per row; the same cache must not appear twice.
         prompts: token ids to read first, one per row.
         on_token: told of every token as it is chosen.
+        tend: gives each pass its observer; a policy that acts while generating.
     """
     streams = [
         _Stream(cache, prompt, sampling.generator())
@@ -77,7 +89,8 @@ def generate(
     ]
     going = dict(enumerate(streams))
     while going:
-        for number, logits in zip(list(going), _step(decoder, list(going.values())), strict=True):
+        logits_of = _step(decoder, going, tend)
+        for number, logits in zip(list(going), logits_of, strict=True):
             stream = going[number]
             token = sampling.choose(logits, stream.source)
             if token in limits.stops:
@@ -90,8 +103,9 @@ def generate(
     return [stream.said for stream in streams]
 
 
-def _step(decoder: Decoder, streams: Sequence[_Stream]) -> torch.Tensor:
+def _step(decoder: Decoder, going: Mapping[int, _Stream], tend: Tend) -> torch.Tensor:
     """Read what each stream has unread; logits [rows, V] behind its last token."""
-    rows = [Row(stream.cache, stream.unread) for stream in streams]
+    rows = [Row(stream.cache, stream.unread) for stream in going.values()]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
-    return decoder.predict(rows, Mode.APPEND, ends.tolist())
+    observer = tend(list(going), rows, [len(stream.said) for stream in going.values()])
+    return decoder.predict(rows, Mode.APPEND, ends.tolist(), observer)

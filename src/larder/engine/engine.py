@@ -9,6 +9,7 @@ from typing import Any
 from larder.core.conversation import Conversation
 from larder.core.observation import Prompts
 from larder.engine.answer import Answer
+from larder.engine.decoding import untended
 from larder.engine.reply import Speaker, check_fits
 from larder.engine.sampling import Sampling
 from larder.models.calibration import calibrate
@@ -19,7 +20,7 @@ from larder.session.embedders.base import Embedder
 from larder.session.embedding import load_embedder
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, Sizes, read, tokens_of
+from larder.session.reading import Desk, Sizes, read, tend, tokens_of
 from larder.session.transcript import Scribe
 
 
@@ -119,13 +120,22 @@ class Engine:
         cache, match = memory.recall(question)
         prompt = self.scribe.question(memory.conversation.question_prompt.format(question=question))
         check_fits(prompt, tokens_of(memory.policy))
+        tending = tend(self.desk, memory.policy, [cache])
+        if tending is not None:
+            cache = cache.fork()  # what goes while the answer is generated cannot come back
         mark = cache.next_position
-        cache.reserve(len(prompt) + max_new_tokens)
+        cache.reserve(len(prompt) + (max_new_tokens if tending is None else 1))
         try:
             reply = self.speaker.reply(
-                cache, prompt, sampling or Sampling(), max_new_tokens, stop, on_text
+                cache,
+                prompt,
+                sampling or Sampling(),
+                max_new_tokens,
+                stop,
+                on_text,
+                untended if tending is None else tending.observer,
             )
-            held_bytes = memory.shelf.nbytes
+            held_bytes = memory.shelf.nbytes + (0 if tending is None else cache.nbytes)
         finally:
             cache.truncate(mark)
             cache.compact()

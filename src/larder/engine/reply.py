@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError
-from larder.engine.decoding import Limits, generate
+from larder.engine.decoding import Limits, Tend, generate, untended
 from larder.engine.sampling import Sampling
 from larder.engine.streaming import TextStream
 from larder.models.decoder import Decoder
@@ -50,18 +50,26 @@ class Speaker:
         max_new_tokens: int,
         stop: Sequence[str],
         on_text: Callable[[str], None],
+        tend: Tend = untended,
     ) -> Reply:
         """Read the prompt and answer it; the cache keeps both, so the caller settles what stays.
 
         Args:
             stop: strings that end the answer.
             on_text: told of the answer's text as it comes.
+            tend: a policy that acts while the answer is generated.
         """
         limits = Limits(max_new_tokens, self.stops)
         stream = TextStream(self.scribe.decode, stop, on_text)
         started = time.perf_counter()
         [ids] = generate(
-            self.decoder, [cache], [prompt], sampling, limits, lambda row, token: stream.push(token)
+            self.decoder,
+            [cache],
+            [prompt],
+            sampling,
+            limits,
+            lambda row, token: stream.push(token),
+            tend,
         )
         seconds = time.perf_counter() - started
         stream.finish()

@@ -73,11 +73,15 @@ class Decoder:
 
     @torch.no_grad()
     def predict(
-        self, rows: Sequence[Row], mode: Mode, wanted: Sequence[int]
+        self,
+        rows: Sequence[Row],
+        mode: Mode,
+        wanted: Sequence[int],
+        observer: Observer | None = None,
     ) -> Float[Tensor, "N V"]:
         """Pass rows through and return float32 logits at the wanted places of the packed rows."""
         places = torch.tensor(wanted, device=self.spec.device)
-        out = self._run(self.module, rows, mode, None, logits_to_keep=places)
+        out = self._run(self.module, rows, mode, observer, logits_to_keep=places)
         return out.logits[0].float()
 
     def release(self) -> None:

@@ -9,8 +9,9 @@ slower on a CPU. Statistics carry no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +37,86 @@ class Group(Enum):
         return statistics.sum(0) if self is Group.SUM else statistics.mean(0)
 
 
+@runtime_checkable
+class Gather(Protocol):
+    """Takes the weights of queries, a few at a time, to one number per query head and entry."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        """The state before any query."""
+        ...
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        """Take queries [first, first + c) of `total` into the state."""
+        ...
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        """One number per query head and entry."""
+        ...
+
+
+class _Highest:
+    def start(self, like: Tensor) -> tuple[Tensor, ...]:
+        return (like.new_zeros(like.shape),)
+
+    def fold(self, state: tuple[Tensor, ...], weights: Tensor, first: int, total: int) -> None:
+        torch.maximum(state[0], weights.amax(1), out=state[0])
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Tensor:
+        return state[0]
+
+
+class _Summed(_Highest):
+    def fold(self, state: tuple[Tensor, ...], weights: Tensor, first: int, total: int) -> None:
+        state[0].add_(weights.sum(1))
+
+
+class _Averaged(_Summed):
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Tensor:
+        return state[0] / max(total, 1)
+
+
+def gather_columns(
+    gather: Gather,
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    query_positions: Int[Tensor, " Q"] | None = None,
+    key_positions: Int[Tensor, " T"] | None = None,
+    chunk: int = CHUNK,
+) -> list[Float[Tensor, "R S"]]:
+    """What `gather` makes of the softmax weights, for each kv head.
+
+    Args:
+        query_positions, key_positions: given both, a query sees entries up to its own position
+            only, as queries that are themselves in the cache must. key_positions are packed.
+        chunk: queries per chunk, at least 1; changes memory, not results.
+
+    Raises:
+        BadParameter: `chunk` below 1, or one of the positions without the other.
+    """
+    positions = _checked(query_positions, key_positions, chunk)
+    groups = queries.detach().unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
+    heads: list[Tensor] = []
+    packed, total = 0, queries.shape[1]
+    for group, start, length in zip(groups, starts.tolist(), lengths.tolist(), strict=True):
+        own_keys = keys[start : start + length].detach().float()
+        visible = None
+        if positions is not None:
+            visible = positions[0], positions[1][packed : packed + length]
+        state, first = gather.start(own_keys.new_zeros(group.shape[0], length)), 0
+        for weights in _chunks(group, own_keys, scaling, visible, chunk):
+            gather.fold(state, weights, first, total)
+            first += weights.shape[1]
+        heads.append(gather.finish(state, total))
+        packed += length
+    return heads
+
+
 def column_max(
     queries: Float[Tensor, "H Q D"],
     keys: Float[Tensor, "C D"],
@@ -50,17 +131,22 @@ def column_max(
 ) -> Packed:
     """The highest softmax weight that any query gives each cached entry; 0 without queries.
 
-    Args:
-        query_positions, key_positions: given both, a query sees entries up to its own position
-            only, as queries that are themselves in the cache must. key_positions are packed.
-        group: how the R heads of a group are joined.
-        chunk: queries per chunk, at least 1; changes memory, not results.
+    Arguments and errors as `gather_columns`.
 
-    Raises:
-        BadParameter: `chunk` below 1, or one of the positions without the other.
+    Args:
+        group: how the R heads of a group are joined.
     """
-    positions = _checked(query_positions, key_positions, chunk)
-    heads = _folded(_raise, queries, keys, starts, lengths, scaling, positions, chunk)
+    heads = gather_columns(
+        _Highest(),
+        queries,
+        keys,
+        starts,
+        lengths,
+        scaling,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        chunk=chunk,
+    )
     return _packed([group.join(head) for head in heads], queries)
 
 
@@ -77,8 +163,17 @@ def column_sum(
     chunk: int = CHUNK,
 ) -> Packed:
     """The softmax weight that all queries together give an entry. Arguments as `column_max`."""
-    positions = _checked(query_positions, key_positions, chunk)
-    heads = _folded(_add, queries, keys, starts, lengths, scaling, positions, chunk)
+    heads = gather_columns(
+        _Summed(),
+        queries,
+        keys,
+        starts,
+        lengths,
+        scaling,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        chunk=chunk,
+    )
     return _packed([group.join(head) for head in heads], queries)
 
 
@@ -98,47 +193,21 @@ def column_mean(
 
     Arguments as `column_max`.
     """
-    positions = _checked(query_positions, key_positions, chunk)
-    heads = _folded(_add, queries, keys, starts, lengths, scaling, positions, chunk)
-    count = max(queries.shape[1], 1)
-    return _packed([group.join(head) / count for head in heads], queries)
+    heads = gather_columns(
+        _Averaged(),
+        queries,
+        keys,
+        starts,
+        lengths,
+        scaling,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        chunk=chunk,
+    )
+    return _packed([group.join(head) for head in heads], queries)
 
 
-Fold = Callable[[Tensor, Tensor], None]
 Positions = tuple[Tensor, Tensor] | None
-
-
-def _raise(statistics: Float[Tensor, "R S"], weights: Float[Tensor, "R c S"]) -> None:
-    torch.maximum(statistics, weights.amax(1), out=statistics)
-
-
-def _add(statistics: Float[Tensor, "R S"], weights: Float[Tensor, "R c S"]) -> None:
-    statistics += weights.sum(1)
-
-
-def _folded(
-    fold: Fold,
-    queries: Tensor,
-    keys: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    scaling: float,
-    positions: Positions,
-    chunk: int,
-) -> Iterator[Float[Tensor, "R S"]]:
-    """Per kv head, what `fold` makes of all its weights."""
-    groups = queries.detach().unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
-    first = 0
-    for group, start, length in zip(groups, starts.tolist(), lengths.tolist(), strict=True):
-        own_keys = keys[start : start + length].detach().float()
-        visible = None
-        if positions is not None:
-            visible = positions[0], positions[1][first : first + length]
-        statistics = own_keys.new_zeros(group.shape[0], length)
-        for weights in _chunks(group, own_keys, scaling, visible, chunk):
-            fold(statistics, weights)
-        first += length
-        yield statistics
 
 
 def _chunks(

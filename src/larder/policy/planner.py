@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from larder.core.errors import BudgetError, ScoreError
-from larder.core.observation import Entries, Scored, Seen
+from larder.core.family import Family
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries, Scored, Seen, Stage
 from larder.core.plan import Plan
 from larder.core.spelling import name_of, spell
 from larder.core.types import Packed
 from larder.policy.budgets.base import Budget, Calibration
 from larder.policy.compensation.base import Compensation
+from larder.policy.joining import Joining, Unasked, Unobserved
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
+from larder.policy.tallies.base import Tally
+from larder.policy.timing.base import Timing
+from larder.policy.timing.prefill_only import PrefillOnly
+from larder.policy.units.base import Unit
+from larder.policy.units.token import Token
+from larder.policy.values.base import ValueRule
+from larder.policy.values.keys_alone import KeysAlone
+
+TALLIES = Family("tally", "larder.policy.tallies")
 
 
 @dataclass(frozen=True)
 class Planner:
-    """What is protected, what scores, how many stay, what becomes of the rest."""
+    """What is protected, what scores, how many stay, what becomes of the rest.
+
+    Args:
+        joining: how queries and heads are joined, for scorers by attention.
+    """
 
     protect: Protect
     scorer: Scorer
     budget: Budget
     compensation: Compensation
+    joining: Joining = Joining(Unobserved(), Unasked())
+    values: ValueRule = KeysAlone()
+    unit: Unit = Token()
+    timing: Timing = PrefillOnly()
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the parts have the cache remember."""
+        own = [self.compensation.ledger, self.budget.ledger]
+        return Ledger.union([*own, *(Ledger(tally.columns) for tally in self._tallies)])
+
+    @cached_property
+    def _tallies(self) -> tuple[Tally, ...]:
+        named = self.scorer.tallies | self.budget.tallies | self.compensation.tallies
+        return tuple(TALLIES.load(name)() for name in sorted(named))
+
+    def tally(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
+        """New values of all columns, after a pass that appended."""
+        updates = [tally.update(seen) for tally in self._tallies]
+        return {name: column for update in updates for name, column in update.items()}
+
+    def under(self, facts: Calibration) -> Planner:
+        """The same, knowing what was measured of the model."""
+        return replace(self, joining=replace(self.joining, facts=facts))
 
     def quotas(
         self, tokens: int, context: int, layers: tuple[int, ...], facts: Calibration
@@ -57,7 +100,9 @@ class Planner:
         Raises:
             ScoreError: it is not one number per entry.
         """
-        scores = self.scorer.score(seen)
+        scores = self.unit.pool(
+            self.values.weigh(self.scorer.judge(seen, self.joining), seen), seen
+        )
         wanted, whose = sum(seen.entries.lengths), name_of(type(self.scorer))
         if tuple(scores.shape) != (wanted,):
             raise ScoreError(
@@ -77,11 +122,19 @@ class Planner:
             )
         return scores.to(torch.float32)
 
-    def judge(self, seen: Seen, scores: Packed, tokens: int) -> Scored:
-        """A layer's scores together with what is protected."""
-        positions = seen.entries.packed_positions()
+    def judge(self, seen: Seen, scores: Packed, tokens: int, start: int) -> Scored:
+        """A layer's scores together with what is protected.
+
+        Args:
+            start: true position where generating began.
+        """
+        entries = seen.entries
+        positions = entries.packed_positions()
         protected = self.protect.mask(positions, seen.length, tokens)
-        return Scored(scores, protected, seen.entries.lengths)
+        if seen.stage is Stage.GENERATING:
+            protected = protected | self.timing.spares(positions, start)
+        measure = self.budget.measure(seen, scores)
+        return Scored(scores, protected, entries.lengths, measure, entries.scalars, seen.stage)
 
     def plan(
         self,
@@ -96,4 +149,7 @@ class Planner:
             entries: what a layer holds.
         """
         chosen = self.budget.choose(ready, quotas)
-        return {index: self.compensation.settle(p, entries(index)) for index, p in chosen.items()}
+        return {
+            index: self.compensation.settle(plan, entries(index), ready[index])
+            for index, plan in chosen.items()
+        }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.observation import Scored, Scratch, Seen
+from larder.core.observation import Scored, Scratch, Seen, Stage
+from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.models.passes import Recorded
 from larder.policy.planner import Planner
@@ -16,10 +18,20 @@ from larder.prefill.meter import Meter
 
 
 class Turn(Enum):
-    """Whether more passes will add to the scores before anything is decided."""
+    """What a pass is for.
 
+    WATCH: nothing is judged; tallies go on.
+    MORE: more passes will add to the scores before anything is decided.
+    LAST: plans are made.
+    """
+
+    WATCH = "watch"
     MORE = "more"
     LAST = "last"
+
+
+# How a plan is carried out: `SequenceCache.apply` frees, `SequenceCache.evict` makes room.
+Carry = Callable[[SequenceCache, int, Plan], None]
 
 
 class Judge:
@@ -30,7 +42,10 @@ class Judge:
 
     Args:
         caches: one per row of the pass.
-        length: true tokens read when the judged block is in.
+        lengths: true tokens read when the judged tokens are in, one per row.
+        stage: whether a context is read or text generated.
+        starts: true positions where generating began, one per row; unused while reading.
+        carry: how plans are carried out.
     """
 
     def __init__(
@@ -40,27 +55,33 @@ class Judge:
         tokens: int,
         quotas: Mapping[int, int],
         meter: Meter,
-        length: int,
+        lengths: Sequence[int],
+        stage: Stage = Stage.READING,
+        starts: Sequence[int] = (),
+        carry: Carry = SequenceCache.apply,
     ) -> None:
-        self.length = length
+        self.lengths = lengths
         self._planner = planner
         self._caches = caches
         self._tokens = tokens
         self._quotas = quotas
         self._meter = meter
+        self._stage = stage
+        self._starts = starts or [0] * len(caches)
+        self._carry = carry
         self._asked: Sequence[Scratch] = ()
-        self._turn = Turn.LAST
+        self._turns: Sequence[Turn] = ()
         self._scratch_tokens = 0
         self._scores: dict[tuple[int, int], Packed] = {}
         self._ready: list[dict[int, Scored]] = [{} for _ in caches]
 
-    def expect(self, asked: Sequence[Scratch], turn: Turn, scratch_tokens: int) -> None:
-        """Say what the next pass reads, one entry per row.
+    def expect(self, asked: Sequence[Scratch], turns: Sequence[Turn], scratch_tokens: int) -> None:
+        """Say what the next pass reads and is for, one entry per row.
 
         Args:
             scratch_tokens: read behind the caches by all rows together; 0 where all is appended.
         """
-        self._asked, self._turn, self._scratch_tokens = asked, turn, scratch_tokens
+        self._asked, self._turns, self._scratch_tokens = asked, turns, scratch_tokens
 
     def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
         replaced = 0 if self._scratch_tokens else self._caches[row].replaced_bytes(layer)
@@ -68,11 +89,15 @@ class Judge:
         if layer not in self._quotas:
             return
         seen = self._look(row, layer, recorded)
+        if not self._scratch_tokens:
+            seen = self._tally(row, layer, seen)
+        if self._turns[row] is Turn.WATCH:
+            return
         scores = self._join(row, layer, self._planner.score(seen))
-        if self._turn is Turn.MORE:
+        if self._turns[row] is Turn.MORE:
             self._scores[row, layer] = scores
             return
-        self._ready[row][layer] = self._planner.judge(seen, scores, self._tokens)
+        self._ready[row][layer] = self._planner.judge(seen, scores, self._tokens, self._starts[row])
         self._carry_out(row, layer)
 
     def _in_flight(self, layer: int) -> int:
@@ -81,26 +106,38 @@ class Judge:
         return spec.layers[layer].bytes_per_token(spec.dtype) * self._scratch_tokens
 
     def _look(self, row: int, layer: int, recorded: Recorded) -> Seen:
-        cache = self._caches[row]
+        cache, asked = self._caches[row], self._asked[row]
         return Seen(
             cache.spec.layers[layer],
             cache.entries(layer),
             recorded.queries,
             recorded.positions,
-            self.length,
-            self._asked[row].span,
+            self.lengths[row],
+            asked.span,
+            asked.ids,
+            self._stage,
             recorded.keys,
         )
+
+    def _tally(self, row: int, layer: int, seen: Seen) -> Seen:
+        """Bring the columns of a layer up to date before anything looks at them."""
+        columns = self._planner.tally(seen)
+        if not columns:
+            return seen
+        self._caches[row].note(layer, columns)
+        return replace(seen, entries=self._caches[row].entries(layer))
 
     def _join(self, row: int, layer: int, scores: Packed) -> Packed:
         earlier = self._scores.pop((row, layer), None)
         return scores if earlier is None else torch.maximum(scores, earlier)
 
     def _carry_out(self, row: int, current: int) -> None:
-        cache = self._caches[row]
-        plans = self._planner.plan(self._ready[row], self._quotas, cache.entries)
+        cache, ready = self._caches[row], self._ready[row]
+        plans = self._planner.plan(ready, self._quotas, cache.entries)
         for layer, plan in plans.items():
-            del self._ready[row][layer]
-            cache.apply(layer, plan)
+            judged = ready.pop(layer)
+            if self._planner.budget.recuts:
+                ready[layer] = judged.after(plan)
+            self._carry(cache, layer, plan)
             passing = self._in_flight(current) + cache.replaced_bytes(layer)
             self._meter.note(self._caches, passing)

@@ -9,7 +9,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.observation import Prompts, Scratch
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Recorded, Row
+from larder.models.passes import Row
 from larder.policy.planner import Planner
 from larder.prefill.judge import Judge, Turn
 from larder.prefill.meter import Meter
@@ -52,12 +52,9 @@ class Reader:
     def append(self, lanes: Sequence[Lane], ids: tuple[int, ...]) -> None:
         """Read tokens into every lane; nothing is judged."""
         caches = [lane.cache for lane in lanes]
-        rows = [Row(cache, ids) for cache in caches]
-
-        def watch(row: int, layer: int, recorded: Recorded) -> None:
-            self.meter.note(caches, caches[row].replaced_bytes(layer))
-
-        self.decoder.read(rows, Mode.APPEND, watch)
+        judge = self._judge(caches, lanes[0].cache.next_position + len(ids))
+        judge.expect([Scratch(ids, (0, 0))] * len(lanes), [Turn.WATCH] * len(lanes), 0)
+        self.decoder.read([Row(cache, ids) for cache in caches], Mode.APPEND, judge)
 
     def settle(
         self, lanes: Sequence[Lane], ids: tuple[int, ...], block: tuple[int, ...], start: int
@@ -74,18 +71,18 @@ class Reader:
             return
         scratches = [self.planner.scorer.scratch(block, start, lane.book) for lane in lanes]
         caches = [lane.cache for lane in lanes]
-        judge = Judge(
-            self.planner, caches, self.tokens, self.quotas, self.meter, start + len(block)
-        )
+        length = start + len(block)
+        judge = self._judge(caches, length)
         if not scratches[0]:
-            judge.expect([Scratch(block, (0, judge.length))] * len(lanes), Turn.LAST, 0)
+            judge.expect([Scratch(ids, (0, length))] * len(lanes), [Turn.LAST] * len(lanes), 0)
             self.decoder.read([Row(cache, ids) for cache in caches], Mode.APPEND, judge)
             return
         self.append(lanes, ids)
         rounds = list(zip(*scratches, strict=True))
         for number, asked in enumerate(rounds, start=1):
             turn = Turn.LAST if number == len(rounds) else Turn.MORE
-            judge.expect(asked, turn, sum(len(scratch.ids) for scratch in asked))
+            behind = sum(len(scratch.ids) for scratch in asked)
+            judge.expect(asked, [turn] * len(asked), behind)
             rows = [Row(cache, s.ids) for cache, s in zip(caches, asked, strict=True)]
             self.decoder.read(rows, Mode.SCRATCH, judge)
 
@@ -101,6 +98,10 @@ class Reader:
         lane.cache.compact()
         self.meter.park(lane.cache)
         lane.finish(lane.cache)
+
+    def _judge(self, caches: Sequence[SequenceCache], length: int) -> Judge:
+        lengths = [length] * len(caches)
+        return Judge(self.planner, caches, self.tokens, self.quotas, self.meter, lengths)
 
     def _fits(self, lanes: Sequence[Lane], new_tokens: int) -> bool:
         """Whether every layer of every lane stays within its budget without any plan."""

@@ -1,7 +1,13 @@
-"""A whole policy: one part in each of seven slots, in a fixed order.
+"""A whole policy: one part in each slot, in a fixed order.
 
-session    schedule      protect     scorer    budget      compensation   timing
-episodes > blockwise > protect > patched > sensitivity > drop > prefill_only
+session    schedule    protect   scorer    aggregation  heads       values       unit
+episodes > blockwise > protect > patched > max        > group_max > keys_alone > token >
+
+    budget        compensation   timing
+    sensitivity > drop         > prefill_only
+
+Aggregation and heads say how a scorer by attention joins queries and query heads; left out, as its
+paper does. Scorers that look at no attention have neither.
 """
 
 from __future__ import annotations
@@ -13,12 +19,19 @@ from typing import Any
 from larder.core.errors import SpellingError, UnknownName, UsageError
 from larder.core.family import Family, unknown
 from larder.core.spelling import Call, build, parse, spell
+from larder.policy.aggregation.base import Aggregation
 from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation
+from larder.policy.heads.base import HeadRule
+from larder.policy.joining import AGGREGATIONS, HEAD_RULES, Joining, Unasked, Unobserved
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
-from larder.policy.timing.prefill_only import PrefillOnly
+from larder.policy.timing.base import Timing
+from larder.policy.units.base import Unit
+from larder.policy.units.token import Token
+from larder.policy.values.base import ValueRule
+from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
 from larder.session.arrangements.base import Arrangement
 from larder.session.presets import PRESETS
@@ -27,16 +40,36 @@ FAMILIES: Mapping[str, Family] = {
     "session": Family("session", "larder.session.arrangements"),
     "schedule": Family("schedule", "larder.prefill.schedules"),
     "scorer": Family("scorer", "larder.policy.scorers"),
+    "aggregation": AGGREGATIONS,
+    "heads": HEAD_RULES,
+    "values": Family("values", "larder.policy.values"),
+    "unit": Family("unit", "larder.policy.units"),
     "budget": Family("budget", "larder.policy.budgets"),
     "compensation": Family("compensation", "larder.policy.compensation"),
     "timing": Family("timing", "larder.policy.timing"),
 }
 DEFAULT_BLOCK_TOKENS = 512
-SLOTS = ("session", "schedule", "protect", "scorer", "budget", "compensation", "timing")
+SLOTS = (
+    "session",
+    "schedule",
+    "protect",
+    "scorer",
+    "aggregation",
+    "heads",
+    "values",
+    "unit",
+    "budget",
+    "compensation",
+    "timing",
+)
+JOINING = ("aggregation", "heads")
+NULLS = (Unobserved(), Unasked(), KeysAlone(), Token())  # what does nothing is not spelled
 DEFAULTS = {
     "session": "single",
     "schedule": "whole",
     "scorer": "sinks_and_window",
+    "values": "keys_alone",
+    "unit": "token",
     "budget": "pooled",
     "compensation": "drop",
     "timing": "prefill_only",
@@ -51,9 +84,13 @@ class Policy:
     schedule: Schedule
     protect: Protect
     scorer: Scorer
+    aggregation: Aggregation
+    heads: HeadRule
+    values: ValueRule
+    unit: Unit
     budget: Budget
     compensation: Compensation
-    timing: PrefillOnly
+    timing: Timing
 
     @staticmethod
     def parse(sentence: str) -> Policy:
@@ -76,15 +113,32 @@ class Policy:
                 f"{' > '.join(SLOTS)}."
             )
         given = dict(zip(slots, calls, strict=True))
-        return Policy(**{slot: _part(slot, given.get(slot)) for slot in SLOTS})
+        chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in JOINING}
+        return Policy(**chosen, **_joining(chosen["scorer"], given))
 
     def __str__(self) -> str:
-        return " > ".join(spell(getattr(self, f.name)) for f in fields(self))
+        """Every part that does something, with all its parameters."""
+        parts = [getattr(self, slot) for slot in SLOTS]
+        return " > ".join(spell(part) for part in parts if part not in NULLS)
 
     @property
     def planner(self) -> Planner:
         """The part of the policy that decides."""
-        return Planner(self.protect, self.scorer, self.budget, self.compensation)
+        return Planner(
+            self.protect,
+            self.scorer,
+            self.budget,
+            self.compensation,
+            Joining(self.aggregation, self.heads),
+            self.values,
+            self.unit,
+            self.timing,
+        )
+
+    @property
+    def calibrations(self) -> frozenset[str]:
+        """Names of the measurements of the model that its parts look up."""
+        return self.budget.calibrations | self.heads.calibrations
 
     def filled(self, tokens: int, block: int | None) -> Policy:
         """The same policy with the open sizes filled in.
@@ -123,6 +177,21 @@ def _blocked(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
             "raise --budget."
         )
     return replace(schedule, tokens=size)  # pyright: ignore
+
+
+def _joining(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
+    """The aggregation and head rule: those given, else those of the scorer's paper."""
+    published = scorer.published()
+    if published is None:
+        wrong = [given[slot].name for slot in JOINING if slot in given]
+        if wrong:
+            raise SpellingError(
+                f"{spell(scorer)} looks at no attention, so {wrong[0]}() has nothing to join: "
+                "leave it out, or take a scorer by attention such as snapkv."
+            )
+        return dict(zip(JOINING, (Unobserved(), Unasked()), strict=True))
+    calls = [given.get(s, Call(name)) for s, name in zip(JOINING, published, strict=True)]
+    return {slot: _part(slot, call) for slot, call in zip(JOINING, calls, strict=True)}
 
 
 def _slot(call: Call) -> str:

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError
+from larder.core.ledger import Ledger
 from larder.core.observation import Prompts
 from larder.models.decoder import Decoder
 from larder.policy.budgets.base import Calibration
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.planner import Planner
 from larder.prefill.base import Progress, silent
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
+from larder.prefill.tending import Tending
 from larder.session.embedders.base import Embedder
 from larder.session.memory import Figures, Memory
 from larder.session.policy import Policy
@@ -129,7 +132,7 @@ def _set_up(desk: Desk, policy: Policy) -> None:
     """Fetch what stays from one reading to the next, so that no reading is charged for it."""
     for name in policy.session.embedders():
         desk.embedder(name)
-    desk.calibrate(policy.budget.calibrations)
+    desk.calibrate(policy.calibrations)
 
 
 def books_for(desk: Desk, router: Router, prompts: Prompts) -> list[Prompts]:
@@ -151,21 +154,43 @@ def build(
     progress: Progress = silent,
 ) -> Shelf:
     """Read tokens into one cache per book, each within the policy's budget and parked when done."""
-    planner, spec = policy.planner, desk.decoder.spec
+    spec = desk.decoder.spec
     for book in books:
-        require(book, planner.scorer.wanted())
-    tokens = tokens_of(policy)
-    facts = desk.calibrate(policy.budget.calibrations)
-    quotas = planner.quotas(tokens, len(ids), tuple(layer.index for layer in spec.managed), facts)
+        require(book, policy.scorer.wanted())
+    tokens = policy.timing.reading_tokens(tokens_of(policy))
+    planner, quotas = _ready(desk, policy, tokens, len(ids))
     form = Form.DENSE if tokens == WITHOUT_LIMIT else Form.RAGGED
     shelf, reader = Shelf(spec, ()), Reader(desk.decoder, planner, tokens, quotas, meter)
-    lanes = [Lane(SequenceCache(spec, form), book, shelf.add) for book in books]
+    ledger = planner.ledger if form is Form.RAGGED else Ledger()
+    lanes = [Lane(SequenceCache(spec, form, ledger), book, shelf.add) for book in books]
     if not ids:
         for lane in lanes:
             reader.finish(lane)
         return shelf
     policy.schedule.read(reader, lanes, ids, progress)
     return shelf
+
+
+def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending | None:
+    """What keeps caches within the policy's budget while text is generated over them.
+
+    None where the policy lets what is generated stay whole.
+    """
+    if policy.timing.excess() is None:
+        return None
+    starts = tuple(cache.next_position for cache in caches)
+    tokens = tokens_of(policy)
+    reading = policy.timing.reading_tokens(tokens)
+    planner, quotas = _ready(desk, policy, reading, max(starts, default=0))
+    return Tending(planner, tokens, quotas, starts)
+
+
+def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Planner, dict[int, int]]:
+    """The planner with its measurements, and how many entries each layer may hold."""
+    facts = desk.calibrate(policy.calibrations)
+    planner = policy.planner.under(facts)
+    layers = tuple(layer.index for layer in desk.decoder.spec.managed)
+    return planner, planner.quotas(tokens, context, layers, facts)
 
 
 def tokens_of(policy: Policy) -> int:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored
+from larder.core.ledger import Ledger
+from larder.core.observation import Scored, Seen
 from larder.core.plan import Plan
+from larder.core.types import Packed
 
 # What was measured about a model: name -> one number per managed layer.
 Calibration = Mapping[str, tuple[float, ...]]
@@ -26,6 +28,16 @@ class Budget(ABC):
 
     # Names of the measurements that `layer_tokens` looks up.
     calibrations: ClassVar[frozenset[str]] = frozenset()
+    # Names of the tallies whose columns `measure` reads.
+    tallies: ClassVar[frozenset[str]] = frozenset()
+    ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
+    # Whether `choose` is asked again about layers that have been cut, as more layers go by.
+    recuts: ClassVar[bool] = False
+
+    def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
+        """What `choose` must know of a layer beyond its scores; taken as the layer goes by."""
+        del seen, scores
+        return ()
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration
@@ -47,7 +59,8 @@ class Budget(ABC):
         """Plans for those of the judged layers that can be decided now.
 
         Args:
-            ready: judged layers that have no plan yet, by layer index.
+            ready: judged layers that have no plan yet, by layer index; with `recuts`, those cut
+                earlier too, as they are now.
             quotas: entries per kv head of every managed layer, by layer index.
         """
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
-from larder.core.observation import Entries
-from larder.core.plan import Fate, Plan
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries, Scored
+from larder.core.plan import Plan
 
 
 class Compensation(ABC):
     """Turns a choice of entries into the plan that a cache carries out."""
 
-    fate: Fate
+    ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
+    # Names of the tallies whose columns it reads.
+    tallies: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
-    def settle(self, plan: Plan, entries: Entries) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
         """The plan with the rejected entries' fate added.
 
         Args:
             entries: what the layer holds before the plan is carried out.
+            scored: how its entries were judged.
         """

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Entries
-from larder.core.plan import Fate, Plan
+from larder.core.observation import Entries, Scored
+from larder.core.plan import Plan
 from larder.policy.compensation.base import Compensation
 
 
@@ -16,10 +16,8 @@ from larder.policy.compensation.base import Compensation
 class Drop(Compensation):
     """Forget the rejected entries."""
 
-    fate = Fate.DROP
-
-    def settle(self, plan: Plan, entries: Entries) -> Plan:
-        del entries
+    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+        del entries, scored
         return plan
 
 

@@ -11,26 +11,10 @@ from larder.core.types import Packed
 from larder.ops.columns import column_max, column_sum
 
 
-def highest_weights(
-    queries: Float[Tensor, "H Q D"],
-    entries: Entries,
-    scaling: float,
-    positions: Int[Tensor, " Q"] | None = None,
-) -> Packed:
-    """The highest softmax weight that any query of the group gives each cached entry.
-
-    Args:
-        positions: given, no query sees its future; left out, each sees every entry.
-    """
-    return column_max(
-        queries,
-        entries.keys,
-        torch.tensor(entries.starts),
-        torch.tensor(entries.lengths),
-        scaling,
-        query_positions=positions,
-        key_positions=None if positions is None else entries.packed_positions(),
-    )
+def highest_weights(queries: Float[Tensor, "H Q D"], entries: Entries, scaling: float) -> Packed:
+    """The highest softmax weight that any query of the group gives each cached entry."""
+    starts, lengths = torch.tensor(entries.starts), torch.tensor(entries.lengths)
+    return column_max(queries, entries.keys, starts, lengths, scaling)
 
 
 def summed_weights(

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from larder.core.observation import Entries, Seen
-from larder.core.types import Packed, PackedMask
 
 
 def with_own_keys(seen: Seen, entries: Entries) -> Entries:
@@ -25,13 +24,7 @@ def with_own_keys(seen: Seen, entries: Entries) -> Entries:
     return _joined(keys, values, positions, lengths)
 
 
-def without_own_keys(scores: Tensor, both: Entries, own: int) -> Packed:
-    """Scores of `with_own_keys`'s entries, with those of its last `own` of every head left out."""
-    heads = torch.split(scores, list(both.lengths))
-    return torch.cat([head[: len(head) - own] for head in heads])
-
-
-def at(seen: Seen, kept: PackedMask) -> Entries:
+def at(seen: Seen, kept: Tensor) -> Entries:
     """The entries that a packed mask marks, in storage of their own."""
     parts = torch.split(kept, list(seen.entries.lengths))
     heads = range(seen.layer.kv_heads)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed
 from larder.policy.ends import Ends
+from larder.policy.joining import Joining
 
 
 class Scorer(ABC):
@@ -18,10 +19,21 @@ class Scorer(ABC):
 
     # Names of the prompts that must be in the prompt book before reading starts.
     prompts: ClassVar[frozenset[str]] = frozenset()
+    # Names of the tallies whose columns it reads.
+    tallies: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def score(self, seen: Seen) -> Packed:
         """A float32 score for every cached entry, packed over heads; higher stays longer."""
+
+    def judge(self, seen: Seen, joining: Joining) -> Packed:
+        """`score`, where a scorer by attention joins queries and heads as the policy says."""
+        del joining
+        return self.score(seen)
+
+    def published(self) -> tuple[str, str] | None:
+        """The aggregation and head rule of its paper; None where it looks at no attention."""
+        return None
 
     def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
         """Token sequences to read behind the cache before judging, after a block was read.

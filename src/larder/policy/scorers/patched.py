@@ -18,15 +18,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, Variant
-from larder.policy.scorers._attention import highest_weights
-from larder.policy.scorers._surroundings import with_own_keys, without_own_keys
-from larder.policy.scorers.base import Scorer
+from larder.policy.joining import Look
+from larder.policy.scorers._observing import Observing
+from larder.policy.scorers._surroundings import with_own_keys
 
 
 @dataclass(frozen=True)
-class Patched(Scorer):
+class Patched(Observing):
     """The highest weight that any prompt token of any query head of the group gives an entry.
 
     How tokens and heads are joined is the policy's to change (`aggregation`, `heads`).
@@ -46,12 +49,17 @@ class Patched(Scorer):
     def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
         return (Scratch(tuple(book[self.prompt]), (0, start + len(block))),)
 
-    def score(self, seen: Seen) -> Packed:
+    def published(self) -> tuple[str, str]:
+        return "max", "group_max"
+
+    def look(self, seen: Seen) -> Look:
         if self.variant is not Variant.PAPER:
-            return highest_weights(seen.queries, seen.entries, seen.layer.scaling)
-        both = with_own_keys(seen, seen.entries)
-        scores = highest_weights(seen.queries, both, seen.layer.scaling, seen.query_positions)
-        return without_own_keys(scores, both, len(seen.query_positions))
+            return Look(seen.queries, seen.entries)
+        return Look(seen.queries, with_own_keys(seen, seen.entries), seen.query_positions)
+
+    def finish(self, seen: Seen, heads: list[Tensor]) -> Packed:
+        pairs = zip(heads, seen.entries.lengths, strict=True)
+        return torch.cat([head[:length] for head, length in pairs])
 
 
 Part = Patched

@@ -30,15 +30,15 @@ from larder.core.cutting import even_cuts
 from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, PackedMask, Variant
-from larder.policy.scorers._attention import highest_weights
-from larder.policy.scorers._surroundings import at, with_own_keys, without_own_keys
-from larder.policy.scorers.base import Scorer
+from larder.policy.joining import Look
+from larder.policy.scorers._observing import Observing
+from larder.policy.scorers._surroundings import at, with_own_keys
 
 QUOTED = 8  # tokens of the chunk before that a request repeats; the paper's number
 
 
 @dataclass(frozen=True)
-class Reconstruct(Scorer):
+class Reconstruct(Observing):
     """KVzip: the weight an entry gets while its surroundings are being repeated.
 
     Args:
@@ -75,24 +75,30 @@ class Reconstruct(Scorer):
             for a in starts
         )
 
-    def score(self, seen: Seen) -> Packed:
+    def published(self) -> tuple[str, str]:
+        return "max", "group_max"
+
+    def look(self, seen: Seen) -> Look:
+        if self.variant is Variant.LARDER:
+            return Look(seen.queries, seen.entries.between(*seen.span))
+        shared = at(seen, self._shared(seen))
+        return Look(seen.queries, with_own_keys(seen, shared), seen.query_positions)
+
+    def finish(self, seen: Seen, heads: list[Float[Tensor, " S"]]) -> Packed:
         positions = seen.entries.packed_positions()
         judged = (positions >= seen.span[0]) & (positions < seen.span[1])
-        if self.variant is Variant.LARDER:
-            asked = seen.entries.between(*seen.span)
-            scores, scored = highest_weights(seen.queries, asked, seen.layer.scaling), judged
-        else:
-            scored = judged | (positions < self.opening)
-            scores = self._shared_weights(seen, scored)
-        whole = scores.new_full(judged.shape, -torch.inf)
-        whole[scored] = scores
+        looked_at = judged if self.variant is Variant.LARDER else self._shared(seen)
+        whole = heads[0].new_full((len(positions),), -torch.inf)
+        counts = [int(part.sum()) for part in torch.split(looked_at, list(seen.entries.lengths))]
+        pairs = zip(heads, counts, strict=True)
+        whole[looked_at] = torch.cat([head[:count] for head, count in pairs])
         return whole.masked_fill(~judged, -torch.inf)
 
-    def _shared_weights(self, seen: Seen, scored: PackedMask) -> Tensor:
-        """Weights of the marked entries where the repeated copy takes its share."""
-        both = with_own_keys(seen, at(seen, scored))
-        scores = highest_weights(seen.queries, both, seen.layer.scaling, seen.query_positions)
-        return without_own_keys(scores, both, len(seen.query_positions))
+    def _shared(self, seen: Seen) -> PackedMask:
+        """The cached entries that a weight is shared among."""
+        positions = seen.entries.packed_positions()
+        inside = (positions >= seen.span[0]) & (positions < seen.span[1])
+        return inside | (positions < self.opening)
 
 
 Part = Reconstruct

@@ -14,18 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, Variant
 from larder.ops.pooling import running_max
 from larder.policy.ends import Ends
-from larder.policy.scorers._attention import highest_weights, summed_weights
-from larder.policy.scorers.base import Scorer
+from larder.policy.joining import Look
+from larder.policy.scorers._observing import Observing
 
 
 @dataclass(frozen=True)
-class SnapKV(Scorer):
+class SnapKV(Observing):
     """Attention from the last `window` queries, summed, then smoothed over `kernel` positions.
 
     Args:
@@ -50,16 +52,23 @@ class SnapKV(Scorer):
             return ()
         return (Scratch(block[-self.window :], (0, start + len(block))),)
 
-    def score(self, seen: Seen) -> Packed:
+    def published(self) -> tuple[str, str]:
+        return ("max", "group_max") if self.variant is Variant.CODE else ("sum", "group_sum")
+
+    def look(self, seen: Seen) -> Look:
         if self.variant is Variant.CODE:
-            return highest_weights(seen.queries, seen.entries, seen.layer.scaling)
+            return Look(seen.queries, seen.entries)
         voters = seen.query_positions[-self.window :]
-        queries = seen.queries[:, -self.window :]
-        votes = summed_weights(queries, voters, seen.entries, seen.layer.scaling)
-        is_voter = seen.entries.packed_positions() >= voters[0]
+        return Look(seen.queries[:, -self.window :], seen.entries, voters)
+
+    def finish(self, seen: Seen, heads: list[Float[Tensor, " S"]]) -> Packed:
+        votes = torch.cat(heads)
+        if self.variant is Variant.CODE:
+            return votes
+        is_voter = seen.entries.packed_positions() >= seen.query_positions[-self.window :][0]
         votes = votes.masked_fill(is_voter, 0.0)  # the window's own votes would leak when pooled
-        heads = torch.split(votes, list(seen.entries.lengths))
-        pooled = torch.cat([running_max(head, self.kernel) for head in heads])
+        parts = torch.split(votes, list(seen.entries.lengths))
+        pooled = torch.cat([running_max(head, self.kernel) for head in parts])
         return pooled.masked_fill(is_voter, torch.inf)
 
     def least(self) -> Ends:

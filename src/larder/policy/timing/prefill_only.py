@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from larder.policy.timing.base import Timing
+
 
 @dataclass(frozen=True)
-class PrefillOnly:
+class PrefillOnly(Timing):
     """No eviction while decoding: an answer and its question are appended and cut off together."""
+
+    def excess(self) -> int | None:
+        return None
 
 
 Part = PrefillOnly

@@ -1,0 +1,31 @@
+"""What a policy asks a cache to remember besides keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# A column of this name holds ln n where an entry stands for n tokens; attention adds it to the
+# entry's logit, so that the entry weighs as much as n equal ones.
+LOG_COUNT = "log_count"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Names of float32 numbers that a managed layer holds, saves and counts.
+
+    Args:
+        columns: one number per entry; 0 for a new one.
+        scalars: one number per kv head; NaN until it is first written.
+    """
+
+    columns: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+
+    @staticmethod
+    def union(ledgers: Iterable[Ledger]) -> Ledger:
+        """Everything that any of several parts asks for, each name once, in alphabetical order."""
+        held = list(ledgers)
+        columns = sorted({name for ledger in held for name in ledger.columns})
+        scalars = sorted({name for ledger in held for name in ledger.scalars})
+        return Ledger(tuple(columns), tuple(scalars))

@@ -1,0 +1,36 @@
+"""The highest weight that any query gives: one look is enough to keep an entry.
+
+Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
+arXiv:2505.23416, section 3; EpiCache (arXiv:2509.17396, eq. 3) takes it for all scorers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.policy.aggregation.base import Aggregation
+
+
+@dataclass(frozen=True)
+class Max(Aggregation):
+    """The best query counts."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like.new_zeros(like.shape),)
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        del first, total
+        torch.maximum(state[0], weights.amax(1), out=state[0])
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        del total
+        return state[0]
+
+
+Part = Max

@@ -1,0 +1,35 @@
+"""The sum over queries: what an entry got in all.
+
+Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024),
+arXiv:2404.14469, section 4, and most methods after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.policy.aggregation.base import Aggregation
+
+
+@dataclass(frozen=True)
+class Sum(Aggregation):
+    """Queries add up."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like.new_zeros(like.shape),)
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        del first, total
+        state[0].add_(weights.sum(1))
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        del total
+        return state[0]
+
+
+Part = Sum

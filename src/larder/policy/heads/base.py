@@ -1,0 +1,39 @@
+"""What every head rule can be asked: several query heads, one score per entry of a kv head."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.observation import Entries
+from larder.core.spec import LayerSpec
+from larder.policy.budgets.base import Calibration
+
+
+class HeadRule(ABC):
+    """Joins query heads. A frozen dataclass.
+
+    Query head h belongs to kv head h // R.
+    """
+
+    # Names of the measurements that `join` looks up.
+    calibrations: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def join(
+        self,
+        statistics: Sequence[Float[Tensor, "R S"]],
+        entries: Entries,
+        layer: LayerSpec,
+        facts: Calibration,
+    ) -> list[Float[Tensor, " S"]]:
+        """One number per entry and kv head.
+
+        Args:
+            statistics: for each kv head, what its R query heads say of its S entries.
+            entries: where those entries stand.
+        """

@@ -1,0 +1,101 @@
+"""How the weights of many queries and query heads become one score per entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.core.family import Family
+from larder.core.observation import Entries, Seen
+from larder.core.spec import LayerSpec
+from larder.ops.columns import gather_columns
+from larder.policy.aggregation.base import Aggregation
+from larder.policy.budgets.base import Calibration
+from larder.policy.heads.base import HeadRule
+
+AGGREGATIONS = Family("aggregation", "larder.policy.aggregation")
+HEAD_RULES = Family("heads", "larder.policy.heads")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Queries that look at entries.
+
+    Args:
+        positions: true positions of the queries, each of which sees nothing later; None where
+            they are read behind everything and see all of it.
+    """
+
+    queries: Float[Tensor, "H Q D"]
+    entries: Entries
+    positions: Int[Tensor, " Q"] | None = None
+
+
+@dataclass(frozen=True)
+class Joining:
+    """An aggregation over queries, then a rule over the heads that share a kv head.
+
+    Args:
+        facts: measurements of the model that the head rule looks up.
+    """
+
+    aggregation: Aggregation
+    heads: HeadRule
+    facts: Calibration = field(default_factory=dict[str, tuple[float, ...]])
+
+    @staticmethod
+    def named(aggregation: str, heads: str) -> Joining:
+        """With the parameters that the parts have by default."""
+        return Joining(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
+
+    def join(self, look: Look, seen: Seen) -> list[Float[Tensor, " S"]]:
+        """One number per entry and kv head; the entries' softmax weights are never all held."""
+        entries = look.entries
+        key_positions = None if look.positions is None else entries.packed_positions()
+        statistics = gather_columns(
+            self.aggregation,
+            look.queries,
+            entries.keys,
+            torch.tensor(entries.starts),
+            torch.tensor(entries.lengths),
+            seen.layer.scaling,
+            query_positions=look.positions,
+            key_positions=key_positions,
+        )
+        return self.heads.join(statistics, entries, seen.layer, self.facts)
+
+
+@dataclass(frozen=True)
+class Unobserved(Aggregation):
+    """For scorers that look at no attention: never asked."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like,)
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        del state, weights, first, total
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        del total
+        return state[0]
+
+
+@dataclass(frozen=True)
+class Unasked(HeadRule):
+    """For scorers that look at no attention: never asked."""
+
+    def join(
+        self,
+        statistics: Sequence[Float[Tensor, "R S"]],
+        entries: Entries,
+        layer: LayerSpec,
+        facts: Calibration,
+    ) -> list[Float[Tensor, " S"]]:
+        del entries, layer, facts
+        return [head[0] for head in statistics]

@@ -1,0 +1,46 @@
+"""Scorers that judge by what some queries look at."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.joining import Joining, Look
+from larder.policy.scorers.base import Scorer
+
+
+class Observing(Scorer):
+    """A scorer by attention: it says which queries look, and what it makes of their weights.
+
+    How queries and heads are joined is the policy's word (slots `aggregation` and `heads`); left
+    out, it is the paper's.
+    """
+
+    @abstractmethod
+    def published(self) -> tuple[str, str]:
+        """Names of the aggregation and of the head rule that its paper takes."""
+
+    @abstractmethod
+    def look(self, seen: Seen) -> Look:
+        """The queries that vote, and the entries that they vote on."""
+
+    def finish(self, seen: Seen, heads: list[Float[Tensor, " S"]]) -> Packed:
+        """Scores of all entries from the joined weights of those looked at; end to end here."""
+        del seen
+        return torch.cat(heads)
+
+    def score(self, seen: Seen) -> Packed:
+        return self.judge(seen, self._own_joining)
+
+    def judge(self, seen: Seen, joining: Joining) -> Packed:
+        return self.finish(seen, joining.join(self.look(seen), seen))
+
+    @cached_property
+    def _own_joining(self) -> Joining:
+        return Joining.named(*self.published())

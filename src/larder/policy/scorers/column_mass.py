@@ -1,0 +1,28 @@
+"""Keep what has been looked at most, by all queries so far.
+
+Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
+(2023), arXiv:2306.14048, section 4. The sum goes on while generating, so it favors entries that
+have been there for long: protect a window of recent tokens, in the paper half of the budget.
+Query heads that share a kv head add up; the paper has one kv head per query head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class ColumnMass(Scorer):
+    """Accumulated attention: the heavy hitters stay."""
+
+    tallies = frozenset({"mass"})
+
+    def score(self, seen: Seen) -> Packed:
+        return seen.entries.column("mass")
+
+
+Part = ColumnMass

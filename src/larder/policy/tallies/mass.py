@@ -1,0 +1,27 @@
+"""The softmax weight that an entry has received from all queries so far.
+
+Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
+(2023), arXiv:2306.14048, section 4: accumulated attention. Query heads that share a kv head are
+summed. Sums are float32; a token's own query counts.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.observation import Seen
+from larder.policy.tallies._weights import received
+from larder.policy.tallies.base import Tally
+
+
+class Mass(Tally):
+    """The column `mass`."""
+
+    columns = ("mass",)
+
+    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
+        return {"mass": seen.entries.columns["mass"] + received(seen)}
+
+
+Part = Mass

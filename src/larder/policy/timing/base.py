@@ -1,0 +1,41 @@
+"""What every timing can be asked: when plans are made while text is generated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from jaxtyping import Int
+from torch import Tensor
+
+from larder.core.types import PackedMask
+
+
+class Timing(ABC):
+    """Says whether and when entries go while generating. A frozen dataclass."""
+
+    @abstractmethod
+    def excess(self) -> int | None:
+        """Entries per kv head that may pile up beyond the budget before a plan is made.
+
+        0 plans at every step; None never plans while generating.
+        """
+
+    def reading_tokens(self, tokens: int) -> int:
+        """How much of a budget of `tokens` entries per head reading may fill; all by default."""
+        return tokens
+
+    def quota(self, quota: int, tokens: int, step: int) -> int:
+        """Entries per kv head that a layer may hold at a step of generation.
+
+        Args:
+            quota: what the layer was given for reading.
+            tokens: M, the budget that both together must not exceed on average.
+            step: tokens generated so far.
+        """
+        del tokens, step
+        return quota
+
+    def spares(self, positions: Int[Tensor, " T"], start: int) -> PackedMask:
+        """Marks entries that stay whatever their score while generating from `start` on."""
+        del start
+        return positions < 0

@@ -1,0 +1,16 @@
+"""What every unit can be asked: which entries stay or go together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from larder.core.observation import Seen
+from larder.core.types import Packed
+
+
+class Unit(ABC):
+    """Gives entries that belong together one score. A frozen dataclass."""
+
+    @abstractmethod
+    def pool(self, scores: Packed, seen: Seen) -> Packed:
+        """Scores of the same shape, equal within a unit; infinities stay where they are."""

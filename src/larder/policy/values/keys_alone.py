@@ -1,0 +1,24 @@
+"""Scores as they are: what an entry would say is not looked at.
+
+No paper: the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.values.base import ValueRule
+
+
+@dataclass(frozen=True)
+class KeysAlone(ValueRule):
+    """Leaves scores alone."""
+
+    def weigh(self, scores: Packed, seen: Seen) -> Packed:
+        del seen
+        return scores
+
+
+Part = KeysAlone

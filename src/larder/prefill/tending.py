@@ -1,0 +1,77 @@
+"""Keeps caches within their budget while text is generated over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from larder.cache.sequence import SequenceCache
+from larder.core.observation import Scratch, Stage
+from larder.models.passes import Observer, Row
+from larder.policy.planner import Planner
+from larder.prefill.judge import Judge, Turn
+from larder.prefill.meter import Meter
+
+
+@dataclass(frozen=True)
+class Tending:
+    """A policy at work on sequences that grow token by token.
+
+    Every pass that appends goes by under the eyes of an observer that it hands out: tallies go on,
+    and where a cache is over its quota by more than the policy's timing allows, entries go.
+
+    Args:
+        tokens: M, entries per kv head averaged over the managed layers.
+        quotas: the same per managed layer, by layer index.
+        starts: true positions where generating began, one per cache of the generation.
+    """
+
+    planner: Planner
+    tokens: int
+    quotas: Mapping[int, int]
+    starts: tuple[int, ...]
+    meter: Meter = field(default_factory=Meter)
+
+    def observer(
+        self, numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]
+    ) -> Observer:
+        """Watches one pass.
+
+        Args:
+            numbers: which of the caches the rows are.
+            steps: tokens generated so far, one per row.
+        """
+        caches = [row.cache for row in rows]
+        lengths = [row.cache.next_position + len(row.ids) for row in rows]
+        quotas = self._quotas(max(steps, default=0))
+        judge = Judge(
+            self.planner,
+            caches,
+            self.tokens,
+            quotas,
+            self.meter,
+            lengths,
+            Stage.GENERATING,
+            [self.starts[number] for number in numbers],
+            SequenceCache.evict,
+        )
+        turns = [Turn.LAST if self._is_due(row, quotas) else Turn.WATCH for row in rows]
+        asked = [Scratch(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
+        judge.expect(asked, turns, 0)
+        return judge
+
+    def _quotas(self, step: int) -> dict[int, int]:
+        timing = self.planner.timing
+        return {layer: timing.quota(q, self.tokens, step) for layer, q in self.quotas.items()}
+
+    def _is_due(self, row: Row, quotas: Mapping[int, int]) -> bool:
+        """Whether a layer will hold more than it may, once the row is read."""
+        excess = self.planner.timing.excess()
+        if excess is None:
+            return False
+        lengths = row.cache.lengths()
+        return any(
+            sum(lengths[layer]) + len(row.ids) * len(lengths[layer])
+            > (quota + excess) * len(lengths[layer])
+            for layer, quota in quotas.items()
+        )
