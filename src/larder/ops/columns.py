@@ -88,7 +88,7 @@ def gather_columns(
     query_positions: Int[Tensor, " Q"] | None = None,
     key_positions: Int[Tensor, " T"] | None = None,
     chunk: int = CHUNK,
-) -> list[Float[Tensor, "R S"]]:
+) -> list[Float[Tensor, "R _"]]:
     """What `gather` makes of the softmax weights, for each kv head.
 
     Args:

@@ -52,7 +52,7 @@ class Joining:
         """With the parameters that the parts have by default."""
         return Joining(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
 
-    def join(self, look: Look, seen: Seen) -> list[Float[Tensor, " S"]]:
+    def join(self, look: Look, seen: Seen) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head; the entries' softmax weights are never all held."""
         entries = look.entries
         key_positions = None if look.positions is None else entries.packed_positions()
@@ -92,10 +92,10 @@ class Unasked(HeadRule):
 
     def join(
         self,
-        statistics: Sequence[Float[Tensor, "R S"]],
+        statistics: Sequence[Float[Tensor, "R _"]],
         entries: Entries,
         layer: LayerSpec,
         facts: Calibration,
-    ) -> list[Float[Tensor, " S"]]:
+    ) -> list[Float[Tensor, " _"]]:
         del entries, layer, facts
         return [head[0] for head in statistics]

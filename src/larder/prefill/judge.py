@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -10,7 +10,6 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Scored, Scratch, Seen, Stage
-from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.models.passes import Recorded
 from larder.policy.planner import Planner
@@ -30,8 +29,11 @@ class Turn(Enum):
     LAST = "last"
 
 
-# How a plan is carried out: `SequenceCache.apply` frees, `SequenceCache.evict` makes room.
-Carry = Callable[[SequenceCache, int, Plan], None]
+class Carry(Enum):
+    """How plans are carried out: what they reject is freed, or becomes room for new tokens."""
+
+    APPLY = "apply"
+    EVICT = "evict"
 
 
 class Judge:
@@ -45,7 +47,6 @@ class Judge:
         lengths: true tokens read when the judged tokens are in, one per row.
         stage: whether a context is read or text generated.
         starts: true positions where generating began, one per row; unused while reading.
-        carry: how plans are carried out.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Judge:
         lengths: Sequence[int],
         stage: Stage = Stage.READING,
         starts: Sequence[int] = (),
-        carry: Carry = SequenceCache.apply,
+        carry: Carry = Carry.APPLY,
     ) -> None:
         self.lengths = lengths
         self._planner = planner
@@ -138,6 +139,9 @@ class Judge:
             judged = ready.pop(layer)
             if self._planner.budget.recuts:
                 ready[layer] = judged.after(plan)
-            self._carry(cache, layer, plan)
+            if self._carry is Carry.APPLY:
+                cache.apply(layer, plan)
+            else:
+                cache.evict(layer, plan)
             passing = self._in_flight(current) + cache.replaced_bytes(layer)
             self._meter.note(self._caches, passing)

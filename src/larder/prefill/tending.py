@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from larder.cache.sequence import SequenceCache
 from larder.core.observation import Scratch, Stage
 from larder.models.passes import Observer, Row
 from larder.policy.planner import Planner
-from larder.prefill.judge import Judge, Turn
+from larder.prefill.judge import Carry, Judge, Turn
 from larder.prefill.meter import Meter
 
 
@@ -53,7 +52,7 @@ class Tending:
             lengths,
             Stage.GENERATING,
             [self.starts[number] for number in numbers],
-            SequenceCache.evict,
+            Carry.EVICT,
         )
         turns = [Turn.LAST if self._is_due(row, quotas) else Turn.WATCH for row in rows]
         asked = [Scratch(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]

@@ -26,11 +26,11 @@ class HeadRule(ABC):
     @abstractmethod
     def join(
         self,
-        statistics: Sequence[Float[Tensor, "R S"]],
+        statistics: Sequence[Float[Tensor, "R _"]],
         entries: Entries,
         layer: LayerSpec,
         facts: Calibration,
-    ) -> list[Float[Tensor, " S"]]:
+    ) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head.
 
         Args:

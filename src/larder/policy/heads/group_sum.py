@@ -24,11 +24,11 @@ class GroupSum(HeadRule):
 
     def join(
         self,
-        statistics: Sequence[Float[Tensor, "R S"]],
+        statistics: Sequence[Float[Tensor, "R _"]],
         entries: Entries,
         layer: LayerSpec,
         facts: Calibration,
-    ) -> list[Float[Tensor, " S"]]:
+    ) -> list[Float[Tensor, " _"]]:
         del entries, layer, facts
         return [head.sum(0) for head in statistics]
 

@@ -30,7 +30,7 @@ class Observing(Scorer):
     def look(self, seen: Seen) -> Look:
         """The queries that vote, and the entries that they vote on."""
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " S"]]) -> Packed:
+    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
         """Scores of all entries from the joined weights of those looked at; end to end here."""
         del seen
         return torch.cat(heads)

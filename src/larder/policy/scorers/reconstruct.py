@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.cutting import even_cuts
@@ -84,7 +85,7 @@ class Reconstruct(Observing):
         shared = at(seen, self._shared(seen))
         return Look(seen.queries, with_own_keys(seen, shared), seen.query_positions)
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " S"]]) -> Packed:
+    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
         positions = seen.entries.packed_positions()
         judged = (positions >= seen.span[0]) & (positions < seen.span[1])
         looked_at = judged if self.variant is Variant.LARDER else self._shared(seen)

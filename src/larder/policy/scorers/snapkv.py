@@ -61,7 +61,7 @@ class SnapKV(Observing):
         voters = seen.query_positions[-self.window :]
         return Look(seen.queries[:, -self.window :], seen.entries, voters)
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " S"]]) -> Packed:
+    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
         votes = torch.cat(heads)
         if self.variant is Variant.CODE:
             return votes
