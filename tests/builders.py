@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from larder.core.observation import Entries, Seen
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
+from larder.policy.planner import TALLIES
 
 HEAD_DIM = 8
 
@@ -100,5 +101,14 @@ def a_view(
     length = 1 + max((p for head in positions for p in head), default=0)
     block = draw(layer, queries, max(0, length - queries), seed + 1)
     entries = some_entries(layer, positions, seed=seed)
-    told = (layer, entries, block.queries, block.positions, length, (0, length))
-    return Seen(*told, keys=block.keys)
+    remembered = replace(entries, columns=some_columns(len(entries.keys), seed))
+    told = (layer, remembered, block.queries, block.positions, length, (0, length))
+    return Seen(*told, ids=tuple(range(queries)), keys=block.keys)
+
+
+def some_columns(rows: int, seed: int = 0) -> dict[str, Tensor]:
+    """A number in (0, 1) per row in every column that a tally keeps."""
+    source = torch.Generator().manual_seed(seed)
+    tallies = [TALLIES.load(name) for name in TALLIES.names()]
+    names = sorted({name for tally in tallies for name in tally.columns})
+    return {name: torch.rand(rows, generator=source) for name in names}

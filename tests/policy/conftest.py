@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import Field, fields, is_dataclass, replace
 from enum import Enum
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from larder.core.spelling import name_of
-from larder.session.policy import FAMILIES
+from larder.policy.planner import TALLIES
+from larder.session.policy import FAMILIES as SLOTS
+
+FAMILIES = {**SLOTS, "tally": TALLIES}
 
 # Parameters small enough for the small layers of these tests.
 SMALL: dict[str, dict[str, Any]] = {
@@ -29,7 +32,7 @@ def instances(slot: str) -> list[Any]:
 
 def variants(slot: str, name: str) -> Iterator[Any]:
     part = FAMILIES[slot].load(name)(**SMALL.get(name, {}))
-    named = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Enum)]
+    named = [f.name for f in parameters(part) if isinstance(getattr(part, f.name), Enum)]
     if not named:
         yield part
     for field in named:
@@ -37,8 +40,12 @@ def variants(slot: str, name: str) -> Iterator[Any]:
             yield replace(part, **{field: member})
 
 
+def parameters(part: Any) -> tuple[Field[Any], ...]:
+    return fields(part) if is_dataclass(part) else ()
+
+
 def label(part: Any) -> str:
-    shown = [getattr(part, f.name) for f in fields(part)]
+    shown = [getattr(part, f.name) for f in parameters(part)]
     return "-".join([name_of(type(part)), *[v.value for v in shown if isinstance(v, Enum)]])
 
 
@@ -48,7 +55,7 @@ def reference(part: Any) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for slot in ("scorer", "budget", "compensation"):
+    for slot in FAMILIES:
         if slot in metafunc.fixturenames:
             metafunc.parametrize(slot, instances(slot), ids=label)
 

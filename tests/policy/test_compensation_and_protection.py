@@ -3,29 +3,98 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import a_layer, a_plan, some_entries
+from builders import a_layer, a_plan, some_columns, some_entries
+from larder.cache.folding import folded
 from larder.core.errors import BadParameter, BudgetError
-from larder.core.plan import Fate, Plan
+from larder.core.observation import Entries, Scored, Stage
+from larder.core.plan import Plan
 from larder.policy.ends import Ends
 from larder.policy.protect import Protect
+from references.outcome import Outcome, untouched
+
+# What each head held, and which of its entries stay.
+CASES = {
+    "uneven": ([range(9), range(2, 9)], [[0, 3, 7, 8], [1, 2, 6]]),
+    "a_head_loses_all": ([range(6), range(6)], [[0, 5], []]),
+    "nothing_goes": ([range(4), range(3)], [[0, 1, 2, 3], [0, 1, 2]]),
+    "one_for_each_that_comes": ([range(12)], [[*range(5), *range(6, 12)]]),
+}
+REMEMBERED = ["unwritten", "written"]
 
 
-def test_a_compensation_equals_its_loop(compensation, loop_of) -> None:
-    entries = some_entries(a_layer(2, 2), [range(8), range(2, 8)])
-    plan = a_plan([[0, 3, 7], []], (8, 6))
-    before = plan.kept.clone()
-    settled = compensation.settle(plan, entries)
-    assert settled.kept.tolist() == loop_of(compensation).settle([0, 3, 7])
-    assert settled.lengths == (3, 0)
-    assert torch.equal(plan.kept, before)
-    assert isinstance(compensation.fate, Fate)
-    assert compensation.settle(plan, entries) == settled
+def judged(compensation, case: str, stage: Stage, remembered: str) -> tuple[Entries, Scored]:
+    """Entries with all that the part has the cache remember, and how they were judged."""
+    held, kept = CASES[case]
+    layer, source = a_layer(len(held), 2), torch.Generator().manual_seed(5)
+    entries = some_entries(layer, held)
+    columns = some_columns(len(entries.keys), 1)
+    for name in compensation.ledger.columns:
+        columns[name] = torch.rand(len(entries.keys), generator=source)
+    scalars = {name: torch.full((len(held),), torch.nan) for name in compensation.ledger.scalars}
+    if remembered == "written":
+        scalars = {name: torch.rand(len(held), generator=source) for name in scalars}
+    entries = replace(entries, columns=columns, scalars=scalars)
+    total = sum(entries.lengths)
+    scores = torch.rand(total, generator=source)
+    protected = torch.zeros(total, dtype=torch.bool)
+    protected[a_plan(kept, entries.lengths).kept[:1]] = True
+    return entries, Scored(scores, protected, entries.lengths, scalars=scalars, stage=stage)
+
+
+def carried_out(plan: Plan, entries: Entries) -> Outcome:
+    """What the layer would hold, in the words of the loops."""
+    heads = torch.split(plan.kept, list(plan.lengths))
+    firsts = [sum(entries.lengths[:h]) for h in range(len(heads))]
+    kept = [(part - first).tolist() for part, first in zip(heads, firsts, strict=True)]
+    outcome, merged = untouched(entries, kept), folded(plan, entries)
+    flat = [entry for head in outcome.heads for entry in head]
+    places = {index: place for place, index in enumerate(plan.kept.tolist())}
+    for target, key, value in zip(merged.targets, merged.keys, merged.values, strict=True):
+        entry = flat[places[int(target)]]
+        entry.key, entry.value = key.tolist(), value.tolist()
+    for name, column in plan.columns.items():
+        for entry, number in zip(flat, column.tolist(), strict=True):
+            entry.columns[name] = number
+    outcome.scalars = {name: held.tolist() for name, held in plan.scalars.items()}
+    return outcome
+
+
+def flat(outcome: Outcome) -> list[float]:
+    """Every number of an outcome."""
+    numbers: list[float] = []
+    for entry in (entry for head in outcome.heads for entry in head):
+        numbers += [entry.kept, *entry.key, *entry.value]
+        numbers += [entry.columns[name] for name in sorted(entry.columns)]
+    for name in sorted(outcome.scalars):
+        numbers += outcome.scalars[name]
+    return numbers
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("remembered", REMEMBERED)
+def test_a_compensation_equals_its_loop(compensation, loop_of, case, stage, remembered) -> None:
+    entries, scored = judged(compensation, case, stage, remembered)
+    plan = a_plan(CASES[case][1], entries.lengths)
+    before = [plan.kept.clone(), entries.keys.clone(), entries.values.clone()]
+    settled = compensation.settle(plan, entries, scored)
+    expected = loop_of(compensation).settle(compensation, entries, scored, CASES[case][1])
+    assert [len(head) for head in expected.heads] == list(settled.lengths)
+    got = carried_out(settled, entries)
+    assert set(got.scalars) == set(expected.scalars)
+    assert flat(got) == pytest.approx(flat(expected), rel=1e-4, abs=1e-5, nan_ok=True)
+    after = [plan.kept, entries.keys, entries.values]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_compensation_cites_its_paper(compensation) -> None:
     said = inspect.getmodule(type(compensation)).__doc__
     assert "arXiv:" in said or "o paper" in said
 

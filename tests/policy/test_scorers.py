@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import a_layer, a_view, some_entries
+from builders import a_layer, a_view, some_columns, some_entries
 from larder.core.observation import Entries, Seen
 from larder.core.spelling import name_of
 from larder.core.types import Variant
@@ -121,9 +121,12 @@ def reordered(seen: Seen, order: list[int]) -> Seen:
     old, group = seen.entries, seen.layer.group
     heads = [old.head_positions(head).tolist() for head in order]
     fresh = some_entries(seen.layer, heads)
+    fresh = replace(fresh, columns=some_columns(len(fresh.keys)))
     for place, head in enumerate(order):
         rows = fresh.rows(place)
         fresh.keys[rows], fresh.values[rows] = old.head_keys(head), old.head_values(head)
+        for name, column in fresh.columns.items():
+            column[rows] = old.columns[name][old.rows(head)]
     rows = [head * group + r for head in order for r in range(group)]
     return replace(seen, entries=fresh, queries=seen.queries[rows], keys=seen.keys[order])
 

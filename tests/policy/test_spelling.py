@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName
 from larder.core.family import Family
 from larder.core.spelling import spell
+from larder.policy.joining import Unasked, Unobserved
 from larder.policy.protect import Protect
-from larder.session.policy import FAMILIES, SLOTS, Policy
+from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
 from larder.session.presets import PRESETS
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
@@ -69,6 +70,8 @@ def test_any_policy_round_trips(slots) -> None:
             parts[slot] = kind(**values)
         except BadParameter:
             parts[slot] = kind()
+    if parts["scorer"].published() is None:
+        parts |= {"aggregation": Unobserved(), "heads": Unasked()}
     policy = Policy(**parts)
     written = str(policy)
     assert Policy.parse(written) == policy
@@ -78,11 +81,21 @@ def test_any_policy_round_trips(slots) -> None:
 @pytest.mark.parametrize("slot", SLOTS)
 def test_every_part_round_trips(slot) -> None:
     for kind in parts_of(slot):
-        sentence = spell(kind())
+        sentence = f"snapkv() > {spell(kind())}" if slot in JOINING else spell(kind())
         assert getattr(Policy.parse(sentence), slot) == kind()
 
 
+@pytest.mark.parametrize("slot", JOINING)
+def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
+    for kind in parts_of(slot):
+        policy = Policy.parse(f"snapkv() > {spell(kind())}")
+        assert spell(kind()) in str(policy)
+        other = next(name for name in JOINING if name != slot)
+        assert getattr(policy, other) == getattr(Policy.parse("snapkv"), other)
+
+
 WRONG = {
+    "keydiff() > max()": (SpellingError, "looks at no attention, so max() has nothing to join"),
     "snapkw()": (UnknownName, "Did you mean 'snapkv'"),
     "epicash": (UnknownName, "Did you mean 'epicache'"),
     "snapkv(windw=3)": (UnknownName, "Did you mean 'window'"),

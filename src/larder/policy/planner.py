@@ -100,9 +100,11 @@ class Planner:
         Raises:
             ScoreError: it is not one number per entry.
         """
-        scores = self.unit.pool(
-            self.values.weigh(self.scorer.judge(seen, self.joining), seen), seen
-        )
+        scores = self.scorer.judge(seen, self.joining)
+        self._check(scores, seen)
+        return self.unit.pool(self.values.weigh(scores.to(torch.float32), seen), seen)
+
+    def _check(self, scores: Tensor, seen: Seen) -> None:
         wanted, whose = sum(seen.entries.lengths), name_of(type(self.scorer))
         if tuple(scores.shape) != (wanted,):
             raise ScoreError(
@@ -120,13 +122,12 @@ class Planner:
                 f"{whose} returned {int(scores.isnan().sum())} NaN among {wanted} scores for "
                 f"layer {seen.layer.index}, which cannot be ranked: return numbers or infinities."
             )
-        return scores.to(torch.float32)
 
-    def judge(self, seen: Seen, scores: Packed, tokens: int, start: int) -> Scored:
+    def judge(self, seen: Seen, scores: Packed, tokens: int, start: int = 0) -> Scored:
         """A layer's scores together with what is protected.
 
         Args:
-            start: true position where generating began.
+            start: true position where generating began; unused while reading.
         """
         entries = seen.entries
         positions = entries.packed_positions()

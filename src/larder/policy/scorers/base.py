@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from torch import Tensor
+
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed
 from larder.policy.ends import Ends
@@ -26,7 +28,7 @@ class Scorer(ABC):
     def score(self, seen: Seen) -> Packed:
         """A float32 score for every cached entry, packed over heads; higher stays longer."""
 
-    def judge(self, seen: Seen, joining: Joining) -> Packed:
+    def judge(self, seen: Seen, joining: Joining) -> Tensor:
         """`score`, where a scorer by attention joins queries and heads as the policy says."""
         del joining
         return self.score(seen)

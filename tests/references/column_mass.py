@@ -1,0 +1,16 @@
+"""`column_mass`: what the column `mass` holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from larder.core.observation import Seen
+from references.attention_loop import heads_of
+
+
+def scores(part: Any, seen: Seen) -> list[list[float]]:
+    entries, column = seen.entries, seen.entries.columns["mass"]
+    return [
+        [float(column[entries.starts[head] + s]) for s in range(entries.lengths[head])]
+        for head in heads_of(seen)
+    ]
