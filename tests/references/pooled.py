@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from references.choosing_loop import pool
-from references.uniform import Layers, layer_tokens
+from references.uniform import Layers, Measures, layer_tokens
 
 __all__ = ["choose", "layer_tokens"]
 
 
-def choose(layers: Layers, quotas: dict[int, int]) -> dict[int, list[list[int]]]:
+def choose(
+    part: object, layers: Layers, quotas: dict[int, int], measures: Measures
+) -> dict[int, list[list[int]]]:
     return {index: pool(heads, quotas[index] * len(heads)) for index, heads in layers.items()}

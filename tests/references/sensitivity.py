@@ -27,15 +27,20 @@ def layer_tokens(
     return shares(layers * tokens, weights, min(floor, tokens), most)
 
 
-def shares(total: int, weights: list[float], floor: int, most: int) -> list[float]:
+def shares(
+    total: int, weights: list[float], floor: int | list[int], most: int | list[int]
+) -> list[float]:
     """Weights times one factor, cut to the bounds: walk the places where a part meets a bound."""
     scaled = [max(weight / (max(weights) or 1.0), 1e-9) for weight in weights]
+    floors = [floor] * len(scaled) if isinstance(floor, int) else floor
+    mosts = [most] * len(scaled) if isinstance(most, int) else most
+    bounds = list(zip(scaled, floors, mosts, strict=True))
 
     def parts(factor: float) -> list[float]:
-        return [min(max(factor * weight, floor), most) for weight in scaled]
+        return [min(max(factor * weight, low), high) for weight, low, high in bounds]
 
     before = 0.0
-    for after in sorted(bound / weight for weight in scaled for bound in (floor, most)):
+    for after in sorted(bound / weight for weight, *edges in bounds for bound in edges):
         if sum(parts(after)) >= total:
             rise = sum(parts(after)) - sum(parts(before))
             way = (total - sum(parts(before))) / rise if rise > 0 else 0.0

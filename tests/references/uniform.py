@@ -5,6 +5,7 @@ from __future__ import annotations
 from references.choosing_loop import Ranked, best
 
 Layers = dict[int, list[list[Ranked]]]
+Measures = dict[int, tuple[float, ...]]
 
 
 def layer_tokens(
@@ -13,7 +14,9 @@ def layer_tokens(
     return [float(tokens)] * layers
 
 
-def choose(layers: Layers, quotas: dict[int, int]) -> dict[int, list[list[int]]]:
+def choose(
+    part: object, layers: Layers, quotas: dict[int, int], measures: Measures
+) -> dict[int, list[list[int]]]:
     return {
         index: [best(entries, quotas[index]) for entries in heads]
         for index, heads in layers.items()

@@ -7,41 +7,56 @@ from collections.abc import Sequence
 HALVINGS = 200  # of the interval that holds the common factor: past float64's precision
 
 
-def apportion(total: int, weights: Sequence[float], least: int, most: int) -> tuple[int, ...]:
+Bound = int | Sequence[int]
+
+
+def apportion(total: int, weights: Sequence[float], least: Bound, most: Bound) -> tuple[int, ...]:
     """Whole parts of `total` in proportion to `weights`, within [least, most], summing exactly.
 
-    Every part is its weight times one common factor, cut to the bounds; the factor is found by
+    Every part is its weight times one common factor, cut to its bounds; the factor is found by
     bisection. Fractions go to the largest remainders, the earlier part first.
+
+    Args:
+        least, most: bounds of every part, or one for each.
 
     Raises:
         ValueError: the bounds do not admit the total, or a weight is negative.
     """
-    if not least * len(weights) <= total <= most * len(weights):
+    lows, highs = _each(least, len(weights)), _each(most, len(weights))
+    crossed = any(low > high for low, high in zip(lows, highs, strict=True))
+    if crossed or not sum(lows) <= total <= sum(highs):
         raise ValueError(f"{len(weights)} parts in [{least}, {most}] cannot sum to {total}.")
     if min(weights) < 0:
         raise ValueError(f"Weights must be 0 or more, got {min(weights)}.")
-    shares = _shares(total, weights, least, most)
+    shares = _shares(total, weights, lows, highs)
     parts = [int(share) for share in shares]
     by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - shares[i], i))
-    open_parts = [i for i in by_remainder if parts[i] < most]
+    open_parts = [i for i in by_remainder if parts[i] < highs[i]]
     for i in open_parts[: total - sum(parts)]:
         parts[i] += 1
     return tuple(parts)
 
 
-def _shares(total: int, weights: Sequence[float], least: int, most: int) -> list[float]:
+def _each(bound: Bound, count: int) -> list[int]:
+    return [bound] * count if isinstance(bound, int) else list(bound)
+
+
+def _shares(
+    total: int, weights: Sequence[float], lows: Sequence[int], highs: Sequence[int]
+) -> list[float]:
     """Real shares within the bounds; weights of 0 count as next to nothing."""
     top = max(weights) or 1.0
     scaled = [max(weight / top, 1e-9) for weight in weights]
-    low, high = 0.0, most / min(scaled)
+
+    def parts(factor: float) -> list[float]:
+        bounds = zip(scaled, lows, highs, strict=True)
+        return [min(max(factor * weight, float(low)), float(high)) for weight, low, high in bounds]
+
+    low, high = 0.0, max(highs) / min(scaled)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if sum(_cut(middle * weight, least, most) for weight in scaled) < total:
+        if sum(parts(middle)) < total:
             low = middle
         else:
             high = middle
-    return [_cut(high * weight, least, most) for weight in scaled]
-
-
-def _cut(value: float, least: int, most: int) -> float:
-    return min(max(value, float(least)), float(most))
+    return parts(high)

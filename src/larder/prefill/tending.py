@@ -64,13 +64,11 @@ class Tending:
         return {layer: timing.quota(q, self.tokens, step) for layer, q in self.quotas.items()}
 
     def _is_due(self, row: Row, quotas: Mapping[int, int]) -> bool:
-        """Whether a layer will hold more than it may, once the row is read."""
+        """Whether more will be held than may be, once the row is read."""
         excess = self.planner.timing.excess()
         if excess is None:
             return False
-        lengths = row.cache.lengths()
-        return any(
-            sum(lengths[layer]) + len(row.ids) * len(lengths[layer])
-            > (quota + excess) * len(lengths[layer])
-            for layer, quota in quotas.items()
-        )
+        lengths, new = row.cache.lengths(), len(row.ids)
+        held = {layer: sum(lengths[layer]) + new * len(lengths[layer]) for layer in quotas}
+        allowed = {layer: (quota + excess) * len(lengths[layer]) for layer, quota in quotas.items()}
+        return self.planner.budget.due(held, allowed)

@@ -190,6 +190,8 @@ def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Plann
     facts = desk.calibrate(policy.calibrations)
     planner = policy.planner.under(facts)
     layers = tuple(layer.index for layer in desk.decoder.spec.managed)
+    if tokens == WITHOUT_LIMIT:
+        return planner, {}
     return planner, planner.quotas(tokens, context, layers, facts)
 
 

@@ -54,6 +54,15 @@ class Budget(ABC):
         del least, most, facts
         return (tokens,) * layers
 
+    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+        """Whether a plan is due while generating.
+
+        Args:
+            held: entries of each managed layer, all heads together, by layer index.
+            allowed: entries that it may hold before one is due.
+        """
+        return any(held[layer] > most for layer, most in allowed.items())
+
     @abstractmethod
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
         """Plans for those of the judged layers that can be decided now.
@@ -63,6 +72,11 @@ class Budget(ABC):
                 earlier too, as they are now.
             quotas: entries per kv head of every managed layer, by layer index.
         """
+
+
+def over_in_all(held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    """Whether all layers together hold more than they may: for layers that share one pool."""
+    return sum(held[layer] for layer in allowed) > sum(allowed.values())
 
 
 def check_size(name: str, tokens: int | None, kept: float | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from larder.core.observation import Scored
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget, check_size, over_in_all
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class Global(Budget):
 
     def __post_init__(self) -> None:
         check_size("global", self.tokens, self.kept)
+
+    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+        return over_in_all(held, allowed)
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
         if len(ready) < len(quotas):

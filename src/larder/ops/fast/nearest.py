@@ -1,0 +1,51 @@
+"""Nearest rows on a CPU for a few rows at a time: one reading of each head's storage, no copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+from larder.ops.fast.decode import STORED, readable_by_numba, threads_worth_waking
+
+MOST_ASKED = 4  # per kv head; from there on a matrix product is faster
+
+
+def serves(rows: Tensor, asked: int, num_kv_heads: int) -> bool:
+    """Whether the kernel takes this call: few rows over contiguous CPU storage."""
+    return (
+        rows.device.type == "cpu"
+        and rows.dtype in STORED
+        and asked <= MOST_ASKED * num_kv_heads
+        and rows.is_contiguous()
+    )
+
+
+def nearest_rows(
+    rows: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    marked: Bool[Tensor, " T"],
+) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
+    """Safe from several threads at once."""
+    from larder.ops.fast import nearest_kernels as kernels  # compiles: not before it is needed
+
+    asked = torch.nonzero(~marked).flatten()
+    owned, marks = lengths.numpy(), marked.numpy()
+    heads = np.searchsorted(np.cumsum(owned), asked.numpy(), side="right")
+    cosines = np.empty(len(asked), np.float32)
+    places = np.empty(len(asked), np.int64)
+    threads = threads_worth_waking(2 * int(owned[heads].sum()) * rows.shape[1])
+    search = kernels.search_in_parallel if threads > 1 and len(asked) > 1 else kernels.search
+    search(
+        readable_by_numba(rows.detach()),
+        starts.numpy(),
+        owned,
+        marks,
+        asked.numpy(),
+        heads,
+        cosines,
+        places,
+    )
+    return torch.from_numpy(cosines), torch.from_numpy(places)

@@ -1,0 +1,160 @@
+"""Fold what is rejected into the kept entry most like it, where it is like enough.
+
+Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large
+Language Models" (2024), arXiv:2406.13035, section 4.2.2, eq. 9 to 12. Likeness u is the cosine of
+cached (rotated) keys within a kv head. An entry whose best u is below a threshold is dropped; the
+threshold is the mean of the best u of all that was rejected, and follows later means as an
+exponential moving average: tau = beta * mean + (1 - beta) * tau. A kept entry becomes the mean of
+itself and what is folded into it, weighed by exp(u), with u = 1 for itself; keys and values alike.
+
+`larder` and `paper` agree: a threshold per layer and kv head, per rejected entry. `code` averages
+likeness over the heads of a layer, by the rank that entries have among the rejected, and folds a
+rank in all heads or in none; weights are u, and 1 for itself, over one plus the number folded, so
+that keys and values shrink. Its threshold is the paper's here, and starts anew with every cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries, Scored
+from larder.core.plan import Folds, Plan
+from larder.core.types import PackedMask, Variant
+from larder.ops.nearest import nearest_rows
+from larder.policy.compensation.base import Compensation
+
+TAU = "tau"
+
+
+class Likeness(Enum):
+    """Which vectors are compared; the paper's choice is keys."""
+
+    KEYS = "keys"
+    VALUES = "values"
+
+
+class Weights(Enum):
+    """How much of itself a kept entry keeps: the paper's way, or the same for all."""
+
+    EXPONENTIAL = "exponential"
+    AVERAGE = "average"
+
+
+@dataclass(frozen=True)
+class FoldEma(Compensation):
+    """D2O's dynamic merging.
+
+    Args:
+        beta: how fast the threshold follows, in (0, 1].
+        threshold: False folds everything.
+        likeness: whether keys or values are compared.
+        weights: by likeness, or the plain average.
+        variant: `larder` and `paper`, or `code`.
+    """
+
+    beta: float = 0.7
+    threshold: bool = True
+    likeness: Likeness = Likeness.KEYS
+    weights: Weights = Weights.EXPONENTIAL
+    variant: Variant = Variant.LARDER
+    ledger = Ledger(scalars=(TAU,))
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta <= 1:
+            raise BadParameter(f"fold_ema.beta must be in (0, 1], got {self.beta}.")
+
+    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+        del scored
+        marked = _marked(plan, entries)
+        rejected = torch.nonzero(~marked).flatten()
+        if not len(rejected):
+            return plan
+        rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
+        layout = torch.tensor(entries.starts), torch.tensor(entries.lengths)
+        likeness, nearest = nearest_rows(rows, *layout, marked)
+        heads = _heads(rejected, entries)
+        compared = nearest >= 0
+        if self.variant is Variant.CODE:
+            judged, means = _by_rank(likeness, heads, compared, len(entries.lengths))
+        else:
+            judged, means = likeness, _means(likeness, heads, compared, len(entries.lengths))
+        tau = self._moved(entries.scalars[TAU], means)
+        if self.threshold:
+            compared = compared & (judged >= tau[heads])
+        folds = self._folds(rejected[compared], nearest[compared], likeness[compared])
+        return replace(plan, folds=folds, scalars={**plan.scalars, TAU: tau})
+
+    def _moved(
+        self, before: Float[Tensor, " K"], means: Float[Tensor, " K"]
+    ) -> Float[Tensor, " K"]:
+        """The threshold of each head; where nothing was rejected it stays."""
+        before = before.to(means.device)
+        moved = self.beta * means + (1 - self.beta) * before
+        moved = torch.where(before.isnan(), means, moved)
+        return torch.where(means.isnan(), before, moved)
+
+    def _folds(
+        self,
+        sources: Int64[Tensor, " F"],
+        targets: Int64[Tensor, " F"],
+        likeness: Float[Tensor, " F"],
+    ) -> Folds:
+        """Weighted means over each target and what is folded into it."""
+        if not len(sources):
+            return Folds.none(sources.device)
+        own, places = _distinct(targets)
+        if self.weights is Weights.AVERAGE:
+            given, kept = torch.ones_like(likeness), 1.0
+        elif self.variant is Variant.CODE:
+            given, kept = likeness, 1.0
+        else:
+            given, kept = likeness.exp(), math.e
+        counted = torch.ones_like(given) if self.variant is Variant.CODE else given
+        totals = given.new_full((len(own),), kept).index_add(0, places, counted)
+        weights = torch.cat([given / totals[places], kept / totals])
+        return Folds(torch.cat([sources, own]), torch.cat([targets, own]), weights, weights)
+
+
+def _marked(plan: Plan, entries: Entries) -> PackedMask:
+    """Which packed entries stay."""
+    size = (sum(entries.lengths),)
+    return torch.zeros(size, dtype=torch.bool, device=plan.kept.device).index_fill(0, plan.kept, 1)
+
+
+def _distinct(targets: Int64[Tensor, " F"]) -> tuple[Tensor, Tensor]:
+    """Every target once, ascending, and where among them each stands."""
+    return torch.unique(targets, return_inverse=True)  # pyright: ignore
+
+
+def _heads(packed: Int64[Tensor, " F"], entries: Entries) -> Int64[Tensor, " F"]:
+    """The kv head of each packed entry."""
+    ends = torch.tensor(entries.lengths, device=packed.device).cumsum(0)
+    return torch.searchsorted(ends, packed, right=True)
+
+
+def _means(likeness: Tensor, heads: Tensor, compared: Tensor, kv_heads: int) -> Tensor:
+    """The mean per head [K]; NaN where nothing was compared."""
+    counts = torch.bincount(heads[compared], minlength=kv_heads)
+    sums = likeness.new_zeros(kv_heads).index_add(0, heads[compared], likeness[compared])
+    return sums / counts  # 0 / 0 is NaN
+
+
+def _by_rank(
+    likeness: Tensor, heads: Tensor, compared: Tensor, kv_heads: int
+) -> tuple[Tensor, Tensor]:
+    """For each rejected entry the mean over all heads' entries of its rank; one mean for all."""
+    firsts = torch.searchsorted(heads, torch.arange(kv_heads, device=heads.device))
+    ranks = torch.arange(len(heads), device=heads.device) - firsts[heads]
+    by_rank = _means(likeness, ranks, compared, int(ranks.max()) + 1)
+    return by_rank[ranks], likeness[compared].mean().expand(kv_heads)
+
+
+Part = FoldEma

@@ -1,0 +1,60 @@
+"""Nearest rows: both forms equal the loop, on any heads and marks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from larder.ops.fast import nearest as fast
+from larder.ops.nearest import nearest_rows, readable_nearest_rows
+from references.ops import nearest as loop
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    marks=st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=3),
+    head_dim=st.sampled_from([5, 16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_every_form_equals_the_loop(seed, marks, head_dim, dtype) -> None:
+    lengths = torch.tensor([len(head) for head in marks])
+    starts = (lengths + 2).cumsum(0) - lengths - 2
+    source = torch.Generator().manual_seed(seed)
+    rows = torch.full((int((lengths + 2).sum()), head_dim), torch.nan, dtype=dtype)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        rows[start : start + length] = torch.randn(length, head_dim, generator=source).to(dtype)
+    flat = [mark for head in marks for mark in head]
+    marked = torch.tensor(flat, dtype=torch.bool)
+    expected = loop.nearest_rows(rows, starts.tolist(), lengths.tolist(), flat)
+    for form in (nearest_rows, readable_nearest_rows, fast.nearest_rows):
+        cosines, places = form(rows, starts, lengths, marked)
+        assert cosines.tolist() == pytest.approx([u for u, _ in expected], abs=2e-6)
+        assert places.tolist() == [place for _, place in expected]
+
+
+def test_of_equals_the_first_and_never_another_head() -> None:
+    rows = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [5.0, 0.0], [0.0, 1.0]])
+    marked = torch.tensor([False, True, True, False, True])
+    for form in (readable_nearest_rows, fast.nearest_rows):
+        cosines, places = form(rows, torch.tensor([0, 3]), torch.tensor([3, 2]), marked)
+        assert cosines.tolist() == [1.0, 0.0]
+        assert places.tolist() == [1, 4]
+
+
+def test_a_row_of_zeros_is_like_nothing() -> None:
+    rows = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    marked = torch.tensor([False, True])
+    for form in (readable_nearest_rows, fast.nearest_rows):
+        cosines, places = form(rows, torch.tensor([0]), torch.tensor([2]), marked)
+        assert (cosines.tolist(), places.tolist()) == ([0.0], [1])
+
+
+def test_a_few_rows_take_the_kernel_and_many_do_not() -> None:
+    rows = torch.zeros(10, 4)
+    assert fast.serves(rows, 8, 2)
+    assert not fast.serves(rows, 9, 2)
+    assert not fast.serves(rows.half(), 8, 2)
+    assert not fast.serves(rows.T, 8, 2)
