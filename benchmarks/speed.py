@@ -16,20 +16,19 @@ per case in results/speed.jsonl.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from _models import filled, load_model
 from _timing import environment, interleaved, percentiles, write
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache
 
 from larder import Policy
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.loading import load
 from larder.models.passes import Row
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=LONG)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    module, decoder = _model(options.model)
+    module, decoder = load_model(options.model)
     parts: dict[str, Callable[..., dict[str, list[float]]]] = {
         "prefill": _prefill,
         "decode": _decode,
@@ -65,30 +64,6 @@ def main() -> None:
         print(f"\n{part}: {options.model}, {options.tokens} tokens")
         seconds = parts[part](module, decoder, options.tokens, options.rounds)
         _tell(part, options, seconds)
-
-
-def _model(name: str) -> tuple[Any, Decoder]:
-    """The module on its own attention, and a decoder over a second copy of the same weights."""
-    if name == "seed":
-        own, ours = load("seed"), load("seed")
-        own.decoder.release()
-        return own.decoder.module, ours.decoder
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-        max_position_embeddings=40960,
-    )
-    own = Qwen3ForCausalLM(config).eval()
-    ours = Qwen3ForCausalLM(copy.deepcopy(config)).eval()  # Decoder marks the config as its own
-    ours.load_state_dict(own.state_dict(), assign=True)
-    return own, Decoder(ours)
 
 
 def _prefill(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -105,7 +80,7 @@ def _prefill(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[st
 
 
 def _decode(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
-    long, short = _filled(decoder, Form.DENSE, tokens), _filled(decoder, Form.RAGGED, SHORT)
+    long, short = filled(decoder, Form.DENSE, tokens), filled(decoder, Form.RAGGED, SHORT)
     own_long, own_short = _own_filled(module, decoder, tokens), _own_filled(module, decoder, SHORT)
     cases = {
         f"transformers, {tokens} entries": lambda: _own_step(module, own_long, tokens),
@@ -163,7 +138,7 @@ def _read(
     form = Form.DENSE if tokens > len(ids) else Form.RAGGED
     lanes = [
         Lane(
-            SequenceCache(decoder.spec, form),
+            SequenceCache(decoder.spec, form, planner.ledger),
             dict.fromkeys(("episode", "summarize"), prompt) | {"repeat": prompt[:16]},
         )
         for prompt in prompts
@@ -180,26 +155,6 @@ def _ids(decoder: Decoder, count: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(count)
     top = min(decoder.vocabulary, 4096)
     return tuple(torch.randint(6, top, (count,), generator=generator).tolist())
-
-
-def _filled(decoder: Decoder, form: Form, entries: int) -> SequenceCache:
-    """A cache with random entries; ragged heads hold half to one and a half of `entries` each."""
-    state: dict[str, torch.Tensor] = {}
-    for layer in decoder.spec.layers:
-        heads, size, name = layer.kv_heads, layer.head_dim, layer.index
-        lengths = torch.full((heads,), entries)
-        if form is Form.RAGGED:
-            lengths += torch.linspace(-entries // 2, entries // 2, heads).long()
-            state[f"{name}.lengths"] = lengths
-        total = int(lengths.sum())
-        shape = (total, size) if form is Form.RAGGED else (heads, entries, size)
-        state[f"{name}.keys"], state[f"{name}.values"] = torch.randn(shape), torch.randn(shape)
-        places = [torch.arange(n, dtype=torch.int32) for n in lengths.tolist()]
-        state[f"{name}.positions"] = torch.cat(places if form is Form.RAGGED else places[:1])
-    meta = {"form": form.value, "next_position": str(2 * entries)}
-    cache = SequenceCache.restore(decoder.spec, state, meta)
-    cache.reserve(64)
-    return cache
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ class Judge:
 
     Args:
         caches: one per row of the pass.
+        meter: told of every change; None where nobody asks, as while generating.
         lengths: true tokens read when the judged tokens are in, one per row.
         stage: whether a context is read or text generated.
         starts: true positions where generating began, one per row; unused while reading.
@@ -55,7 +56,7 @@ class Judge:
         caches: Sequence[SequenceCache],
         tokens: int,
         quotas: Mapping[int, int],
-        meter: Meter,
+        meter: Meter | None,
         lengths: Sequence[int],
         stage: Stage = Stage.READING,
         starts: Sequence[int] = (),
@@ -86,7 +87,7 @@ class Judge:
 
     def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
         replaced = 0 if self._scratch_tokens else self._caches[row].replaced_bytes(layer)
-        self._meter.note(self._caches, self._in_flight(layer) + replaced)
+        self._note(self._in_flight(layer) + replaced)
         if layer not in self._quotas:
             return
         seen = self._look(row, layer, recorded)
@@ -144,4 +145,8 @@ class Judge:
             else:
                 cache.evict(layer, plan)
             passing = self._in_flight(current) + cache.replaced_bytes(layer)
-            self._meter.note(self._caches, passing)
+            self._note(passing)
+
+    def _note(self, passing_bytes: int) -> None:
+        if self._meter is not None:
+            self._meter.note(self._caches, passing_bytes)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from larder.core.observation import Scratch, Stage
 from larder.models.passes import Observer, Row
 from larder.policy.planner import Planner
 from larder.prefill.judge import Carry, Judge, Turn
-from larder.prefill.meter import Meter
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Tending:
     tokens: int
     quotas: Mapping[int, int]
     starts: tuple[int, ...]
-    meter: Meter = field(default_factory=Meter)
 
     def observer(
         self, numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]
@@ -48,7 +46,7 @@ class Tending:
             caches,
             self.tokens,
             quotas,
-            self.meter,
+            None,
             lengths,
             Stage.GENERATING,
             [self.starts[number] for number in numbers],
