@@ -38,27 +38,34 @@ class Columns:
         if len(self.values):
             self.values[:, rows] = 0.0
 
-    def write(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        """Replace whole columns.
+    def check_columns(self, columns: Mapping[str, Tensor], rows: int) -> None:
+        """See that columns can be written, for so many rows.
 
         Raises:
-            CacheError: a name that is not in the ledger.
+            CacheError: a name that is not in the ledger, or another count of numbers.
         """
+        _check(columns, self.ledger.columns, rows, "row")
+
+    def check_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        """See that scalars can be written. Raises: CacheError: as `check_columns`."""
+        _check(scalars, self.ledger.scalars, self._scalars.shape[1], "kv head")
+
+    def write(self, columns: Mapping[str, Float[Tensor, " _"]]) -> None:
+        """Replace whole columns. Raises: CacheError: as `check_columns`; nothing is written."""
+        self.check_columns(columns, self.values.shape[1])
         for name, numbers in columns.items():
-            self.values[self._place(name)] = numbers
+            self.values[self.ledger.columns.index(name)] = numbers
 
     def write_rows(
         self, rows: Int[Tensor, " T"], columns: Mapping[str, Float[Tensor, " T"]]
     ) -> None:
-        """Replace some rows of columns. Raises: CacheError: as `write`."""
+        """Replace some rows of columns that were checked."""
         for name, numbers in columns.items():
-            self.values[self._place(name), rows] = numbers
+            self.values[self.ledger.columns.index(name), rows] = numbers
 
     def write_scalars(self, scalars: Mapping[str, Float[Tensor, " K"]]) -> None:
-        """Replace scalars. Raises: CacheError: a name that is not in the ledger."""
+        """Replace scalars that were checked."""
         for name, numbers in scalars.items():
-            if name not in self.ledger.scalars:
-                raise CacheError(_unknown(name, self.ledger.scalars))
             self._scalars[self.ledger.scalars.index(name)] = numbers
 
     def state(self, rows: Int[Tensor, " T"]) -> dict[str, Tensor]:
@@ -88,14 +95,16 @@ class Columns:
         """What is held; nothing where the ledger is empty."""
         return tuple(held for held in (self.values, self._scalars) if held.numel())
 
-    def _place(self, name: str) -> int:
-        if name not in self.ledger.columns:
-            raise CacheError(_unknown(name, self.ledger.columns))
-        return self.ledger.columns.index(name)
 
-
-def _unknown(name: str, known: tuple[str, ...]) -> str:
-    return (
-        f"The cache holds no {name!r} (it holds: {', '.join(known) or 'nothing'}): name it in the "
-        "ledger of the part that writes it."
-    )
+def _check(numbers: Mapping[str, Tensor], known: tuple[str, ...], count: int, each: str) -> None:
+    for name, given in numbers.items():
+        if name not in known:
+            raise CacheError(
+                f"The cache holds no {name!r} (it holds: {', '.join(known) or 'nothing'}): name it "
+                "in the ledger of the part that writes it."
+            )
+        if given.shape != (count,):
+            raise CacheError(
+                f"{name!r} has shape {list(given.shape)}, but one number per {each} is [{count}]: "
+                "give that many."
+            )

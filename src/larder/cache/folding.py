@@ -8,8 +8,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
+
+ROWS = 1 << 14  # sources widened to float32 at once: 8 MiB of keys of size 128
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,38 @@ class Folded:
 
 
 def folded(plan: Plan, entries: Entries) -> Folded:
-    """The sums that a plan asks for, computed before anything moves."""
+    """The sums that a plan asks for, computed before anything moves.
+
+    Raises:
+        CacheError: a source is no entry, or a target is not kept.
+    """
     folds, head_dim = plan.folds, entries.keys.shape[1]
     if not len(folds):
         nothing = entries.keys.new_zeros(0, head_dim, dtype=torch.float32)
         return Folded(folds.targets, nothing, nothing)
     targets, places = torch.unique(folds.targets, return_inverse=True)
-    rows = entries.packed_rows()[folds.sources]
-    keys = entries.keys[rows].float() * folds.key_weights[:, None]
-    values = entries.values[rows].float() * folds.value_weights[:, None]
-    sums = keys.new_zeros(2, len(targets), head_dim)
-    return Folded(targets, sums[0].index_add(0, places, keys), sums[1].index_add(0, places, values))
+    _check(plan, targets, sum(entries.lengths))
+    sources = entries.packed_rows()[folds.sources]
+    keys = entries.keys.new_zeros(len(targets), head_dim, dtype=torch.float32)
+    values = torch.zeros_like(keys)
+    weights = folds.key_weights, folds.value_weights
+    pieces = zip(*(part.split(ROWS) for part in (sources, places, *weights)), strict=True)
+    for rows, into, key_weights, value_weights in pieces:
+        keys.index_add_(0, into, entries.keys[rows].float() * key_weights[:, None])
+        values.index_add_(0, into, entries.values[rows].float() * value_weights[:, None])
+    return Folded(targets, keys, values)
+
+
+def _check(plan: Plan, targets: Tensor, held: int) -> None:
+    sources = plan.folds.sources
+    if bool(((sources < 0) | (sources >= held)).any()):
+        raise CacheError(
+            f"Sources of folds must be among the {held} packed entries, but they lie in "
+            f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
+        )
+    lost = targets[~torch.isin(targets, plan.kept.to(targets.device))]
+    if len(lost):
+        raise CacheError(
+            f"Entry {int(lost[0])} is the target of a fold, but the plan does not keep it: keep "
+            "it, or fold into one that stays."
+        )

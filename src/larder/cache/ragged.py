@@ -10,14 +10,16 @@ becomes room for the next token instead. Attention runs over the entries, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.base import Attended, Store, empty, joined
+from larder.cache.checking import check_counts, check_kept, refuse_grades
 from larder.cache.columns import Columns
-from larder.cache.folding import Folded, folded
+from larder.cache.folding import folded
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -85,20 +87,25 @@ class Ragged(Store):
         self._room -= count
 
     def apply(self, plan: Plan) -> None:
-        merged = folded(plan, self.entries())
-        rows = self._packed_rows()[plan.kept.cpu()].split(plan.lengths)
-        self._lay_out(list(rows), 0)
-        self._finish(plan, merged)
+        refuse_grades(plan)
+        check_kept(plan, self.lengths)
+        rows = self._packed_rows()[plan.kept.cpu()]
+        lengths = torch.tensor(plan.lengths, dtype=torch.int64)
+        changes = self._changes(plan, starts_of(lengths), lengths)
+        self._lay_out(list(rows.split(plan.lengths)), 0)
+        self._write(changes)
 
     def evict(self, plan: Plan) -> None:
+        refuse_grades(plan)
+        check_counts(plan, self.layer.kv_heads)
         self.replaced_bytes = 0
-        merged = folded(plan, self.entries())
         stored = (self._keys, self._values, self._positions)
-        kept = plan.kept.cpu()
+        kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
+        changes = self._changes(plan, self._starts, lengths)
+        room = self._least_room(lengths)
         remove_rows(stored, self._starts, self._lengths, kept, plan.lengths, self._columns.values)
-        self._lengths = torch.tensor(plan.lengths, dtype=torch.int64)
-        self._room = self._least_room(self._lengths)
-        self._finish(plan, merged)
+        self._lengths, self._room = lengths, room
+        self._write(changes)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         self._columns.write(columns)
@@ -163,21 +170,39 @@ class Ragged(Store):
         layout = (self._starts, self._lengths, self.layer.scaling)
         return ragged_attention(queries, self._keys, self._values, *layout, bias)
 
-    def _finish(self, plan: Plan, merged: Folded) -> None:
-        """What a plan changes about the entries that stay, once they lie where they stay."""
-        if len(merged.targets):
-            places = torch.searchsorted(plan.kept, merged.targets).cpu()
-            rows = self._packed_rows()[places].to(self._keys.device)
-            self._keys[rows] = merged.keys.to(self._keys.dtype)
-            self._values[rows] = merged.values.to(self._values.dtype)
-        if plan.columns:
-            self._columns.write_rows(self._packed_rows().to(self._keys.device), plan.columns)
-        self._columns.write_scalars(plan.scalars)
+    def _changes(self, plan: Plan, starts: Tensor, lengths: Tensor) -> _Changes:
+        """All that a plan writes, ready before anything moves.
+
+        Args:
+            starts, lengths: where the entries that stay will lie.
+        """
+        self._columns.check_columns(plan.columns, len(plan.kept))
+        self._columns.check_scalars(plan.scalars)
+        merged, like, numbers = folded(plan, self.entries()), self._keys, self._columns.values
+        rows = targets = torch.empty(0, dtype=torch.int64)
+        if len(plan.folds) or plan.columns:
+            check_kept(plan, self.lengths)
+            rows = _packed_rows(starts, lengths)
+            targets = rows[torch.searchsorted(plan.kept.cpu(), merged.targets.cpu())]
+        return _Changes(
+            targets.to(like.device),
+            merged.keys.to(like.dtype),
+            merged.values.to(like.dtype),
+            rows.to(like.device),
+            {name: column.to(numbers) for name, column in plan.columns.items()},
+            {name: scalars.to(numbers) for name, scalars in plan.scalars.items()},
+        )
+
+    def _write(self, changes: _Changes) -> None:
+        if len(changes.targets):
+            self._keys[changes.targets] = changes.keys
+            self._values[changes.targets] = changes.values
+        self._columns.write_rows(changes.rows, changes.columns)
+        self._columns.write_scalars(changes.scalars)
 
     def _packed_rows(self) -> Tensor:
         """Where in the storage each packed entry lies."""
-        shift = torch.repeat_interleave(self._starts - starts_of(self._lengths), self._lengths)
-        return shift + torch.arange(len(shift))
+        return _packed_rows(self._starts, self._lengths)
 
     def _everything(self) -> list[Tensor]:
         """Rows of the storage that are in use, per head."""
@@ -208,6 +233,28 @@ class Ragged(Store):
         self._keys, self._values, self._positions = keys, values, positions
         self._columns.values = columns
         self._lengths, self._starts, self._room = lengths, starts, room
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What a plan writes into the entries that stay, once they lie where they stay.
+
+    Args:
+        targets: rows of the storage that get `keys` and `values`.
+        rows: those of all entries, which get `columns`; empty where nothing is written by row.
+    """
+
+    targets: Int64[Tensor, " N"]
+    keys: Float[Tensor, "N D"]
+    values: Float[Tensor, "N D"]
+    rows: Int64[Tensor, " _"]
+    columns: Mapping[str, Float[Tensor, " T"]]
+    scalars: Mapping[str, Float[Tensor, " K"]]
+
+
+def _packed_rows(starts: Int64[Tensor, " K"], lengths: Int64[Tensor, " K"]) -> Int64[Tensor, " T"]:
+    shift = torch.repeat_interleave(starts - starts_of(lengths), lengths)
+    return shift + torch.arange(len(shift))
 
 
 Part = Ragged
