@@ -68,25 +68,33 @@ class Store(ABC):
 
     @abstractmethod
     def apply(self, plan: Plan) -> None:
-        """Keep what the plan keeps; free the rest, and all slack, at once."""
+        """Keep what the plan keeps; free the rest, and all slack, at once.
 
+        Raises:
+            CacheError: the plan does not fit what is held, or asks for what this form cannot do;
+                nothing has changed.
+        """
+
+    @abstractmethod
     def evict(self, plan: Plan) -> None:
         """Keep what the plan keeps; what is freed becomes room for the tokens that come next.
 
         For decoding, where one entry goes for each that comes: no storage is laid out anew.
+
+        Raises:
+            CacheError: as `apply`.
         """
-        self.apply(plan)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         """Replace columns of the ledger, given one number per row of the storage.
 
         Raises:
-            CacheError: the store has no such column.
+            CacheError: the store has no such column; nothing is written.
         """
         if columns:
             raise CacheError(
                 f"{type(self).__name__} holds no columns, but {', '.join(columns)} was written: "
-                "use a ragged cache."
+                "only managed layers of a ragged cache do."
             )
 
     @abstractmethod

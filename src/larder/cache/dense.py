@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from larder.cache.base import Attended, Store, joined
+from larder.cache.checking import check_kept, refuse_grades
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import causal_attention, ragged_attention
+from larder.ops.removal import remove_rows
 
 GROWTH = 4  # storage grows by a quarter when a caller appends without having reserved
 LEAST_GROWTH_TOKENS = 64
@@ -61,21 +63,18 @@ class Dense(Store):
         self._length = stop
 
     def apply(self, plan: Plan) -> None:
-        if len(plan.folds) or plan.columns or plan.scalars:
-            raise CacheError(
-                "A dense cache merges nothing and remembers nothing per entry, but the plan asks "
-                "for it: use a ragged cache."
-            )
-        heads = plan.kept.split(plan.lengths)
-        chosen = [part - head * self._length for head, part in enumerate(heads)]
-        if any(not torch.equal(part, chosen[0]) for part in chosen):
-            raise CacheError(
-                "A dense cache holds the same entries in every head, but the plan keeps different "
-                "ones: use a ragged cache."
-            )
-        rows = chosen[0].to(self._keys.device)
+        rows = self._chosen(plan).to(self._keys.device)
         keys, values, positions = self._keys[:, rows], self._values[:, rows], self._positions[rows]
         self._replace(keys, values, positions)
+        self._length = len(rows)
+
+    def evict(self, plan: Plan) -> None:
+        rows = self._chosen(plan)
+        positions = self._positions[rows.to(self._positions.device)]
+        keys, values = (t.view(-1, self.layer.head_dim) for t in (self._keys, self._values))
+        self.replaced_bytes = 0
+        remove_rows((keys, values), *self._layout(), plan.kept.cpu(), plan.lengths)
+        self._positions[: len(rows)] = positions
         self._length = len(rows)
 
     def allocate(self, room: int) -> None:
@@ -126,6 +125,24 @@ class Dense(Store):
     @property
     def _capacity(self) -> int:
         return self._keys.shape[1]
+
+    def _chosen(self, plan: Plan) -> Tensor:
+        """The entries that a plan keeps in every head, on the host."""
+        refuse_grades(plan)
+        check_kept(plan, self.lengths)
+        if len(plan.folds) or plan.columns or plan.scalars:
+            raise CacheError(
+                "A dense cache merges nothing and remembers nothing per entry, but the plan asks "
+                "for it: use a ragged cache."
+            )
+        heads = plan.kept.cpu().split(plan.lengths)
+        chosen = [part - head * self._length for head, part in enumerate(heads)]
+        if any(not torch.equal(part, chosen[0]) for part in chosen):
+            raise CacheError(
+                "A dense cache holds the same entries in every head, but the plan keeps different "
+                "ones: use a ragged cache."
+            )
+        return chosen[0]
 
     def _cached(self, queries: Queries) -> Attended:
         keys, values = self._keys.flatten(0, 1), self._values.flatten(0, 1)

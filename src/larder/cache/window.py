@@ -64,7 +64,14 @@ class Window(Store):
         )
 
     def apply(self, plan: Plan) -> None:
-        raise CacheError(f"Layer {self.layer.index} slides its own window: no plan applies to it.")
+        del plan
+        raise CacheError(
+            f"Layer {self.layer.index} slides its own window, so no plan applies to it: plan for "
+            "the managed layers only."
+        )
+
+    def evict(self, plan: Plan) -> None:
+        self.apply(plan)
 
     def allocate(self, room: int) -> None:
         """A window needs no storage in advance: it holds the same however much is read."""
