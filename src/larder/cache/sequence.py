@@ -40,9 +40,15 @@ class SequenceCache:
 
     Args:
         ledger: what a policy has the managed layers remember.
+
+    Raises:
+        CacheError: a dense cache was asked to remember something.
     """
 
     def __init__(self, spec: ModelSpec, form: Form, ledger: Ledger = Ledger()) -> None:  # noqa: B008
+        if form is Form.DENSE and ledger != Ledger():
+            names = ", ".join(ledger.columns + ledger.scalars)
+            raise CacheError(f"A dense cache remembers no {names}: use a ragged cache.")
         self.spec = spec
         self.form = form
         self.ledger = ledger
@@ -221,7 +227,7 @@ class SequenceCache:
         """The cache that `state` and `meta` came from, on tensors of its own.
 
         Raises:
-            CacheError: the state has other layers than the model.
+            CacheError: the state has other layers than the model, or another ledger than `meta`.
         """
         return cls._rebuilt(spec, state, meta, lambda store, own: store.restore(store.layer, own))
 
@@ -253,6 +259,8 @@ class SequenceCache:
                     f"{len(spec.layers)} layers: it belongs to another model."
                 )
             cache._stores[index] = fill(store, own)
+        for layer in spec.managed:
+            _check_ledger(cache.ledger, layer.index, cache.entries(layer.index))
         cache.next_position = int(meta["next_position"])
         return cache
 
@@ -265,6 +273,16 @@ def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> di
         for name, t in state.items()
         if name.startswith(prefix)
     }
+
+
+def _check_ledger(ledger: Ledger, layer: int, held: Entries) -> None:
+    found = sorted([*held.columns, *held.scalars])
+    named = sorted(ledger.columns + ledger.scalars)
+    if found != named:
+        raise CacheError(
+            f"Layer {layer} of the saved cache remembers {', '.join(found) or 'nothing'}, but its "
+            f"description names {', '.join(named) or 'nothing'}: build the cache again."
+        )
 
 
 def _store(layer: LayerSpec, spec: ModelSpec, form: Form, ledger: Ledger) -> Store:
