@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,21 @@ def same(left: Store, right: Store) -> bool:
     return all(
         a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2]) for a, b in pairs
     )
+
+
+def same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Whether two states are equal to the bit; NaN equals NaN."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
+        for name in left
+    )
+
+
+def places(store: Store) -> list[int]:
+    """Where keys, values and positions lie in memory."""
+    return [tensor.data_ptr() for tensor in store.tensors()[:3]]
 
 
 def attend(

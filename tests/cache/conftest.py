@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from larder.cache.base import Store
 from larder.cache.dense import Dense
 from larder.cache.ragged import Ragged
 from larder.cache.window import Window
+from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from references.cache.dense import DenseLoop
@@ -31,17 +33,28 @@ class Plans(Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """One form of storage, the loop it must equal, and what it can do."""
+    """One form of storage, the loop it must equal, and what it can do.
 
-    store: type[Store]
+    Args:
+        merges: whether it carries out folds.
+        ledger: what it remembers; the numbers stay 0 or NaN unless a test writes them.
+    """
+
+    store: Callable[[LayerSpec, torch.dtype, torch.device], Store]
     loop: Callable[[LayerSpec], RaggedLoop]
     plans: Plans
     window: int | None = None
+    merges: bool = False
+    ledger: Ledger = Ledger()
 
 
+LEDGER = Ledger(("mass", LOG_COUNT, "age"), ("threshold", "mean"))
 KINDS = {
     "dense": Kind(Dense, DenseLoop, Plans.SAME_IN_EVERY_HEAD),
-    "ragged": Kind(Ragged, RaggedLoop, Plans.ANY),
+    "ragged": Kind(Ragged, RaggedLoop, Plans.ANY, merges=True),
+    "remembering": Kind(
+        partial(Ragged, ledger=LEDGER), RaggedLoop, Plans.ANY, merges=True, ledger=LEDGER
+    ),
     "window": Kind(Window, WindowLoop, Plans.NONE, window=6),
 }
 SHAPES = {"grouped": (2, 2), "multi_query": (1, 3), "multi_head": (3, 1)}  # K, R
@@ -63,6 +76,10 @@ class Subject:
     def tokens(self, count: int, start: int = 0, seed: int = 0) -> Tokens:
         return draw(self.layer, count, start, seed)
 
+    def stored(self, new: Tokens, dtype: torch.dtype) -> Tokens:
+        """Keys and values in the type of the storage, queries as they are."""
+        return replace(new, keys=new.keys.to(dtype), values=new.values.to(dtype))
+
     def chosen(self, held: int) -> list[list[int]]:
         """Entries to keep in each head: uneven and one head empty, where the form allows it."""
         if self.kind.plans is Plans.SAME_IN_EVERY_HEAD:
@@ -70,9 +87,12 @@ class Subject:
         heads = [list(range(head, held, 2 + head)) for head in range(self.layer.kv_heads)]
         return [*heads[:-1], []] if len(heads) > 1 else heads
 
-    def filled(self, count: int = 13) -> tuple[Store, RaggedLoop]:
+    def filled(
+        self, count: int = 13, dtype: torch.dtype = torch.float32
+    ) -> tuple[Store, RaggedLoop]:
         """Some tokens appended, and a plan carried out if the form takes plans."""
-        store, loop, new = self.new(), self.loop(), self.tokens(count)
+        store, loop = self.new(dtype), self.loop()
+        new = self.stored(self.tokens(count), dtype)
         for twin in (store, loop):
             twin.append(new.keys, new.values, new.positions)
         if self.kind.plans is not Plans.NONE:
@@ -100,3 +120,21 @@ def subject(request: pytest.FixtureRequest, shape: tuple[int, int]) -> Subject:
 def planned(request: pytest.FixtureRequest, shape: tuple[int, int]) -> Subject:
     """Stores that carry out plans."""
     return Subject(KINDS[request.param], a_layer(*shape))
+
+
+@pytest.fixture(params=[name for name, kind in KINDS.items() if kind.merges])
+def merging(request: pytest.FixtureRequest, shape: tuple[int, int]) -> Subject:
+    """Stores that carry out folds."""
+    return Subject(KINDS[request.param], a_layer(*shape))
+
+
+@pytest.fixture
+def remembering(shape: tuple[int, int]) -> Subject:
+    """A store with a ledger."""
+    return Subject(KINDS["remembering"], a_layer(*shape))
+
+
+@pytest.fixture(params=["apply", "evict"])
+def carry_out(request: pytest.FixtureRequest) -> Callable[[Store, Plan], None]:
+    """Both ways of carrying out a plan."""
+    return lambda store, plan: getattr(store, request.param)(plan)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from builders import a_plan
 from larder.cache.base import Store
+from larder.core.plan import Folds, Plan
+from stores import same_bits
 
 # Operations that only write into memory that is there already.
 IN_PLACE = ("copy_", "index_put_", "add_", "fill_", "zero_")
@@ -32,17 +36,48 @@ class Scarce(TorchDispatchMode):
 
 def refusals(make: Callable[[], Store], change: Callable[[Store], None]) -> int:
     """Try the change with every allocation refused in turn; how many were refused."""
-    for refused in range(100):
-        store, before = make(), make().state()
+    for refused in range(300):
+        store = make()
+        before = store.state()
         try:
             with Scarce(refused):
                 change(store)
         except MemoryError:
-            after = store.state()
-            assert all(torch.equal(after[name], before[name]) for name in before), refused
+            assert same_bits(store.state(), before), refused
         else:
             return refused
     raise AssertionError("never enough memory")
+
+
+def assert_refused_in_vain(make: Callable[[], Store], change: Callable[[Store], None]) -> None:
+    """After all refusals, one store that suffered them holds what an untroubled one does."""
+    store, untroubled = make(), make()
+    assert refusals(lambda: store, change) > 0
+    change(untroubled)
+    assert same_bits(store.state(), untroubled.state())
+    assert store.nbytes == untroubled.nbytes
+
+
+def thinned(lengths: tuple[int, ...]) -> Plan:
+    return a_plan([list(range(0, length, 2)) for length in lengths], lengths)
+
+
+def full_plan(store: Store) -> Plan:
+    """A plan that folds and writes everything that there is to write."""
+    plan, entries = thinned(store.lengths), store.entries()
+    folds = Folds(
+        torch.arange(sum(store.lengths)),
+        plan.kept[torch.arange(sum(store.lengths)) % len(plan.kept)],
+        torch.linspace(0.1, 1, sum(store.lengths)),
+        torch.linspace(1, 0.1, sum(store.lengths)),
+    )
+    numbers = torch.arange(len(plan.kept)).double()  # of another type than the ledger's
+    return replace(
+        plan,
+        folds=folds,
+        columns=dict.fromkeys(entries.columns, numbers),
+        scalars=dict.fromkeys(entries.scalars, torch.ones(len(store.lengths))),
+    )
 
 
 @pytest.mark.parametrize("size", [1, 80])
@@ -62,16 +97,31 @@ def test_reserving_and_compacting(subject) -> None:
     refusals(slack, lambda store: store.compact())
 
 
-def test_carrying_out_a_plan(planned) -> None:
-    lengths = planned.filled()[0].lengths
-    heads = [list(range(0, length, 2)) for length in lengths]
+def test_carrying_out_a_plan(planned, carry_out) -> None:
+    plan = thinned(planned.filled()[0].lengths)
+    assert_refused_in_vain(lambda: planned.filled()[0], lambda store: carry_out(store, plan))
+
+
+@pytest.mark.parametrize("shape", [(2, 2)])
+def test_folding_and_writing(remembering, carry_out) -> None:
+    def roomy() -> Store:
+        store = remembering.filled(dtype=torch.bfloat16)[0]
+        store.allocate(3)
+        return store
+
+    plan = full_plan(roomy())
+    assert_refused_in_vain(roomy, lambda store: carry_out(store, plan))
+
+
+def test_noting(remembering) -> None:
+    names = remembering.kind.ledger.columns
 
     def change(store: Store) -> None:
-        from builders import a_plan
+        store.note(written)
 
-        store.apply(a_plan(heads, lengths))
-
-    assert refusals(lambda: planned.filled()[0], change) > 0
+    store = remembering.filled()[0]
+    written = {name: torch.rand(len(store.entries().positions)) for name in names}
+    refusals(lambda: remembering.filled()[0], change)
 
 
 def test_truncating(subject) -> None:
