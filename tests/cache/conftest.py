@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -86,6 +87,15 @@ class Subject:
             return [list(range(0, held, 3))] * self.layer.kv_heads
         heads = [list(range(head, held, 2 + head)) for head in range(self.layer.kv_heads)]
         return [*heads[:-1], []] if len(heads) > 1 else heads
+
+    def losing(self, source: Random, lengths: tuple[int, ...], gone: int) -> list[list[int]]:
+        """All but `gone` entries of each head, any of them."""
+        same = self.kind.plans is Plans.SAME_IN_EVERY_HEAD
+        heads = [
+            sorted(source.sample(range(length), max(length - gone, 0)))
+            for length in (lengths[:1] if same else lengths)
+        ]
+        return heads * len(lengths) if same else heads
 
     def filled(
         self, count: int = 13, dtype: torch.dtype = torch.float32
