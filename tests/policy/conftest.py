@@ -22,6 +22,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "reconstruct": {"chunk": 7},
     "random": {"seed": 3},
     "sinks_and_window": {"sinks": 2},
+    "roco": {"spared": 0.4},
+    "lagkv": {"sinks": 1, "lag": 2},
+    "lagged": {"tokens": 5},
+    "split": {"reading": 0.6, "recent": 2, "every": 4},
+    "mean_variance": {"gamma": 2.0},
+    "ema": {"beta": 0.6},
+    "criticality": {"epsilon": 0.05},
+    "chunk": {"size": 3},
+    "window": {"size": 4},
 }
 
 

@@ -1,25 +1,131 @@
-"""What the queries of a pass gave to each entry."""
+"""What the queries of a pass gave to each entry, and running columns that take it in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Seen
-from larder.ops.columns import Group
+from larder.ops.columns import Group, gather_columns
 from larder.ops.rows import row_weights
-from larder.policy.scorers._attention import summed_weights
 
 
-def received(seen: Seen) -> Float[Tensor, " C"]:
-    """Softmax weight from all queries of the pass, none of which sees its future."""
+@dataclass(frozen=True)
+class Votes:
+    """Softmax weights that a few queries, in order, gave to entries of their kv head.
+
+    Args:
+        weights: query heads joined; 0 where a query cannot see an entry.
+        times: true positions of the queries.
+        places: true positions of the entries.
+    """
+
+    weights: Float[Tensor, "c S"]
+    times: Int[Tensor, " c"]
+    places: Int[Tensor, " S"]
+
+    @property
+    def sees(self) -> Bool[Tensor, "c S"]:
+        """Which query sees which entry."""
+        return self.places <= self.times[:, None]
+
+
+# The new state of some entries from the old one and a few votes: a number per column and entry.
+State = tuple[Tensor, ...]
+Step = Callable[[State, Votes], State]
+
+
+def carried_on(seen: Seen, names: tuple[str, ...], group: Group, step: Step) -> dict[str, Tensor]:
+    """New values of columns [C] after a pass: `step` taken over its queries, a few at a time.
+
+    Args:
+        names: the columns, in the order of the state.
+        group: how the weights of query heads that share a kv head are joined.
+    """
+    old = tuple(seen.entries.columns[name] for name in names)
+    alone = len(seen.query_positions) == 1
+    new = _after_one(seen, old, group, step) if alone else _after_many(seen, old, group, step)
+    return dict(zip(names, new, strict=True))
+
+
+def _after_one(seen: Seen, old: State, group: Group, step: Step) -> State:
+    """All heads at once; rows that nobody owns are carried along with weight 0."""
     entries = seen.entries
-    if len(seen.query_positions) > 1:
-        return entries.spread(
-            summed_weights(seen.queries, seen.query_positions, entries, seen.layer.scaling)
+    weights = row_weights(
+        seen.queries,
+        entries.keys,
+        torch.tensor(entries.starts),
+        torch.tensor(entries.lengths),
+        seen.layer.scaling,
+        group=group,
+        bias=entries.columns.get(LOG_COUNT),
+    )
+    return step(old, Votes(weights[None], seen.query_positions, entries.positions))
+
+
+def _after_many(seen: Seen, old: State, group: Group, step: Step) -> State:
+    new = tuple(column.clone() for column in old)
+    for head, queries in enumerate(seen.queries.chunk(seen.layer.kv_heads)):  # [R, Q, D] each
+        rows = seen.entries.rows(head)
+        keys = seen.entries.keys[rows]
+        if (counts := seen.entries.columns.get(LOG_COUNT)) is not None:
+            queries, keys = _counted(queries, keys, counts[rows], seen.layer.scaling)
+        places = seen.entries.positions[rows]
+        running = _Running(step, group, tuple(c[rows] for c in old), seen.query_positions, places)
+        [result] = gather_columns(
+            running,
+            queries,
+            keys,
+            torch.tensor([0]),
+            torch.tensor([len(keys)]),
+            seen.layer.scaling,
+            query_positions=seen.query_positions,
+            key_positions=places,
         )
-    layout = (torch.tensor(entries.starts), torch.tensor(entries.lengths), seen.layer.scaling)
-    bias = entries.columns.get(LOG_COUNT)
-    return row_weights(seen.queries, entries.keys, *layout, group=Group.SUM, bias=bias)
+        for column, numbers in zip(new, result, strict=True):
+            column[rows] = numbers
+    return new
+
+
+def _counted(
+    queries: Float[Tensor, "R Q D"],
+    keys: Float[Tensor, "S D"],
+    log_counts: Float[Tensor, " S"],
+    scaling: float,
+) -> tuple[Float[Tensor, "R Q E"], Float[Tensor, "S E"]]:
+    """Queries and keys with one dimension more, whose product adds ln n to an entry's logit."""
+    ones = torch.full_like(queries[..., :1].float(), 1 / scaling)
+    wide = torch.cat([keys.float(), log_counts[:, None]], -1)
+    return torch.cat([queries.float(), ones], -1), wide
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Gathers a state of one kv head, a row per column, where others gather one per query head."""
+
+    step: Step
+    group: Group
+    old: State
+    times: Int[Tensor, " Q"]
+    places: Int[Tensor, " S"]
+
+    def start(self, like: Float[Tensor, "R S"]) -> State:
+        del like
+        return tuple(column.clone() for column in self.old)
+
+    def fold(self, state: State, weights: Float[Tensor, "R c S"], first: int, total: int) -> None:
+        del total
+        count = weights.shape[1]
+        joined = self.group.join(weights.flatten(1)).view(count, -1)
+        votes = Votes(joined, self.times[first : first + count], self.places)
+        for column, numbers in zip(state, self.step(state, votes), strict=True):
+            column.copy_(numbers)
+
+    def finish(self, state: State, total: int) -> Float[Tensor, "N S"]:
+        del total
+        return torch.stack(state)

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Seen
-from larder.policy.tallies._weights import received
+from larder.ops.columns import Group
+from larder.policy.tallies._weights import State, Votes, carried_on
 from larder.policy.tallies.base import Tally
 
 
@@ -21,7 +22,11 @@ class Mass(Tally):
     columns = ("mass",)
 
     def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
-        return {"mass": seen.entries.columns["mass"] + received(seen)}
+        return carried_on(seen, self.columns, Group.SUM, _added)
+
+
+def _added(state: State, votes: Votes) -> State:
+    return (state[0] + votes.weights.sum(0),)
 
 
 Part = Mass

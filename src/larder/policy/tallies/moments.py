@@ -1,0 +1,44 @@
+"""Count, mean and spread of the weights that an entry got, one from each query that saw it.
+
+Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model
+Inference" (2024), arXiv:2402.06262 (RoCo). Query heads that share a kv head are averaged first, as
+in the released EasyKV; a token's own query counts. EasyKV keeps sums of weights and of squares,
+whose difference loses the digits of small variances; here the mean and the sum of squared
+deviations from it go on, joined over chunks of queries as Chan, Golub and LeVeque do (1979).
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.observation import Seen
+from larder.ops.columns import Group
+from larder.policy.tallies._weights import State, Votes, carried_on
+from larder.policy.tallies.base import Tally
+
+
+class Moments(Tally):
+    """The columns `moment_count`, `moment_mean` and `moment_spread`.
+
+    The variance of an entry's weights is spread / count.
+    """
+
+    columns = ("moment_count", "moment_mean", "moment_spread")
+
+    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
+        return carried_on(seen, self.columns, Group.MEAN, _joined)
+
+
+def _joined(state: State, votes: Votes) -> State:
+    count, mean, spread = state
+    sees = votes.sees
+    fresh = sees.sum(0)
+    average = votes.weights.sum(0) / fresh.clamp(min=1)
+    around = ((votes.weights - average) * sees).square().sum(0)
+    total = count + fresh
+    shift, share = average - mean, fresh / total.clamp(min=1)
+    return total, mean + shift * share, spread + around + shift.square() * count * share
+
+
+Part = Moments

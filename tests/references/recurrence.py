@@ -1,0 +1,33 @@
+"""`recurrence`, the tally: when an entry was needed; the scorer: how soon it will be again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from larder.core.observation import Seen
+from references.attention_loop import heads_of
+from references.tally_loop import Told
+
+
+def remembered(told: Told) -> dict[str, float]:
+    last, longest = told.place - 1, 0
+    for time, row in zip(told.times, told.weights, strict=True):
+        if any(weight >= 0.0001 for weight in row):
+            longest, last = max(longest, time - last), time
+    return {"last_needed": float(last), "longest_gap": float(longest)}
+
+
+def scores(part: Any, seen: Seen) -> list[list[float]]:
+    return [one_head(seen, head) for head in heads_of(seen)]
+
+
+def one_head(seen: Seen, head: int) -> list[float]:
+    entries, now, out = seen.entries, seen.length - 1, []
+    for row in range(entries.starts[head], entries.starts[head] + entries.lengths[head]):
+        gap = float(entries.columns["longest_gap"][row])
+        waited = now - float(entries.columns["last_needed"][row])
+        often = 0.0 if gap == 0 else 2 / (1 + math.exp(gap - 1))
+        late = 1 + waited / (gap + 1e-5)
+        out.append(often + (2 / (1 + math.exp(late)) if late < 700 else 0.0))
+    return out

@@ -1,0 +1,63 @@
+"""What an entry was told by every query since it came, remembered one by one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Seen
+from references.attention_loop import group_of, positions_of
+
+
+@dataclass
+class Told:
+    """The weights of the query heads that share a kv head, query by query.
+
+    Args:
+        place: true position of the entry.
+        times: true positions of the queries that saw it.
+        weights: one list per query, one weight per query head.
+    """
+
+    place: int
+    times: list[int] = field(default_factory=list)
+    weights: list[list[float]] = field(default_factory=list)
+
+
+class Listener:
+    """Hears every pass; knows each entry of each head from the pass that it came with."""
+
+    def __init__(self) -> None:
+        self.told: dict[tuple[int, int], Told] = {}
+
+    def hear(self, seen: Seen) -> None:
+        for head in range(seen.layer.kv_heads):
+            for place in positions_of(seen.entries, head):
+                self.told.setdefault((head, place), Told(place))
+            for query in range(len(seen.query_positions)):
+                self._hear_one(seen, head, query)
+
+    def _hear_one(self, seen: Seen, head: int, query: int) -> None:
+        time = int(seen.query_positions[query])
+        rows = [row_of(seen, query_head, query) for query_head in group_of(seen, head)]
+        for s, place in enumerate(positions_of(seen.entries, head)):
+            if place <= time:
+                told = self.told[head, place]
+                told.times.append(time)
+                told.weights.append([row[s] for row in rows])
+
+
+def row_of(seen: Seen, query_head: int, query: int) -> list[float]:
+    """Softmax weights of one query head, an entry of n tokens counting n times."""
+    entries = seen.entries
+    head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)
+    counts, own = entries.columns.get(LOG_COUNT), entries.rows(head)
+    logits = entries.keys[own].double() @ seen.queries[query_head, query].double()
+    parts = []
+    for s, place in enumerate(positions_of(entries, head)):
+        times = 1.0 if counts is None else math.exp(float(counts[own.start + s]))
+        sees = place <= int(seen.query_positions[query])
+        parts.append(times * math.exp(float(logits[s]) * seen.layer.scaling) if sees else 0.0)
+    total = sum(parts)
+    return [part / total for part in parts]
