@@ -1,0 +1,36 @@
+"""Entries pile up for a while, then as many go at once.
+
+Zhang et al., "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient
+Long Reasoning" (2025), arXiv:2506.15969: one decision per observation window, so that an entry may
+be needed again before it is judged. MorphKV's released code (arXiv:2503.00979) waits likewise. The
+cache holds up to `tokens` - 1 entries per head beyond its budget, where that code lets them pile
+up until a window is full and the cache is over its capacity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter
+from larder.policy.timing.base import Timing
+
+
+@dataclass(frozen=True)
+class Lagged(Timing):
+    """A plan for every `tokens` entries over the budget.
+
+    Args:
+        tokens: entries per kv head that go together; 1 is `every_step`.
+    """
+
+    tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise BadParameter(f"lagged.tokens must be at least 1, got {self.tokens}.")
+
+    def excess(self) -> int | None:
+        return self.tokens - 1
+
+
+Part = Lagged

@@ -1,0 +1,135 @@
+"""When entries go while text is generated, and how many may stay."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, a_spec, draw
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import BadParameter
+from larder.core.types import Mode
+from larder.models.passes import Recorded, Row
+from larder.policy.budgets.base import Budget
+from larder.policy.budgets.pooled import Pooled
+from larder.policy.budgets.uniform import Uniform
+from larder.policy.compensation.drop import Drop
+from larder.policy.planner import Planner
+from larder.policy.protect import Protect
+from larder.policy.scorers.keydiff import KeyDiff
+from larder.policy.timing.base import Timing
+from larder.policy.timing.lagged import Lagged
+from larder.policy.timing.split import Split, Strategy
+from larder.prefill.tending import Tending
+
+LAYERS = (a_layer(2, 1), a_layer(2, 2, window=6, index=1), a_layer(2, 2, index=2))
+MANAGED = (0, 2)
+TOKENS = 10
+PASSES = {"short_question": [3] + [1] * 15, "long_question": [9] + [1] * 12}
+
+
+class Growing:
+    """A cache that reads on under the eyes of a policy that acts meanwhile."""
+
+    def __init__(self, timing: Timing, prompt: int, budget: Budget) -> None:
+        planner = Planner(Protect(1, 2), KeyDiff(), budget, Drop(), timing=timing)
+        reading = timing.reading_tokens(TOKENS)
+        self.cache = SequenceCache(a_spec(*LAYERS), Form.RAGGED)
+        self._read(prompt)
+        for index in MANAGED:  # what reading left
+            kept = a_plan([range(min(prompt, reading))] * 2, [prompt] * 2)
+            self.cache.apply(index, kept)
+        quotas = planner.quotas(reading, prompt, MANAGED, {})
+        self.tending = Tending(planner, TOKENS, quotas, (prompt,))
+
+    def go_on(self, passes: list[int]) -> list[list[tuple[int, ...]]]:
+        """Entries of each head of the managed layers, after each pass."""
+        out = []
+        for step, count in enumerate(passes):
+            row = Row(self.cache, tuple(range(count)))
+            self._read(count, self.tending.observer([0], [row], [step]))
+            out.append([self.cache.lengths()[index] for index in MANAGED])
+        return out
+
+    def places(self, layer: int) -> list[set[int]]:
+        entries = self.cache.entries(layer)
+        return [set(entries.head_positions(head).tolist()) for head in range(2)]
+
+    def _read(self, count: int, watch: Any = None) -> None:
+        for layer in LAYERS:
+            new = draw(layer, count, self.cache.next_position, layer.index)
+            states = (new.queries, new.keys, new.values, new.positions)
+            self.cache.attend(layer.index, *states, Mode.APPEND, (count,))
+            if watch is not None:
+                watch(0, layer.index, Recorded(*states))
+        self.cache.advance(count)
+
+
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("prompt, shared", [(4, Uniform()), (13, Pooled())], ids=["fits", "cut"])
+def test_a_timing_equals_its_loop(timing, loop_of, passes, prompt, shared) -> None:
+    got = Growing(timing, prompt, shared).go_on(PASSES[passes])
+    sums = [[sum(heads) for heads in layers] for layers in got]
+    expected = loop_of(timing).held(timing, TOKENS, prompt, PASSES[passes])
+    assert sums == [[2 * now] * 2 for now in expected]
+    if isinstance(shared, Uniform):
+        assert all(len(set(heads)) == 1 for layers in got for heads in layers)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 10, 11, 500])
+def test_reading_gets_its_part_of_the_budget(timing, loop_of, tokens) -> None:
+    assert timing.reading_tokens(tokens) == loop_of(timing).reading(timing, tokens)
+
+
+def test_both_parts_stay_within_the_budget(timing) -> None:
+    for tokens in (1, 7, 100):
+        quota = timing.reading_tokens(tokens)
+        for step in (0, 1, 50, 5000):
+            assert quota <= timing.quota(quota, tokens, step) <= tokens
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_what_was_read_stays_whole_beside_what_is_generated(strategy) -> None:
+    growing = Growing(Split(0.6, strategy, recent=2, every=3), 13, Pooled())
+    before = [growing.places(layer) for layer in MANAGED]
+    growing.go_on(PASSES["long_question"])
+    end = growing.cache.next_position
+    for layer, heads in zip(MANAGED, before, strict=True):
+        for was, now in zip(heads, growing.places(layer), strict=True):
+            assert was == {place for place in now if place < 13}
+            assert {end - 2, end - 1} <= now
+
+
+def test_room_for_generated_tokens_grows_to_what_is_left() -> None:
+    split = Split(0.5, Strategy.ADAPTIVE, recent=4, every=10)
+    rooms = [split.quota(50, 100, step) - 50 for step in (0, 9, 10, 25, 459, 460, 10**6)]
+    assert rooms == [4, 4, 5, 6, 49, 50, 50]
+    assert Split(0.5, Strategy.SLIDE, recent=4).quota(50, 100, 0) == 100
+    assert Split(0.5, Strategy.ADAPTIVE, recent=400).quota(50, 100, 0) == 100
+
+
+def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
+    assert hash(timing) == hash(type(timing)(**vars(timing)))
+    said = inspect.getmodule(type(timing)).__doc__ or ""
+    assert "arXiv:" in said or "o paper" in said
+    nothing = timing.spares(torch.tensor([], dtype=torch.int32), 3)
+    assert nothing.dtype is torch.bool
+
+
+@pytest.mark.parametrize(
+    "kind, value",
+    [
+        (Lagged, {"tokens": 0}),
+        (Split, {"reading": 0.0}),
+        (Split, {"reading": 1.0}),
+        (Split, {"recent": 0}),
+        (Split, {"every": 0}),
+    ],
+)
+def test_parameters_out_of_range_are_refused(kind, value) -> None:
+    [name] = value
+    with pytest.raises(BadParameter, match=rf"\.{name} must be .*, got {value[name]}\."):
+        kind(**value)
