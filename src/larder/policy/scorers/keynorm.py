@@ -1,0 +1,25 @@
+"""Keep the entries whose keys are short; no attention needed.
+
+Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024),
+arXiv:2406.11430: keys of low norm tend to be looked at most. The paper leaves the first two layers
+whole; here every layer is judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class KeyNorm(Scorer):
+    """Minus the length of the key."""
+
+    def score(self, seen: Seen) -> Packed:
+        return -seen.entries.pack(seen.entries.keys).float().square().sum(-1).sqrt()
+
+
+Part = KeyNorm

@@ -1,0 +1,31 @@
+"""Keep what the newest token looks at.
+
+Oren et al., "Transformers are Multi-State RNNs" (2024), arXiv:2401.06104 (TOVA): the weights of the
+last query, averaged over all heads of the layer (`layer_mean`), so that all heads keep the same
+tokens under a budget per head. The newest token competes with the others, as in the paper.
+
+With `group_mean` each kv head is judged by the query heads that share it. So, with what was read
+spared (`split`), does the released code of SCOPE (arXiv:2412.13649) choose among generated tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.observation import Seen
+from larder.policy.joining import Look
+from larder.policy.scorers._observing import Observing
+
+
+@dataclass(frozen=True)
+class LastQuery(Observing):
+    """Softmax weight from the newest token alone."""
+
+    def published(self) -> tuple[str, str]:
+        return ("sum", "layer_mean")
+
+    def look(self, seen: Seen) -> Look:
+        return Look(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
+
+
+Part = LastQuery

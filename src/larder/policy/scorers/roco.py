@@ -1,0 +1,55 @@
+"""Keep what is looked at most on average, and first what is looked at most unevenly.
+
+Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model
+Inference" (2024), arXiv:2402.06262 (RoCo). The mean of the weights that an entry got, not their
+sum, so that age is no merit; the entries whose weights vary most are out of reach, because a low
+mean says little of them. As in the released EasyKV, 0.3 are spared; that code takes this share of
+the budget, and counts its 10 latest tokens among them, where here it is a share of the entries at
+hand, and the latest tokens are for `protect`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.ops.topk import top_mask
+from larder.policy.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class RoCo(Scorer):
+    """The mean weight, plus 1 for those that vary most.
+
+    Args:
+        spared: share of a head's entries, in [0, 1], that stand above the others because their
+            weights have the highest standard deviation. Among themselves they go by the mean.
+    """
+
+    spared: float = 0.3
+    tallies = frozenset({"moments"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.spared <= 1:
+            raise BadParameter(f"roco.spared must be a fraction in [0, 1], got {self.spared}.")
+
+    def score(self, seen: Seen) -> Packed:
+        entries = seen.entries
+        variances = entries.column("moment_spread") / entries.column("moment_count")
+        columns = torch.stack([entries.column("moment_mean"), variances])
+        heads = torch.split(columns, list(entries.lengths), dim=1)
+        return torch.cat([self._of_head(mean, variance) for mean, variance in heads])
+
+    def _of_head(
+        self, means: Float[Tensor, " S"], variances: Float[Tensor, " S"]
+    ) -> Float[Tensor, " S"]:
+        return means + top_mask(variances, int(self.spared * len(means))).float()
+
+
+Part = RoCo

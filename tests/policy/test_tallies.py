@@ -1,0 +1,213 @@
+"""Running columns equal what loops make of all that was ever said of an entry; who reads them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, a_view, draw
+from larder.cache.ragged import Ragged
+from larder.core.errors import BadParameter
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.observation import Seen, Stage
+from larder.policy.planner import TALLIES
+from larder.policy.scorers.lagkv import LagKV, Within
+from larder.policy.scorers.recurrence import Recurrence
+from larder.policy.scorers.roco import RoCo
+from references.tally_loop import Listener
+
+LAYER = a_layer(kv_heads=2, group=2)
+# What each pass reads, and which entries of each head stay after it; None keeps all.
+BLOCK = (9, None)
+CASES: dict[str, list[tuple[int, list[list[int]] | None]]] = {
+    "one_block": [BLOCK],
+    "blocks": [BLOCK, (5, [[0, 2, 3, 9, 13], [1, 4, 12]]), (4, None), (1, None)],
+    "one_at_a_time": [(1, None)] * 4,
+    "reading_then_generating": [
+        (70, [[0, 5, 40, 69], list(range(30, 50))]),
+        (3, [[0, 4, 5, 6], list(range(10, 23))]),
+        (1, [[0, 1, 3, 4], list(range(1, 14))]),
+        (1, None),
+        (1, [[2, 4, 5], list(range(15))]),
+        (2, None),
+        (1, None),
+    ],
+    "a_head_loses_all": [(6, [[], [0, 5]]), (1, None), (1, [[1], [0, 1, 2, 3]]), (3, None)],
+}
+
+
+class Run:
+    """A layer that reads pass after pass while tallies go on and a listener hears all."""
+
+    def __init__(self, tallies: list[Any], counted: bool, dtype: torch.dtype, sharp: float) -> None:
+        names = [name for tally in tallies for name in tally.columns]
+        columns = [*names, LOG_COUNT] if counted else names
+        self.store = Ragged(LAYER, dtype, torch.device("cpu"), Ledger(tuple(sorted(columns))))
+        self.listener, self.position = Listener(), 0
+        self._tallies, self._counted, self._dtype, self._sharp = tallies, counted, dtype, sharp
+
+    def read(self, count: int) -> None:
+        new = draw(LAYER, count, self.position, dtype=self._dtype)
+        self.store.append(new.keys, new.values, new.positions)
+        self.position += count
+        entries = self.store.entries()
+        told = (new.queries * self._sharp, new.positions, self.position, (0, self.position))
+        stage = Stage.GENERATING if count == 1 else Stage.READING
+        seen = Seen(LAYER, entries, *told, stage=stage)
+        self.listener.hear(seen)
+        for tally in self._tallies:
+            self.store.note(tally.update(seen))
+
+    def keep(self, heads: list[list[int]]) -> None:
+        held = self.store.lengths
+        evicts = self.store.evict if self.position % 2 else self.store.apply
+        evicts(a_plan(heads, held))
+        if self._counted:
+            source = torch.Generator().manual_seed(self.position)
+            counts = torch.rand(len(self.store.entries().keys), generator=source).mul(3)
+            self.store.note({LOG_COUNT: counts})
+
+    def remembered(self, loop: Any) -> Iterator[tuple[str, float, float]]:
+        """Name, what the column holds and what the loop says, for every entry."""
+        entries = self.store.entries()
+        for head in range(LAYER.kv_heads):
+            rows = entries.rows(head)
+            for row in range(rows.start, rows.stop):
+                told = self.listener.told[head, int(entries.positions[row])]
+                for name, number in loop.remembered(told).items():
+                    yield name, float(entries.columns[name][row]), number
+
+
+def run(tallies: list[Any], case: str, counted: bool = False, **how: Any) -> Run:
+    done = Run(tallies, counted, how.get("dtype", torch.float32), how.get("sharp", 1.0))
+    for count, kept in CASES[case]:
+        done.read(count)
+        if kept is not None:
+            done.keep(kept)
+    return done
+
+
+def assert_remembers(done: Run, tally: Any, loop: Any, within: float = 1e-5) -> None:
+    compared = list(done.remembered(loop))
+    assert {name for name, _, _ in compared} == set(tally.columns)
+    for name, got, expected in compared:
+        assert got == pytest.approx(expected, rel=within, abs=within), name
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["single", "counted"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_tally_equals_its_loop(tally, loop_of, case, counted) -> None:
+    assert_remembers(run([tally], case, counted), tally, loop_of(tally))
+
+
+def test_a_tally_equals_its_loop_when_attention_is_sharp(tally, loop_of) -> None:
+    """Most weights are next to nothing: entries go unneeded for long."""
+    done = run([tally], "reading_then_generating", sharp=12.0)
+    assert_remembers(done, tally, loop_of(tally))
+    if "longest_gap" in tally.columns:
+        gaps = [got for name, got, _ in done.remembered(loop_of(tally)) if name == "longest_gap"]
+        assert min(gaps) == 0 and max(gaps) > 10
+
+
+def test_half_precision_is_tallied_in_float32(tally, loop_of) -> None:
+    done = run([tally], "reading_then_generating", dtype=torch.bfloat16)
+    assert_remembers(done, tally, loop_of(tally), 2e-4)
+
+
+def test_tallies_do_not_disturb_each_other(loop_of) -> None:
+    tallies = [TALLIES.load(name)() for name in TALLIES.names()]
+    names = [name for each in tallies for name in each.columns]
+    assert len(names) == len(set(names))
+    done = run(tallies, "reading_then_generating")
+    for tally in tallies:
+        assert_remembers(done, tally, loop_of(tally))
+
+
+def test_an_update_writes_nothing(tally) -> None:
+    done = run([tally], "blocks")
+    new = draw(LAYER, 2, done.position)
+    done.store.append(new.keys, new.values, new.positions)
+    told = (new.queries, new.positions, done.position + 2, (0, done.position + 2))
+    seen = Seen(LAYER, done.store.entries(), *told)
+    before = {name: column.clone() for name, column in seen.entries.columns.items()}
+    update = tally.update(seen)
+    assert set(update) == set(tally.columns)
+    assert all(torch.equal(before[name], seen.entries.columns[name]) for name in before)
+    assert any(not torch.equal(before[name], update[name]) for name in before)
+
+
+def test_a_wrong_column_is_noticed(tally, loop_of) -> None:
+    done = run([tally], "blocks")
+    done.store.note({tally.columns[0]: done.store.entries().columns[tally.columns[0]] + 0.01})
+    with pytest.raises(AssertionError):
+        assert_remembers(done, tally, loop_of(tally))
+
+
+def test_a_tally_names_its_paper(tally) -> None:
+    assert "arXiv:" in (inspect.getmodule(type(tally)).__doc__ or "")
+
+
+def told_of(**columns: list[float]) -> Seen:
+    """One head whose columns hold these numbers, after 21 tokens."""
+    count = len(next(iter(columns.values())))
+    seen = a_view(a_layer(1, 1), [range(count)], 1)
+    rows = {name: torch.tensor([*column, 0.0, 0.0]) for name, column in columns.items()}
+    return replace(seen, entries=replace(seen.entries, columns=rows), length=21)
+
+
+def test_what_is_due_outranks_what_was_never_needed_again() -> None:
+    last, gap = [20.0, 12.0, 12.0, 12.0, 0.0], [1.0, 16.0, 4.0, 0.0, 0.0]
+    scores = Recurrence().score(told_of(last_needed=last, longest_gap=gap))
+    assert scores.argsort(descending=True).tolist()[:3] == [0, 1, 2]
+    assert scores[3] == scores[4] == 0.0
+    assert float(scores[1]) == pytest.approx(2 / (1 + math.exp(1.5)), abs=1e-5)
+
+
+def test_an_uneven_entry_is_spared_and_age_is_no_merit() -> None:
+    told = told_of(
+        moment_count=[20.0, 20.0, 2.0, 2.0],
+        moment_mean=[0.1, 0.02, 0.2, 0.01],
+        moment_spread=[0.2, 4.0, 0.02, 0.01],
+    )
+    assert RoCo(spared=0.25).score(told).tolist() == pytest.approx([0.1, 1.02, 0.2, 0.01])
+    assert RoCo(spared=0.0).score(told).tolist() == pytest.approx([0.1, 0.02, 0.2, 0.01])
+
+
+def test_every_partition_gives_up_the_same_share() -> None:
+    heads = a_view(a_layer(2, 1), [range(32), range(23)], 1)
+    scores = LagKV(sinks=3, lag=5).score(heads)
+    for part, partitions in zip(scores.split([32, 23]), (4, 3), strict=True):
+        end = 3 + 5 * partitions
+        for share in part[3:end].view(-1, 5):
+            assert share.sort().values.tolist() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+        kept = torch.cat([part[:3], part[end:]])
+        assert float(kept.min()) >= 1 and bool((kept.diff() > 0).all())
+    together = LagKV(sinks=3, lag=5, within=Within.HEAD).score(heads)[3:23].view(-1, 5)
+    assert together.sum(1).tolist() == pytest.approx([1.0] * 4)
+
+
+def test_channels_that_do_not_vary_are_no_reason_to_stay_or_go() -> None:
+    heads = a_view(a_layer(1, 1), [range(8)], 1)
+    heads.entries.keys[:], heads.entries.values[:] = 1.0, 2.0
+    assert LagKV(sinks=0, lag=2).score(heads)[:6].tolist() == pytest.approx([0, 0.5] * 3)
+
+
+@pytest.mark.parametrize(
+    "kind, value",
+    [
+        (LagKV, {"sinks": -1}),
+        (LagKV, {"lag": 1}),
+        (RoCo, {"spared": 1.5}),
+        (RoCo, {"spared": -0.1}),
+    ],
+)
+def test_parameters_out_of_range_are_refused(kind, value) -> None:
+    [name] = value
+    with pytest.raises(BadParameter, match=rf"\.{name} must be .*, got {value[name]}\."):
+        kind(**value)

@@ -1,0 +1,48 @@
+"""`lagkv`: spread over channels, scaled by the lowest and highest of the next partition."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from torch import Tensor
+
+from larder.core.observation import Seen
+from references.attention_loop import heads_of
+
+
+def scores(part: Any, seen: Seen) -> list[list[float]]:
+    return [one_head(part, seen, head) for head in heads_of(seen)]
+
+
+def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+    entries, start, held = seen.entries, seen.entries.starts[head], seen.entries.lengths[head]
+    out = [1 + s / held for s in range(held)]
+    first = part.sinks
+    while first + 2 * part.lag <= held:
+        own = [start + s for s in range(first, first + part.lag)]
+        after = [row + part.lag for row in own]
+        by_key = shares([uneven(entries.keys, row, after) for row in own])
+        by_value = shares([uneven(entries.values, row, after) for row in own])
+        both = [(k + v) / 2 for k, v in zip(by_key, by_value, strict=True)]
+        if part.within.value == "partition":
+            both = [sum(other < mine for other in both) / part.lag for mine in both]
+        out[first : first + part.lag] = both
+        first += part.lag
+    return out
+
+
+def uneven(stored: Tensor, row: int, after: list[int]) -> float:
+    """Standard deviation over channels of one entry, each scaled to the range of later ones."""
+    scaled = []
+    for channel in range(stored.shape[1]):
+        later = [float(stored[other, channel]) for other in after]
+        width = max(later) - min(later)
+        scaled.append((float(stored[row, channel]) - min(later)) / (width or 1.0))
+    return statistics.stdev(scaled)
+
+
+def shares(numbers: list[float]) -> list[float]:
+    total = sum(math.exp(number) for number in numbers)
+    return [math.exp(number) / total for number in numbers]
