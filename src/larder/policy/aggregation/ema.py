@@ -1,0 +1,56 @@
+"""A mean in which every query counts `beta` times as much as the next one.
+
+Jo and Shin, "A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in
+Transformer Decoder" (2024), arXiv:2407.20485: sums over queries favor entries that have been there
+for long, which forgetting evens out. Differs from the paper by dividing by the sum of the factors,
+which changes no ranking and makes scores weights whatever beta is. The default is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.policy.aggregation.base import Aggregation
+
+
+@dataclass(frozen=True)
+class Ema(Aggregation):
+    """Later queries count more.
+
+    Args:
+        beta: what a query counts beside the one after it, in [0, 1]; at 0 the last query alone
+            counts, at 1 all count the same.
+    """
+
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise BadParameter(f"ema.beta must be a fraction in [0, 1], got {self.beta}.")
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like.new_zeros(like.shape),)
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        del first, total
+        fresh = weights.shape[1]
+        joined = torch.einsum("c,rcs->rs", self._factors(fresh, weights), weights)
+        state[0].mul_(self.beta**fresh).add_(joined)
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        return state[0] / self._factors(max(total, 1), state[0]).sum()
+
+    def _factors(self, count: int, like: Tensor) -> Float[Tensor, " c"]:
+        """What each of `count` queries counts beside the last of them."""
+        ages = torch.arange(count - 1, -1, -1, device=like.device, dtype=like.dtype)
+        return self.beta**ages
+
+
+Part = Ema

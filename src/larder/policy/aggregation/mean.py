@@ -1,0 +1,36 @@
+"""The mean over queries: what an entry gets from one query on average.
+
+The usual choice of those who score by an observation window, as Feng et al., "Taming the Fragility
+of KV Cache Eviction in LLM Inference" (2025), arXiv:2510.13334, tell it. The mean is over all
+queries, those that cannot see an entry included, as code after SnapKV (arXiv:2404.14469) does:
+within a layer it ranks as `sum`, but is on the same scale however many queries there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.policy.aggregation.base import Aggregation
+
+
+@dataclass(frozen=True)
+class Mean(Aggregation):
+    """Queries are averaged; one that cannot see an entry counts as 0."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like.new_zeros(like.shape),)
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        del first, total
+        state[0].add_(weights.sum(1))
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        return state[0] / max(total, 1)
+
+
+Part = Mean
