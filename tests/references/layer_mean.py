@@ -1,0 +1,21 @@
+"""`layer_mean`: all query heads whose kv head holds a position are averaged at that position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def joined(
+    part: Any, statistics: list[list[list[float]]], positions: list[list[int]]
+) -> list[list[float]]:
+    return [[mean_at(place, statistics, positions) for place in held] for held in positions]
+
+
+def mean_at(place: int, statistics: list[list[list[float]]], positions: list[list[int]]) -> float:
+    said = [
+        row[held.index(place)]
+        for group, held in zip(statistics, positions, strict=True)
+        if place in held
+        for row in group
+    ]
+    return sum(said) / len(said)
