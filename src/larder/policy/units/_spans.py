@@ -1,0 +1,36 @@
+"""Entries whose true positions lie in the same span of a head."""
+
+from __future__ import annotations
+
+import torch
+
+from larder.core.observation import Entries
+from larder.core.types import Packed
+
+
+def shared(scores: Packed, entries: Entries, size: int, best: int) -> Packed:
+    """The mean of the `best` highest scores of each span, for all its entries.
+
+    Infinite scores stay as they are and are not counted.
+
+    Args:
+        size: positions in a span; the first span of every head starts at position 0.
+    """
+    if not len(scores):
+        return scores
+    spans = entries.packed_positions().long() // size
+    lengths = torch.tensor(entries.lengths, device=spans.device)
+    heads = torch.arange(len(lengths), device=spans.device).repeat_interleave(lengths)
+    # Positions ascend within a head, so what belongs together lies together.
+    named = heads * (spans.max() + 1) + spans
+    is_first = named.new_ones(len(named), dtype=torch.bool)
+    is_first[1:] = named[1:] != named[:-1]
+    labels, firsts = is_first.cumsum(0) - 1, is_first.nonzero().flatten()
+    slots = torch.arange(len(scores), device=spans.device) - firsts[labels]
+    finite = scores.isfinite()
+    table = scores.new_full((len(firsts), int(slots.max()) + 1), -torch.inf)
+    table[labels, slots] = scores.masked_fill(~finite, -torch.inf)
+    top = table.sort(1, descending=True).values[:, :best]
+    counted = top.isfinite()
+    means = top.masked_fill(~counted, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+    return means[labels].where(finite, scores)

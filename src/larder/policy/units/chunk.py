@@ -1,0 +1,40 @@
+"""Chunks of consecutive tokens stay or go together.
+
+Liu et al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
+Inference" (2025), arXiv:2502.00299, section 3. The paper adds up the weights in a chunk; here
+they are averaged, as in NVIDIA's kvpress, whose 20 tokens are the default. For full chunks that is
+the same, and fair to one that ends the text or lost entries before. Differences: budgets count
+entries, so the last chunk that fits may stay in part, its earliest entries; every head has its own
+chunks unless its scores are the layer's (`layer_mean`); layers do not reuse each other's choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.units._spans import shared
+from larder.policy.units.base import Unit
+
+
+@dataclass(frozen=True)
+class Chunk(Unit):
+    """The mean score of a chunk. Chunks are cut by true position, from the first token on.
+
+    Args:
+        size: positions in a chunk.
+    """
+
+    size: int = 20
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise BadParameter(f"chunk.size must be at least 1 token, got {self.size}.")
+
+    def pool(self, scores: Packed, seen: Seen) -> Packed:
+        return shared(scores, seen.entries, self.size, len(scores))
+
+
+Part = Chunk

@@ -1,0 +1,48 @@
+"""Windows of tokens stay or go together, judged by their best part.
+
+Zuo et al., "WindowKV: Task-Adaptive Group-Wise KV Cache Window Selection for Efficient LLM
+Inference" (2025), arXiv:2503.17922. A window's score depends on the task: where something must be
+located it is the mean of the higher half of its scores, where much must be gathered the mean of
+all. A trained classifier picks one of them there; here `best` does, and the default is the first.
+Windows of 8 tokens are those of the released code. Differences: budgets count entries, so the last
+window that fits may stay in part; the code joins all heads (`layer_mean`), and reuses windows over
+groups of layers, which a unit cannot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.units._spans import shared
+from larder.policy.units.base import Unit
+
+EVEN = 1e-9  # 100 * 0.29 is a little less than 29
+
+
+@dataclass(frozen=True)
+class Window(Unit):
+    """The mean of a window's highest scores. Windows are cut by true position.
+
+    Args:
+        size: positions in a window.
+        best: the share of `size` that is averaged, in (0, 1]; at least one score. 0.5 to locate, 1
+            to gather.
+    """
+
+    size: int = 8
+    best: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise BadParameter(f"window.size must be at least 1 token, got {self.size}.")
+        if not 0 < self.best <= 1:
+            raise BadParameter(f"window.best must be a fraction in (0, 1], got {self.best}.")
+
+    def pool(self, scores: Packed, seen: Seen) -> Packed:
+        return shared(scores, seen.entries, self.size, max(1, int(self.size * self.best + EVEN)))
+
+
+Part = Window

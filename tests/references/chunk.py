@@ -1,0 +1,26 @@
+"""`chunk`: the mean of the finite scores of a chunk."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def pooled(part: Any, scores: list[list[float]], positions: list[list[int]]) -> list[list[float]]:
+    return [
+        [
+            unit_score(part, place, head, held) if math.isfinite(score) else score
+            for score, place in zip(head, held, strict=True)
+        ]
+        for head, held in zip(scores, positions, strict=True)
+    ]
+
+
+def unit_score(part: Any, place: int, scores: list[float], positions: list[int]) -> float:
+    first = place - place % part.size
+    members = [
+        score
+        for score, other in zip(scores, positions, strict=True)
+        if first <= other < first + part.size and math.isfinite(score)
+    ]
+    return sum(members) / len(members)
