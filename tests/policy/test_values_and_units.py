@@ -1,0 +1,266 @@
+"""Scores that look at values and at neighbors, as the loops say."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from builders import a_layer, a_view
+from larder.core.errors import BadParameter
+from larder.core.observation import Seen
+from larder.policy.units.chunk import Chunk
+from larder.policy.units.window import Window
+from larder.policy.values.caote import Caote
+from larder.policy.values.criticality import Criticality
+from larder.session.policy import FAMILIES, Policy
+from references.attention_loop import heads_of, positions_of
+
+PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
+INF = math.inf
+SCORE = st.one_of(
+    st.sampled_from([0.0, 0.5, 1.0, INF, -INF]),
+    st.floats(0, 4, width=32, allow_subnormal=False),
+    st.floats(-2, 2, width=32, allow_subnormal=False),
+)
+# Positions and scores of the entries of one head; heads.
+HEADS = st.lists(st.dictionaries(st.integers(0, 14), SCORE, max_size=9), min_size=1, max_size=3)
+CASE = {
+    "plain": [{0: 0.1, 1: 0.4, 2: 0.2, 5: 0.3}, {3: 0.7, 4: 0.05}, {0: 0.0, 6: 0.5, 9: 0.25}],
+    "negative": [{0: -0.5, 1: 0.4, 2: -1.0, 8: 0.0}, {3: 0.7, 4: -0.05, 5: 0.1}, {0: 1.0, 1: -2.0}],
+    "infinite": [{0: INF, 1: 0.4, 2: 0.2, 5: -INF}, {3: -INF, 4: INF}, {0: 0.5, 1: 0.0, 9: INF}],
+    "nothing_weighs": [{0: 0.0, 1: 0.0, 2: 0.0}, {0: 0.0}, {4: 0.0, 5: 0.0}],
+    "one_weighs_all": [{0: 0.0, 1: 2.0, 2: 0.0}, {7: 0.5}, {4: INF, 5: 1.0}],
+    "an_empty_head": [{}, {0: 0.5, 3: 0.25, 4: 1.0}, {1: 0.1}],
+}
+
+
+def told(heads: list[dict[int, float]]) -> tuple[Tensor, Seen]:
+    """Packed scores, and a layer that holds their entries."""
+    held = [sorted(head) for head in heads]
+    scores = [head[place] for head, places in zip(heads, held, strict=True) for place in places]
+    return torch.tensor(scores), a_view(a_layer(len(heads), 2), held, 2)
+
+
+def values_of(seen: Seen) -> list[list[list[float]]]:
+    return [seen.entries.head_values(head).tolist() for head in heads_of(seen)]
+
+
+def places_of(seen: Seen) -> list[list[int]]:
+    return [positions_of(seen.entries, head) for head in heads_of(seen)]
+
+
+def split(scores: Tensor, seen: Seen) -> list[list[float]]:
+    return [part.tolist() for part in scores.split(seen.entries.lengths)]
+
+
+def assert_equal(got: list[list[float]], expected: list[list[float]]) -> None:
+    assert [len(head) for head in got] == [len(head) for head in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", CASE)
+def test_a_value_rule_equals_its_loop(values, loop_of, case) -> None:
+    scores, seen = told(CASE[case])
+    got = split(values.weigh(scores, seen), seen)
+    assert_equal(got, loop_of(values).weighed(values, split(scores, seen), values_of(seen)))
+
+
+@given(heads=HEADS)
+def test_value_rules_equal_their_loops_on_any_scores(values, loop_of, heads) -> None:
+    scores, seen = told(heads)
+    got = split(values.weigh(scores, seen), seen)
+    assert_equal(got, loop_of(values).weighed(values, split(scores, seen), values_of(seen)))
+
+
+@pytest.mark.parametrize("case", CASE)
+def test_a_unit_equals_its_loop(unit, loop_of, case) -> None:
+    scores, seen = told(CASE[case])
+    got = split(unit.pool(scores, seen), seen)
+    assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
+
+
+@given(heads=HEADS, size=st.integers(1, 7), best=st.sampled_from([0.01, 0.29, 0.5, 0.75, 1.0]))
+def test_units_of_any_size_equal_their_loops(unit, loop_of, heads, size, best) -> None:
+    chosen = {"size": size, "best": best}
+    unit = replace(unit, **{f.name: chosen[f.name] for f in fields(unit)})
+    scores, seen = told(heads)
+    got = split(unit.pool(scores, seen), seen)
+    assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
+
+
+RULES = [
+    pytest.param(getattr(FAMILIES[slot].load(name)(), method), id=name)
+    for slot, method in (("values", "weigh"), ("unit", "pool"))
+    for name in FAMILIES[slot].names()
+]
+
+
+@pytest.mark.parametrize("case", CASE)
+@pytest.mark.parametrize("rule", RULES)
+def test_infinite_scores_stay_and_no_other_becomes_infinite(rule, case) -> None:
+    scores, seen = told(CASE[case])
+    got = rule(scores, seen)
+    assert got.dtype is torch.float32
+    assert got.shape == scores.shape
+    assert torch.equal(got.isposinf(), scores.isposinf())
+    assert torch.equal(got.isneginf(), scores.isneginf())
+    assert not got.isnan().any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_infinite_says_nothing_of_others(rule) -> None:
+    scores, seen = told(CASE["infinite"])
+    flipped = torch.where(scores.isfinite(), scores, -scores)
+    finite = scores.isfinite()
+    assert torch.equal(rule(scores, seen)[finite], rule(flipped, seen)[finite])
+
+
+@pytest.mark.parametrize("case", CASE)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_order_of_kv_heads_does_not_matter(rule, case) -> None:
+    scores, seen = told(CASE[case])
+    order, old = [2, 0, 1], seen.entries
+    turned = replace(
+        old,
+        starts=tuple(old.starts[head] for head in order),
+        lengths=tuple(old.lengths[head] for head in order),
+    )
+    parts = scores.split(old.lengths)
+    straight = split(rule(scores, seen), seen)
+    other = replace(seen, entries=turned)
+    got = split(rule(torch.cat([parts[head] for head in order]), other), other)
+    assert_equal(got, [straight[head] for head in order])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_written_is_an_input(rule) -> None:
+    scores, seen = told(CASE["negative"])
+    tensors = (scores, seen.entries.values, seen.entries.keys, seen.entries.positions)
+    before = [tensor.clone() for tensor in tensors]
+    rule(scores, seen)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_that_nobody_owns_do_not_count(rule) -> None:
+    scores, seen = told(CASE["plain"])
+    values = torch.full_like(seen.entries.values, 1e4)
+    for head in heads_of(seen):
+        values[seen.entries.rows(head)] = seen.entries.head_values(head)
+    spoiled = replace(seen, entries=replace(seen.entries, values=values))
+    assert torch.equal(rule(scores, spoiled), rule(scores, seen))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_half_precision_is_weighed_in_float32(rule) -> None:
+    scores, seen = told(CASE["plain"])
+    values = seen.entries.values.bfloat16()
+    low = rule(scores, replace(seen, entries=replace(seen.entries, values=values)))
+    wide = rule(scores, replace(seen, entries=replace(seen.entries, values=values.float())))
+    assert torch.equal(low, wide)
+
+
+def test_caote_is_what_the_output_loses() -> None:
+    scores, seen = told([{0: 3.0, 1: 1.0, 2: 0.0}])
+    seen.entries.values[seen.entries.rows(0)] = torch.eye(3, 8) * torch.tensor(
+        [[4.0], [4.0], [9.0]]
+    )
+    moved = math.dist([3.0, 1.0], [0.0, 4.0]), math.dist([3.0, 1.0], [4.0, 0.0]), 0.0
+    assert Caote().weigh(scores, seen).tolist() == pytest.approx(list(moved))
+
+
+@pytest.mark.parametrize("heavy", [1e3, 1e6, 1e9])
+def test_caote_keeps_its_digits_where_one_entry_has_almost_all_weight(loop_of, heavy) -> None:
+    scores, seen = told([{0: 1.0, 1: heavy, 2: 0.5, 3: 2.0}])
+    expected = loop_of(Caote()).weighed(Caote(), split(scores, seen), values_of(seen))
+    got = split(Caote().weigh(scores, seen), seen)
+    assert got[0] == pytest.approx(expected[0], rel=1e-4)
+    assert max(got[0]) == got[0][1]
+
+
+def test_large_values_count_where_nobody_looked() -> None:
+    scores, seen = told([{0: 0.0, 1: 0.0, 2: 0.3}])
+    values = seen.entries.values
+    values[:3] = torch.tensor([[1.0], [-2.0], [0.001]])
+    got = Criticality(epsilon=0.1).weigh(scores, seen).tolist()
+    assert got == pytest.approx([0.8, 1.6, 0.0032])
+
+
+def test_a_unit_has_one_score_and_the_protected_are_no_part_of_it() -> None:
+    scores, seen = told([{0: 1.0, 1: INF, 2: 3.0, 3: 5.0, 7: -INF, 8: 4.0}, {2: 8.0, 5: 6.0}])
+    assert Chunk(size=3).pool(scores, seen).tolist() == [2.0, INF, 2.0, 5.0, -INF, 4.0, 8.0, 6.0]
+    assert Chunk(size=4).pool(scores, seen).tolist() == [3.0, INF, 3.0, 3.0, -INF, 4.0, 8.0, 6.0]
+    window = Window(size=4, best=0.5)
+    assert window.pool(scores, seen).tolist() == [4.0, INF, 4.0, 4.0, -INF, 4.0, 8.0, 6.0]
+
+
+def test_a_window_that_averages_all_is_a_chunk() -> None:
+    scores, seen = told(CASE["negative"])
+    whole = Window(size=3, best=1.0).pool(scores, seen)
+    assert torch.equal(whole, Chunk(size=3).pool(scores, seen))
+
+
+def test_units_stay_whole_where_the_budget_allows() -> None:
+    seen = a_view(a_layer(2, 2), [list(range(24))] * 2, 3)
+    sentence = "protect(sinks=0, recent=0) > column_mass() > chunk(size=4) > uniform(tokens=8)"
+    planner = Policy.parse(sentence).planner
+    scored = planner.judge(seen, planner.score(seen), 8)
+    plan = planner.plan({0: scored}, {0: 8}, lambda index: seen.entries)[0]
+    for head in (plan.kept[:8], plan.kept[8:] - 24):
+        assert len(set((head // 4).tolist())) == 2
+
+
+def test_a_whole_sentence_of_these_parts() -> None:
+    policy = Policy.parse(
+        "snapkv(window=2) > mean_variance(gamma=2.0) > group_max() > caote() > chunk(size=3) > "
+        "pooled(tokens=64)"
+    )
+    assert "mean_variance(gamma=2.0) > group_max() > caote() > chunk(size=3)" in str(policy)
+    assert Policy.parse(str(policy)) == policy
+    seen = a_view(a_layer(2, 2), [[0, 1, 2, 4, 5, 6, 9, 10], [3, 9, 10]], 2)
+    scores = policy.planner.score(seen)
+    assert scores.isposinf().tolist() == [False] * 6 + [True, True, False, True, True]
+    assert scores[0] == scores[1] == scores[2] != scores[3] == scores[4] != scores[5]
+
+
+WRONG = {
+    "criticality.epsilon": [-1.0, INF, math.nan],
+    "chunk.size": [0, -3],
+    "window.size": [0, -3],
+    "window.best": [0.0, 1.1, math.nan],
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_parameters_out_of_range_are_refused(named) -> None:
+    part, parameter = named.split(".")
+    kind = {"criticality": Criticality, "chunk": Chunk, "window": Window}[part]
+    for value in WRONG[named]:
+        with pytest.raises(BadParameter, match=re.escape(f"{named} must be")):
+            kind(**{parameter: value})
+
+
+def test_a_value_rule_is_frozen_and_names_its_paper(values) -> None:
+    frozen_and_cited(values)
+
+
+def test_a_unit_is_frozen_and_names_its_paper(unit) -> None:
+    frozen_and_cited(unit)
+
+
+def frozen_and_cited(part: Any) -> None:
+    for field in fields(part):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, field.name, None)
+    module = inspect.getmodule(type(part))
+    assert PAPER.search(module.__doc__), module.__name__
