@@ -16,7 +16,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Entries, Scored, Stage
 from larder.core.types import Variant
 from larder.policy.budgets.inverse_variance import InverseVariance, Rule
-from larder.policy.compensation.fold_ema import FoldEma, Weights
+from larder.policy.compensation.fold_ema import FoldEma, Threshold, Weights
 from references.inverse_variance import tokens as split_by_loop
 
 
@@ -43,7 +43,7 @@ def judged(lengths: tuple[int, ...]) -> Scored:
 )
 def test_merged_keys_and_values_by_hand(part, expected) -> None:
     entries = two_folded_into_one()
-    plan = replace(part, threshold=False).settle(a_plan([[0]], (3,)), entries, judged((3,)))
+    plan = replace(part, threshold=Threshold.NONE).settle(a_plan([[0]], (3,)), entries, judged((3,)))
     merged = folded(plan, entries)
     assert merged.keys[0].tolist() == pytest.approx(expected, abs=5e-5)
     assert merged.values[0].tolist() == pytest.approx([10 * x for x in expected], abs=5e-4)

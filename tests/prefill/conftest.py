@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from larder.cache.sequence import Form, SequenceCache
+from larder.core.ledger import Ledger
 from larder.core.spelling import name_of
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -71,7 +72,7 @@ class Checked(Reader):
             there = [held[i] + len(ids) * k for i, k in zip(self.quotas, rows, strict=True)]
             allowed = [q * k for q, k in zip(self.quotas.values(), rows, strict=True)]
             left = [now[i] for i in self.quotas]
-            if name_of(type(self.planner.budget)) == "global":
+            if name_of(type(self.planner.budget)) in ("global", "inverse_variance"):
                 there, allowed, left = [sum(there)], [sum(allowed)], [sum(left)]
             expected = [min(a, b) for a, b in zip(there, allowed, strict=True)]
             if left != expected:
@@ -93,8 +94,10 @@ def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> C
     return Checked(decoder, planner, tokens, quotas, Witness())
 
 
-def a_lane(decoder: Decoder, **prompts: Any) -> Lane:
-    return Lane(SequenceCache(decoder.spec, Form.RAGGED), BOOK | prompts)
+def a_lane(decoder: Decoder, planner: Planner | None = None, **prompts: Any) -> Lane:
+    """A lane whose cache remembers what the planner asks for."""
+    ledger = Ledger() if planner is None else planner.ledger
+    return Lane(SequenceCache(decoder.spec, Form.RAGGED, ledger), BOOK | prompts)
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def test_entries_never_exceed_budget_and_block(
     block = min(block, tokens)
     planner = Planner(Protect(sinks, recent), scorer, budget, Drop())
     reader = reader_for(watched, planner, tokens, length)
-    built_lanes = [lane_for(watched, episode=some_ids(4, seed=n)) for n in range(lanes)]
+    built_lanes = [lane_for(watched, planner, episode=some_ids(4, seed=n)) for n in range(lanes)]
     watched.told.clear()
     KINDS[kind](block).read(reader, built_lanes, some_ids(length), silent)
 

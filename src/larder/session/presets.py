@@ -22,5 +22,14 @@ PRESETS: Mapping[str, str] = {
     "kvzip_whole": "whole() > reconstruct() > global()",
     "infinipot": 'blockwise() > patched(prompt="summarize") > pooled()',
     "exact_question": 'blockwise() > patched(prompt="question") > pooled()',
+    "h2o": "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()",
+    "d2o": (
+        "blockwise() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
+        "fold_ema() > every_step()"
+    ),
+    "d2o_whole": (
+        "whole() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
+        "fold_ema() > every_step()"
+    ),
     "random": "blockwise() > random() > uniform()",
 }

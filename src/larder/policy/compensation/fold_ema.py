@@ -41,6 +41,13 @@ class Likeness(Enum):
     VALUES = "values"
 
 
+class Threshold(Enum):
+    """Whether what is not like enough is dropped; the paper's ablation folds everything."""
+
+    EMA = "ema"
+    NONE = "none"
+
+
 class Weights(Enum):
     """How much of itself a kept entry keeps: the paper's way, or the same for all."""
 
@@ -54,14 +61,14 @@ class FoldEma(Compensation):
 
     Args:
         beta: how fast the threshold follows, in (0, 1].
-        threshold: False folds everything.
+        threshold: what must be passed to be folded.
         likeness: whether keys or values are compared.
         weights: by likeness, or the plain average.
         variant: `larder` and `paper`, or `code`.
     """
 
     beta: float = 0.7
-    threshold: bool = True
+    threshold: Threshold = Threshold.EMA
     likeness: Likeness = Likeness.KEYS
     weights: Weights = Weights.EXPONENTIAL
     variant: Variant = Variant.LARDER
@@ -87,7 +94,7 @@ class FoldEma(Compensation):
         else:
             judged, means = likeness, _means(likeness, heads, compared, len(entries.lengths))
         tau = self._moved(entries.scalars[TAU], means)
-        if self.threshold:
+        if self.threshold is Threshold.EMA:
             compared = compared & (judged >= tau[heads])
         folds = self._folds(rejected[compared], nearest[compared], likeness[compared])
         return replace(plan, folds=folds, scalars={**plan.scalars, TAU: tau})
