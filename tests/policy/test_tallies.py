@@ -195,7 +195,8 @@ def test_every_partition_gives_up_the_same_share() -> None:
 def test_channels_that_do_not_vary_are_no_reason_to_stay_or_go() -> None:
     heads = a_view(a_layer(1, 1), [range(8)], 1)
     heads.entries.keys[:], heads.entries.values[:] = 1.0, 2.0
-    assert LagKV(sinks=0, lag=2).score(heads)[:6].tolist() == pytest.approx([0, 0.5] * 3)
+    scores = LagKV(sinks=0, lag=2, within=Within.HEAD).score(heads)
+    assert scores[:6].tolist() == pytest.approx([0.5] * 6)
 
 
 @pytest.mark.parametrize(

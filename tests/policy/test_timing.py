@@ -115,8 +115,11 @@ def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
     assert hash(timing) == hash(type(timing)(**vars(timing)))
     said = inspect.getmodule(type(timing)).__doc__ or ""
     assert "arXiv:" in said or "o paper" in said
-    nothing = timing.spares(torch.tensor([], dtype=torch.int32), 3)
-    assert nothing.dtype is torch.bool
+
+
+def test_only_what_was_read_is_spared(timing) -> None:
+    spared = timing.spares(torch.arange(6, dtype=torch.int32), 3).tolist()
+    assert spared == [isinstance(timing, Split)] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize(
