@@ -210,6 +210,13 @@ def test_a_window_that_averages_all_is_a_chunk() -> None:
     assert torch.equal(whole, Chunk(size=3).pool(scores, seen))
 
 
+def test_a_share_of_a_window_is_not_one_short_of_itself() -> None:
+    assert 0.29 * 100 < 29
+    scores, seen = told([{place: float(place < 28) for place in range(100)}])
+    pooled = Window(size=100, best=0.29).pool(scores, seen)
+    assert pooled.tolist() == pytest.approx([28 / 29] * 100)
+
+
 def test_units_stay_whole_where_the_budget_allows() -> None:
     seen = a_view(a_layer(2, 2), [list(range(24))] * 2, 3)
     sentence = "protect(sinks=0, recent=0) > column_mass() > chunk(size=4) > uniform(tokens=8)"
