@@ -64,7 +64,7 @@ def test_one_goes_for_each_that_comes(planned, dtype) -> None:
     store.allocate(2)
     before, size, start = places(store), store.nbytes, 9
     held = store.lengths
-    for count in [1, 2, 1, 1] * 10:
+    for count in [1, 2, 1, 1] * 6:
         step(planned, store, loop, planned.tokens(count, start))
         start += count
         evict(store, loop, planned.losing(source, store.lengths, count))
@@ -77,7 +77,7 @@ def test_one_goes_for_each_that_comes(planned, dtype) -> None:
 def test_heads_that_come_and_go_as_they_like(planned, dtype) -> None:
     source, start = Random(2), 13
     store, loop = planned.filled(13, dtype)
-    for turn in range(30):
+    for turn in range(16):
         count = source.randint(1, 4)
         step(planned, store, loop, planned.tokens(count, start))
         start += count
@@ -89,7 +89,7 @@ def test_heads_that_come_and_go_as_they_like(planned, dtype) -> None:
             chosen = planned.losing(source, lengths, source.randint(0, lengths[0] // 2))
         evict(store, loop, chosen)
         assert_holds(store, loop)
-        if turn % 7 == 3:
+        if turn % 5 == 3:
             store.compact()
         assert store.nbytes < 64 * 1024  # slack does not pile up
 
@@ -150,7 +150,7 @@ def test_one_precision_cannot_be_lowered(planned, carry_out) -> None:
     assert store.lengths == plan.lengths
 
 
-@pytest.mark.parametrize("subject", ["window"], indirect=True)
+@pytest.mark.parametrize("subject", ["window-grouped"], indirect=True)
 def test_a_window_takes_no_plan(subject, carry_out) -> None:
     store, _ = subject.filled()
     before = store.state()

@@ -102,7 +102,7 @@ def test_carrying_out_a_plan(planned, carry_out) -> None:
     assert_refused_in_vain(lambda: planned.filled()[0], lambda store: carry_out(store, plan))
 
 
-@pytest.mark.parametrize("shape", [(2, 2)])
+@pytest.mark.parametrize("remembering", ["grouped"], indirect=True)
 def test_folding_and_writing(remembering, carry_out) -> None:
     def roomy() -> Store:
         store = remembering.filled(dtype=torch.bfloat16)[0]

@@ -19,11 +19,17 @@ class Entry:
 
 def attend_one(query: Tensor, entries: Sequence[Entry], scaling: float) -> Tensor:
     """One query's attention to the entries, in float64; nothing seen gives zeros."""
-    weights = [math.exp(float(query.double() @ e.key.double()) * scaling) for e in entries]
-    out = torch.zeros(query.shape[0], dtype=torch.float64)
+    asked = query.tolist()
+    weights: list[float] = []
+    for entry in entries:
+        logit = sum(q * k for q, k in zip(asked, entry.key.tolist(), strict=True))
+        weights.append(math.exp(logit * scaling))
+    total = sum(weights)
+    out = [0.0] * len(asked)
     for weight, entry in zip(weights, entries, strict=True):
-        out += weight / sum(weights) * entry.value.double()
-    return out
+        for d, number in enumerate(entry.value.tolist()):
+            out[d] += weight / total * number
+    return torch.tensor(out, dtype=torch.float64)
 
 
 def attend(
