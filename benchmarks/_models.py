@@ -45,7 +45,8 @@ def filled(
 ) -> SequenceCache:
     """A cache with random entries; ragged heads hold half to one and a half of `entries` each.
 
-    A spread of 0 gives all heads the same. Columns of the ledger hold random numbers, scalars nothing yet.
+    A spread of 0 gives all heads the same. Columns of the ledger hold random numbers, scalars
+    nothing yet.
     """
     state: dict[str, torch.Tensor] = {}
     for layer in decoder.spec.layers:

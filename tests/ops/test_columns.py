@@ -11,17 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from column_statistics import STATISTICS, columns
 from larder.core.errors import BadParameter
-from larder.ops.columns import (
-    Group,
-    column_max,
-    column_mean,
-    column_sum,
-)
+from larder.ops.columns import Group
 from references.ops import columns as loop
 
 SCALING = 0.4
-STATISTICS = {"max": column_max, "sum": column_sum, "mean": column_mean}
 
 
 class Largest(TorchDispatchMode):
@@ -57,9 +52,10 @@ def case(seed: int, lengths: list[int], group_len: int, query_len: int) -> tuple
     st.sampled_from(sorted(STATISTICS)),
     st.sampled_from(list(Group)),
     st.booleans(),
+    st.booleans(),
 )
 def test_equals_the_loop_for_any_chunk(
-    seed, lengths, group_len, query_len, chunk, statistic, group, causal
+    seed, lengths, group_len, query_len, chunk, statistic, group, causal, biased
 ):
     queries, keys, starts, owned = case(seed, lengths, group_len, query_len)
     positions, named = None, {}
@@ -69,28 +65,20 @@ def test_equals_the_loop_for_any_chunk(
         key_positions = torch.cat([torch.arange(length) for length in lengths])
         positions = (query_positions, key_positions)
         named = {"query_positions": query_positions, "key_positions": key_positions}
-    result = STATISTICS[statistic](
-        queries, keys, starts, owned, SCALING, group=group, chunk=chunk, **named
-    )
-    expected = loop.columns(
-        queries, keys, starts, owned, SCALING, statistic, group.value, positions
-    )
+    bias = torch.randn(len(keys), generator=torch.Generator().manual_seed(seed)) if biased else None
+    inputs = queries, keys, starts, owned, SCALING
+    result = columns(statistic, *inputs, group=group, chunk=chunk, bias=bias, **named)
+    expected = loop.columns(*inputs, statistic, group.value, positions, bias)
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("statistic", sorted(STATISTICS))
-def test_the_group_rule_is_the_statistic_itself_unless_named(statistic):
-    inputs = case(1, [5, 3], 2, 4)
-    expected = loop.columns(*inputs, SCALING, statistic, statistic)
-    torch.testing.assert_close(STATISTICS[statistic](*inputs, SCALING), expected)
 
 
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_memory_is_bounded_by_the_chunk(chunk):
     queries, keys, starts, owned = case(0, [500, 20], 2, 50)
     with Largest() as largest:
-        for statistic in STATISTICS.values():
-            statistic(queries, keys, starts, owned, SCALING, chunk=chunk)
+        for statistic in STATISTICS:
+            inputs = queries, keys, starts, owned, SCALING
+            columns(statistic, *inputs, group=Group.MAX, chunk=chunk)
     two_blocks = 2 * 2 * chunk * 500
     assert largest.numbers <= max(two_blocks, keys.numel(), queries.numel())
 
@@ -98,27 +86,28 @@ def test_memory_is_bounded_by_the_chunk(chunk):
 def test_the_memory_check_notices_a_whole_matrix():
     queries, keys, starts, owned = case(0, [500, 20], 2, 400)
     with Largest() as largest:
-        column_max(queries, keys, starts, owned, SCALING, chunk=400)
+        columns("max", queries, keys, starts, owned, SCALING, group=Group.MAX, chunk=400)
     assert largest.numbers >= 2 * 400 * 500
 
 
 def test_large_logits_and_bfloat16_keys():
     queries, keys, starts, owned = case(3, [9, 4], 2, 5)
     stored = keys.bfloat16()
-    result = column_max(queries * 1e4, stored, starts, owned, SCALING)
+    result = columns("max", queries * 1e4, stored, starts, owned, SCALING, group=Group.MAX)
     expected = loop.columns(queries * 1e4, stored, starts, owned, SCALING, "max", "max")
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_no_queries_weigh_nothing():
     queries, keys, starts, owned = case(0, [5, 3], 2, 0)
-    for statistic in STATISTICS.values():
-        assert statistic(queries, keys, starts, owned, SCALING).tolist() == [0.0] * 8
+    for statistic in STATISTICS:
+        inputs = queries, keys, starts, owned, SCALING
+        assert columns(statistic, *inputs, group=Group.MAX).tolist() == [0.0] * 8
 
 
 def test_refuses_half_of_the_positions_and_empty_chunks():
     inputs = case(0, [5], 1, 2)
     with pytest.raises(BadParameter, match="given together"):
-        column_max(*inputs, SCALING, query_positions=torch.arange(2))
+        columns("max", *inputs, SCALING, group=Group.MAX, query_positions=torch.arange(2))
     with pytest.raises(BadParameter, match="got 0"):
-        column_sum(*inputs, SCALING, chunk=0)
+        columns("sum", *inputs, SCALING, group=Group.SUM, chunk=0)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from column_statistics import columns
 from larder.ops.attention import ragged_attention
-from larder.ops.columns import Group, column_sum
+from larder.ops.columns import Group
 from larder.ops.fast import rows
 from larder.ops.rows import readable_row_weights, row_weights
 from references.ops import rows as loop
@@ -142,7 +143,7 @@ def test_many_queries_and_other_types_go_through_the_readable_form(dtype):
     queries = random(2, 6, 64, 16, dtype=dtype)
     weights = row_weights(queries, keys, starts, counts, SCALING, group=Group.MEAN)
     packed = torch.cat([weights[s : s + n] for s, n in zip(starts, counts, strict=True)])
-    close(packed, column_sum(queries, keys, starts, counts, SCALING, group=Group.MEAN))
+    close(packed, columns("sum", queries, keys, starts, counts, SCALING, group=Group.MEAN))
 
 
 @pytest.mark.parametrize("form", FORMS)

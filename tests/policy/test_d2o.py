@@ -43,7 +43,9 @@ def judged(lengths: tuple[int, ...]) -> Scored:
 )
 def test_merged_keys_and_values_by_hand(part, expected) -> None:
     entries = two_folded_into_one()
-    plan = replace(part, threshold=Threshold.NONE).settle(a_plan([[0]], (3,)), entries, judged((3,)))
+    plan = replace(part, threshold=Threshold.NONE).settle(
+        a_plan([[0]], (3,)), entries, judged((3,))
+    )
     merged = folded(plan, entries)
     assert merged.keys[0].tolist() == pytest.approx(expected, abs=5e-5)
     assert merged.values[0].tolist() == pytest.approx([10 * x for x in expected], abs=5e-4)

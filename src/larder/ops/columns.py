@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.types import Packed
 
 CHUNK = 64  # queries
 
@@ -56,27 +55,6 @@ class Gather(Protocol):
         ...
 
 
-class _Highest:
-    def start(self, like: Tensor) -> tuple[Tensor, ...]:
-        return (like.new_zeros(like.shape),)
-
-    def fold(self, state: tuple[Tensor, ...], weights: Tensor, first: int, total: int) -> None:
-        torch.maximum(state[0], weights.amax(1), out=state[0])
-
-    def finish(self, state: tuple[Tensor, ...], total: int) -> Tensor:
-        return state[0]
-
-
-class _Summed(_Highest):
-    def fold(self, state: tuple[Tensor, ...], weights: Tensor, first: int, total: int) -> None:
-        state[0].add_(weights.sum(1))
-
-
-class _Averaged(_Summed):
-    def finish(self, state: tuple[Tensor, ...], total: int) -> Tensor:
-        return state[0] / max(total, 1)
-
-
 def gather_columns(
     gather: Gather,
     queries: Float[Tensor, "H Q D"],
@@ -87,6 +65,7 @@ def gather_columns(
     *,
     query_positions: Int[Tensor, " Q"] | None = None,
     key_positions: Int[Tensor, " T"] | None = None,
+    bias: Float[Tensor, " C"] | None = None,
     chunk: int = CHUNK,
 ) -> list[Float[Tensor, "R _"]]:
     """What `gather` makes of the softmax weights, for each kv head.
@@ -94,6 +73,7 @@ def gather_columns(
     Args:
         query_positions, key_positions: given both, a query sees entries up to its own position
             only, as queries that are themselves in the cache must. key_positions are packed.
+        bias: added to the logit of each stored row, in natural log units, finite float32.
         chunk: queries per chunk, at least 1; changes memory, not results.
 
     Raises:
@@ -104,107 +84,18 @@ def gather_columns(
     heads: list[Tensor] = []
     packed, total = 0, queries.shape[1]
     for group, start, length in zip(groups, starts.tolist(), lengths.tolist(), strict=True):
-        own_keys = keys[start : start + length].detach().float()
+        own = slice(start, start + length)
+        own_keys, own_bias = keys[own].detach().float(), None if bias is None else bias[own]
         visible = None
         if positions is not None:
             visible = positions[0], positions[1][packed : packed + length]
         state, first = gather.start(own_keys.new_zeros(group.shape[0], length)), 0
-        for weights in _chunks(group, own_keys, scaling, visible, chunk):
+        for weights in _chunks(group, own_keys, scaling, own_bias, visible, chunk):
             gather.fold(state, weights, first, total)
             first += weights.shape[1]
         heads.append(gather.finish(state, total))
         packed += length
     return heads
-
-
-def column_max(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    scaling: float,
-    *,
-    query_positions: Int[Tensor, " Q"] | None = None,
-    key_positions: Int[Tensor, " T"] | None = None,
-    group: Group = Group.MAX,
-    chunk: int = CHUNK,
-) -> Packed:
-    """The highest softmax weight that any query gives each cached entry; 0 without queries.
-
-    Arguments and errors as `gather_columns`.
-
-    Args:
-        group: how the R heads of a group are joined.
-    """
-    heads = gather_columns(
-        _Highest(),
-        queries,
-        keys,
-        starts,
-        lengths,
-        scaling,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        chunk=chunk,
-    )
-    return _packed([group.join(head) for head in heads], queries)
-
-
-def column_sum(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    scaling: float,
-    *,
-    query_positions: Int[Tensor, " Q"] | None = None,
-    key_positions: Int[Tensor, " T"] | None = None,
-    group: Group = Group.SUM,
-    chunk: int = CHUNK,
-) -> Packed:
-    """The softmax weight that all queries together give an entry. Arguments as `column_max`."""
-    heads = gather_columns(
-        _Summed(),
-        queries,
-        keys,
-        starts,
-        lengths,
-        scaling,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        chunk=chunk,
-    )
-    return _packed([group.join(head) for head in heads], queries)
-
-
-def column_mean(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    scaling: float,
-    *,
-    query_positions: Int[Tensor, " Q"] | None = None,
-    key_positions: Int[Tensor, " T"] | None = None,
-    group: Group = Group.MEAN,
-    chunk: int = CHUNK,
-) -> Packed:
-    """The mean softmax weight over all queries; one that cannot see an entry counts as 0.
-
-    Arguments as `column_max`.
-    """
-    heads = gather_columns(
-        _Averaged(),
-        queries,
-        keys,
-        starts,
-        lengths,
-        scaling,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        chunk=chunk,
-    )
-    return _packed([group.join(head) for head in heads], queries)
 
 
 Positions = tuple[Tensor, Tensor] | None
@@ -214,6 +105,7 @@ def _chunks(
     queries: Float[Tensor, "R Q D"],
     keys: Float[Tensor, "S D"],
     scaling: float,
+    bias: Float[Tensor, " S"] | None,
     positions: Positions,
     chunk: int,
 ) -> Iterator[Float[Tensor, "R c S"]]:
@@ -227,6 +119,8 @@ def _chunks(
         rows = (queries[:, asked].float() * scaling).reshape(-1, head_dim)
         logits, weights = buffers[0, : len(rows)], buffers[1, : len(rows)]
         torch.mm(rows, keys.T, out=logits)
+        if bias is not None:
+            logits += bias
         grouped = (num_heads, -1, len(keys))
         if positions is None:
             torch.softmax(logits, -1, out=weights)
@@ -250,7 +144,3 @@ def _checked(query_positions: Tensor | None, key_positions: Tensor | None, chunk
             "give both for a causal statistic, neither where every query sees every entry."
         )
     return query_positions, key_positions
-
-
-def _packed(heads: list[Tensor], queries: Tensor) -> Packed:
-    return torch.cat(heads) if heads else queries.new_zeros(0, dtype=torch.float32)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.family import Family
+from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Seen
 from larder.core.spec import LayerSpec
 from larder.ops.columns import gather_columns
@@ -65,6 +66,7 @@ class Joining:
             seen.layer.scaling,
             query_positions=look.positions,
             key_positions=key_positions,
+            bias=entries.columns.get(LOG_COUNT),
         )
         return self.heads.join(statistics, entries, seen.layer, self.facts)
 

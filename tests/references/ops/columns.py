@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 
-def weights_of(query: list[float], keys: list[list[float]], scaling: float) -> list[float]:
-    logits = [scaling * sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
+def weights_of(
+    query: list[float], keys: list[list[float]], scaling: float, added: list[float]
+) -> list[float]:
+    products = [sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
+    logits = [scaling * product + more for product, more in zip(products, added, strict=True)]
     peak = max(logits)
     exponentials = [math.exp(logit - peak) for logit in logits]
     return [exponential / sum(exponentials) for exponential in exponentials]
@@ -24,6 +27,7 @@ def columns(
     over_queries: str,
     over_group: str,
     positions: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`over_queries` and `over_group` are max, sum or mean."""
     fold = {"max": max, "sum": sum, "mean": lambda numbers: sum(numbers) / len(numbers)}
@@ -43,8 +47,9 @@ def columns(
                     visible = [s for s in visible if int(positions[1][first + s]) <= limit]
                 row = [0.0] * length
                 if visible:
+                    added = [0.0 if bias is None else float(bias[start + s]) for s in visible]
                     shares = weights_of(
-                        queries[h, q].double().tolist(), [own[s] for s in visible], scaling
+                        queries[h, q].double().tolist(), [own[s] for s in visible], scaling, added
                     )
                     for s, share in zip(visible, shares, strict=True):
                         row[s] = share

@@ -73,8 +73,7 @@ def _after_many(seen: Seen, old: State, group: Group, step: Step) -> State:
     for head, queries in enumerate(seen.queries.chunk(seen.layer.kv_heads)):  # [R, Q, D] each
         rows = seen.entries.rows(head)
         keys = seen.entries.keys[rows]
-        if (counts := seen.entries.columns.get(LOG_COUNT)) is not None:
-            queries, keys = _counted(queries, keys, counts[rows], seen.layer.scaling)
+        counts = seen.entries.columns.get(LOG_COUNT)
         places = seen.entries.positions[rows]
         running = _Running(step, group, tuple(c[rows] for c in old), seen.query_positions, places)
         [result] = gather_columns(
@@ -86,22 +85,11 @@ def _after_many(seen: Seen, old: State, group: Group, step: Step) -> State:
             seen.layer.scaling,
             query_positions=seen.query_positions,
             key_positions=places,
+            bias=None if counts is None else counts[rows],
         )
         for column, numbers in zip(new, result, strict=True):
             column[rows] = numbers
     return new
-
-
-def _counted(
-    queries: Float[Tensor, "R Q D"],
-    keys: Float[Tensor, "S D"],
-    log_counts: Float[Tensor, " S"],
-    scaling: float,
-) -> tuple[Float[Tensor, "R Q E"], Float[Tensor, "S E"]]:
-    """Queries and keys with one dimension more, whose product adds ln n to an entry's logit."""
-    ones = torch.full_like(queries[..., :1].float(), 1 / scaling)
-    wide = torch.cat([keys.float(), log_counts[:, None]], -1)
-    return torch.cat([queries.float(), ones], -1), wide
 
 
 @dataclass(frozen=True)

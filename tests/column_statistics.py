@@ -1,0 +1,22 @@
+"""Column statistics as the aggregations of the policy make them, joined over query heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from larder.ops.columns import Group, gather_columns
+from larder.policy.aggregation.base import Aggregation
+from larder.policy.aggregation.max import Max
+from larder.policy.aggregation.mean import Mean
+from larder.policy.aggregation.sum import Sum
+
+STATISTICS: dict[str, Aggregation] = {"max": Max(), "sum": Sum(), "mean": Mean()}
+
+
+def columns(statistic: str, *inputs: Any, group: Group, **named: Any) -> Tensor:
+    """One number per packed entry."""
+    heads = gather_columns(STATISTICS[statistic], *inputs, **named)
+    return torch.cat([group.join(head) for head in heads])
