@@ -36,7 +36,8 @@ def judged(compensation, case: str, stage: Stage, remembered: str) -> tuple[Entr
     entries = some_entries(layer, held)
     columns = some_columns(len(entries.keys), 1)
     for name in compensation.ledger.columns:
-        columns[name] = torch.rand(len(entries.keys), generator=source)
+        drawn = torch.rand(len(entries.keys), generator=source)
+        columns[name] = drawn if remembered == "written" else torch.zeros_like(drawn)
     scalars = {name: torch.full((len(held),), torch.nan) for name in compensation.ledger.scalars}
     if remembered == "written":
         scalars = {name: torch.rand(len(held), generator=source) for name in scalars}

@@ -27,8 +27,9 @@ from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries, Scored
 from larder.core.plan import Folds, Plan
-from larder.core.types import PackedMask, Variant
+from larder.core.types import Variant
 from larder.ops.nearest import nearest_rows
+from larder.policy.compensation._rejected import distinct, heads_of, marked, rejected
 from larder.policy.compensation.base import Compensation
 
 TAU = "tau"
@@ -80,14 +81,13 @@ class FoldEma(Compensation):
 
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
         del scored
-        marked = _marked(plan, entries)
-        rejected = torch.nonzero(~marked).flatten()
-        if not len(rejected):
+        gone = rejected(plan, entries)
+        if not len(gone):
             return plan
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
         layout = torch.tensor(entries.starts), torch.tensor(entries.lengths)
-        likeness, nearest = nearest_rows(rows, *layout, marked)
-        heads = _heads(rejected, entries)
+        likeness, nearest = nearest_rows(rows, *layout, marked(plan, entries))
+        heads = heads_of(gone, entries)
         compared = nearest >= 0
         if self.variant is Variant.CODE:
             judged, means = _by_rank(likeness, heads, compared, len(entries.lengths))
@@ -96,7 +96,7 @@ class FoldEma(Compensation):
         tau = self._moved(entries.scalars[TAU], means)
         if self.threshold is Threshold.EMA:
             compared = compared & (judged >= tau[heads])
-        folds = self._folds(rejected[compared], nearest[compared], likeness[compared])
+        folds = self._folds(gone[compared], nearest[compared], likeness[compared])
         return replace(plan, folds=folds, scalars={**plan.scalars, TAU: tau})
 
     def _moved(
@@ -117,7 +117,7 @@ class FoldEma(Compensation):
         """Weighted means over each target and what is folded into it."""
         if not len(sources):
             return Folds.none(sources.device)
-        own, places = _distinct(targets)
+        own, places = distinct(targets)
         if self.weights is Weights.AVERAGE:
             given, kept = torch.ones_like(likeness), 1.0
         elif self.variant is Variant.CODE:
@@ -128,23 +128,6 @@ class FoldEma(Compensation):
         totals = given.new_full((len(own),), kept).index_add(0, places, counted)
         weights = torch.cat([given / totals[places], kept / totals])
         return Folds(torch.cat([sources, own]), torch.cat([targets, own]), weights, weights)
-
-
-def _marked(plan: Plan, entries: Entries) -> PackedMask:
-    """Which packed entries stay."""
-    size = (sum(entries.lengths),)
-    return torch.zeros(size, dtype=torch.bool, device=plan.kept.device).index_fill(0, plan.kept, 1)
-
-
-def _distinct(targets: Int64[Tensor, " F"]) -> tuple[Tensor, Tensor]:
-    """Every target once, ascending, and where among them each stands."""
-    return torch.unique(targets, return_inverse=True)  # pyright: ignore
-
-
-def _heads(packed: Int64[Tensor, " F"], entries: Entries) -> Int64[Tensor, " F"]:
-    """The kv head of each packed entry."""
-    ends = torch.tensor(entries.lengths, device=packed.device).cumsum(0)
-    return torch.searchsorted(ends, packed, right=True)
 
 
 def _means(likeness: Tensor, heads: Tensor, compared: Tensor, kv_heads: int) -> Tensor:

@@ -1,0 +1,67 @@
+"""What compensations that merge have in common: who was rejected, and means over what is merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Entries
+from larder.core.plan import Folds, Plan
+from larder.core.types import Packed, PackedMask
+
+Indices = Int64[Tensor, " F"]
+
+
+def marked(plan: Plan, entries: Entries) -> PackedMask:
+    """Which packed entries stay."""
+    size = (sum(entries.lengths),)
+    return torch.zeros(size, dtype=torch.bool, device=plan.kept.device).index_fill(0, plan.kept, 1)
+
+
+def rejected(plan: Plan, entries: Entries) -> Indices:
+    """The packed entries that do not stay, ascending."""
+    return torch.nonzero(~marked(plan, entries)).flatten()
+
+
+def distinct(targets: Indices) -> tuple[Tensor, Tensor]:
+    """Every target once, ascending, and where among them each stands."""
+    return torch.unique(targets, return_inverse=True)  # pyright: ignore
+
+
+def heads_of(packed: Indices, entries: Entries) -> Indices:
+    """The kv head of each packed entry."""
+    ends = torch.tensor(entries.lengths, device=packed.device).cumsum(0)
+    return torch.searchsorted(ends, packed, right=True)
+
+
+def means(weights: Packed, sources: Indices, targets: Indices) -> Folds:
+    """Every target becomes the mean of itself and its sources.
+
+    Args:
+        weights: of all packed entries, in any unit; keys and values weigh the same.
+        sources, targets: packed entries; a source has one target and is none itself.
+    """
+    own, places = distinct(targets)
+    totals = weights[own].index_add(0, places, weights[sources])
+    shares = torch.cat([weights[sources] / totals[places], weights[own] / totals])
+    return Folds(torch.cat([sources, own]), torch.cat([targets, own]), shares, shares)
+
+
+def merged_by_count(plan: Plan, entries: Entries, sources: Indices, targets: Indices) -> Plan:
+    """Sources merged into their targets, each weighing as many tokens as it stands for.
+
+    What results stands for all of them: that is what `LOG_COUNT` of the kept says afterwards.
+    """
+    if not len(sources):
+        return plan
+    logs = entries.column(LOG_COUNT)
+    counts = logs.exp()
+    own, places = distinct(targets)
+    totals = counts[own].index_add(0, places, counts[sources])
+    logs = logs.index_copy(0, own, totals.log())[plan.kept]
+    columns = {**plan.columns, LOG_COUNT: logs}
+    return replace(plan, folds=means(counts, sources, targets), columns=columns)

@@ -1,0 +1,84 @@
+"""Fold what is rejected into the kept entry that stands nearest to it in the text.
+
+Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache" (2024),
+arXiv:2407.18121, importance-driven cache merging: what is kept are anchors, what is not joins the
+anchor nearest by position, of two as near the earlier one, and an anchor becomes the mean of itself
+and all that joined it, keys and values alike. We have read its abstract and its released code, not
+its equations.
+
+`larder` merges whenever something is rejected. So that an anchor that already stands for several
+tokens keeps their share, it weighs as many tokens as it stands for, in the mean and, by ln n, in
+attention; the latter can only be too little, never too much, since a mean of keys is met by no more
+than the mean of what the keys are met by (Jensen). `paper` merges while a context is read, once,
+by a plain mean, and forgets what is rejected while text is generated. `code` does so as well, and
+spares what is protected (there: the first tokens and the last one) from being an anchor. Two slips
+of the released code are not followed: it counts the rejected without the first tokens, and so
+merges the wrong ones, and it takes the order of scores for their ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.observation import Entries, Scored, Stage
+from larder.core.plan import Plan
+from larder.core.types import PackedMask, Variant
+from larder.policy.compensation._rejected import (
+    Indices,
+    heads_of,
+    marked,
+    means,
+    merged_by_count,
+    rejected,
+)
+from larder.policy.compensation.base import Compensation
+
+FAR = 1 << 40  # more than any two positions lie apart
+Pairs = tuple[Int64[Tensor, " P"], Int64[Tensor, " P"]]
+
+
+@dataclass(frozen=True)
+class Elastic(Compensation):
+    """Elastic Cache's merging into anchors.
+
+    Args:
+        variant: by counts, or by plain means and while reading only, with or without the protected.
+    """
+
+    variant: Variant = Variant.LARDER
+    ledger = Ledger(columns=(LOG_COUNT,))
+
+    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+        if self.variant is not Variant.LARDER and scored.stage is Stage.GENERATING:
+            return plan
+        anchors = marked(plan, entries)
+        if self.variant is Variant.CODE:
+            anchors = anchors & ~scored.protected
+        sources, targets = _nearest(rejected(plan, entries), anchors, entries)
+        if self.variant is Variant.LARDER:
+            return merged_by_count(plan, entries, sources, targets)
+        alike = torch.ones(len(anchors), device=sources.device)
+        return replace(plan, folds=means(alike, sources, targets))
+
+
+def _nearest(gone: Indices, anchors: PackedMask, entries: Entries) -> Pairs:
+    """Those of the rejected whose head has an anchor, and the nearest one of each."""
+    found = torch.nonzero(anchors).flatten()
+    if not len(found) or not len(gone):
+        return gone[:0], gone[:0]
+    every = torch.arange(len(anchors), device=gone.device)
+    places = entries.packed_positions().long() + 2 * FAR * heads_of(every, entries)
+    after = torch.searchsorted(places[found], places[gone])
+    around = torch.stack([after - 1, after]).clamp(0, len(found) - 1)  # [2, F]
+    apart = (places[found[around]] - places[gone]).abs()
+    best = found[around.gather(0, apart.argmin(0)[None])[0]]
+    near = apart.amin(0) < FAR
+    return gone[near], best[near]
+
+
+Part = Elastic

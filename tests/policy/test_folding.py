@@ -1,0 +1,165 @@
+"""What merges what is rejected: promises of the family, and numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from builders import a_plan
+from larder.cache.folding import folded
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Entries, Scored, Stage
+from larder.core.plan import Plan
+from larder.core.spelling import name_of
+from larder.core.types import Variant
+from larder.policy.compensation.elastic import Elastic
+
+HELD = (9, 7, 8)
+KEPT = [[0, 3, 7, 8], [1, 2, 6], []]
+UNNORMALISED = {("fold_ema", Variant.CODE)}  # their released code lets keys and values shrink
+
+
+def some(heads: list[int], counted: bool = True) -> tuple[Entries, Scored]:
+    """Random entries of three heads, in any order of heads, without slack."""
+    parts: list[list[Tensor]] = []
+    for head in heads:
+        source, held = torch.Generator().manual_seed(head), HELD[head]
+        keys, values = torch.randn(2, held, 4, generator=source)
+        positions = torch.randperm(20, generator=source)[:held].sort().values.int()
+        logs = torch.randint(0, 3, (held,), generator=source).float() * counted
+        mass, scores = torch.rand(2, held, generator=source)
+        protected = torch.arange(held) == KEPT[head][0] if KEPT[head] else torch.zeros(held).bool()
+        parts.append([keys, values, positions, logs, mass, scores, protected])
+    keys, values, positions, logs, mass, scores, protected = (
+        torch.cat(together) for together in zip(*parts, strict=True)
+    )
+    lengths = tuple(HELD[head] for head in heads)
+    starts = tuple(sum(lengths[:place]) for place in range(len(lengths)))
+    columns = {LOG_COUNT: logs, "mass": mass}
+    scalars = {"tau": torch.full((len(heads),), torch.nan)}
+    entries = Entries(keys, values, positions, starts, lengths, columns, scalars)
+    return entries, Scored(scores, protected, lengths, scalars=scalars)
+
+
+def after(compensation, heads: list[int]) -> dict[int, list[Tensor]]:
+    """Keys, values, positions and columns of each head once its plan is carried out."""
+    entries, scored = some(heads)
+    plan = compensation.settle(
+        a_plan([KEPT[head] for head in heads], scored.lengths), entries, scored
+    )
+    merged, held = folded(plan, entries), [entries.keys.clone(), entries.values.clone()]
+    held[0][merged.targets], held[1][merged.targets] = merged.keys, merged.values
+    kept = [*(rows[plan.kept] for rows in held), entries.positions[plan.kept]]
+    columns = {name: column[plan.kept] for name, column in entries.columns.items()}
+    kept += [column for _, column in sorted({**columns, **plan.columns}.items())]
+    split = [list(torch.split(part, plan.lengths)) for part in kept]
+    return {head: [part[place] for part in split] for place, head in enumerate(heads)}
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [1, 0, 2]])
+def test_the_order_of_heads_does_not_matter(compensation, order) -> None:
+    expected, got = after(compensation, [0, 1, 2]), after(compensation, order)
+    for head in range(3):
+        for one, other in zip(expected[head], got[head], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_protected_entries_stay_at_their_positions(compensation) -> None:
+    entries, scored = some([0, 1, 2])
+    before = a_plan(KEPT, HELD)
+    plan = compensation.settle(before, entries, scored)
+    assert torch.equal(plan.kept, before.kept) and plan.lengths == before.lengths
+
+
+def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
+    if (name_of(type(compensation)), getattr(compensation, "variant", None)) in UNNORMALISED:
+        return
+    entries, scored = some([0, 1, 2])
+    folds = compensation.settle(a_plan(KEPT, HELD), entries, scored).folds
+    sums = torch.zeros(2, sum(HELD))
+    sums[0].index_add_(0, folds.targets, folds.key_weights)
+    assert bool((folds.key_weights >= 0).all() and (folds.value_weights >= 0).all())
+    targets = folds.targets.unique()
+    torch.testing.assert_close(sums[0][targets], torch.ones(len(targets)))
+    if name_of(type(compensation)) != "cam":  # values are added to values
+        assert torch.equal(folds.key_weights, folds.value_weights)
+
+
+def line(positions: list[int], keys: list[float], counts: list[int]) -> Entries:
+    """One head whose keys are numbers, with values ten times as large."""
+    rows = torch.tensor(keys)[:, None]
+    logs = torch.tensor([float(n) for n in counts]).log()
+    places, columns = torch.tensor(positions, dtype=torch.int32), {LOG_COUNT: logs}
+    return Entries(rows, 10 * rows, places, (0,), (len(keys),), columns)
+
+
+def judged(scores: list[float], protected: tuple[int, ...] = ()) -> Scored:
+    spared = torch.tensor([place in protected for place in range(len(scores))])
+    return Scored(torch.tensor(scores), spared, (len(scores),))
+
+
+def numbers(plan: Plan, entries: Entries) -> tuple[list[float], list[float], list[float]]:
+    """Keys, values and counts of the kept entries of a line."""
+    merged, keys, values = folded(plan, entries), entries.keys.clone(), entries.values.clone()
+    keys[merged.targets], values[merged.targets] = merged.keys, merged.values
+    logs = plan.columns.get(LOG_COUNT, entries.columns[LOG_COUNT][plan.kept])
+    return keys[plan.kept, 0].tolist(), values[plan.kept, 0].tolist(), logs.exp().tolist()
+
+
+# Anchors at 0, 10 and 14; 3 and 5 go to 0 (5 lies halfway), 7, 11 and 12 (halfway) to 10.
+PLACES, NUMBERS = [0, 3, 5, 7, 10, 11, 12, 14], [1.0, 2.0, 6.0, 8.0, 4.0, 3.0, 5.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    "variant, keys, counts",
+    [
+        # (1 + 2 + 3 * 6) / 5, (2 * 8 + 4 + 3 + 5) / 5
+        (Variant.LARDER, [21 / 5, 28 / 5, 9.0], [5, 5, 4]),
+        (Variant.PAPER, [9 / 3, 20 / 4, 9.0], [1, 1, 4]),
+        # 0 is protected: all that is before 10 goes there.
+        (Variant.CODE, [1.0, 28 / 6, 9.0], [1, 1, 4]),
+    ],
+)
+def test_elastic_by_hand(variant, keys, counts) -> None:
+    entries = line(PLACES, NUMBERS, [1, 1, 3, 2, 1, 1, 1, 4])
+    plan = a_plan([[0, 4, 7]], (8,))
+    scored, part = judged([0.0] * 8, (0,)), Elastic(variant)
+    got = numbers(part.settle(plan, entries, scored), entries)
+    assert got[0] == pytest.approx(keys) and got[2] == pytest.approx(counts)
+    assert got[1] == pytest.approx([10 * key for key in keys])
+    later = part.settle(plan, entries, replace(scored, stage=Stage.GENERATING))
+    assert bool(len(later.folds)) == (variant is Variant.LARDER)
+
+
+@pytest.mark.parametrize("part", [Elastic()])
+def test_merging_at_once_or_one_by_one_is_the_same(part) -> None:
+    # All into entry 0, in one plan or in two: counts make the means agree.
+    entries, alone = line([0, 1, 2, 3], [1.0, 2.0, 6.0, 7.0], [1, 1, 1, 1]), judged([1.0, 0, 0, 0])
+    [key], [value], [count] = numbers(part.settle(a_plan([[0]], (4,)), entries, alone), entries)
+    first = part.settle(
+        a_plan([[0, 3]], (4,)), line([0, 1, 2, 9], [1.0, 2.0, 6.0, 7.0], [1] * 4), alone
+    )
+    keys, _, counts = numbers(first, entries)
+    between = line([0, 9], keys, [round(n) for n in counts])
+    second = part.settle(a_plan([[0]], (2,)), between, judged([1.0, 0.0]))
+    assert numbers(second, between) == (
+        [pytest.approx(key)],
+        [pytest.approx(value)],
+        [pytest.approx(count)],
+    )
+    assert (key, count) == (pytest.approx(4.0), pytest.approx(4.0))
+
+
+def test_a_merged_entry_never_gets_more_than_its_tokens_got() -> None:
+    source = torch.Generator().manual_seed(2)
+    keys, query = torch.randn(6, 8, generator=source), torch.randn(8, generator=source)
+    places = torch.arange(6, dtype=torch.int32)
+    entries = Entries(keys, keys, places, (0,), (6,), {LOG_COUNT: torch.zeros(6)})
+    plan = Elastic().settle(a_plan([[2]], (6,)), entries, judged([0.0] * 6))
+    logit = folded(plan, entries).keys[0] @ query + plan.columns[LOG_COUNT][0]
+    assert float(logit) <= float((keys @ query).logsumexp(0))
+    assert math.isclose(float(plan.columns[LOG_COUNT][0]), math.log(6), rel_tol=1e-6)
