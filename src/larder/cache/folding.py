@@ -11,6 +11,7 @@ from torch import Tensor
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
+from larder.ops.packing import rows_of
 
 ROWS = 1 << 14  # sources widened to float32 at once: 8 MiB of keys of size 128
 
@@ -41,7 +42,8 @@ def folded(plan: Plan, entries: Entries) -> Folded:
         return Folded(folds.targets, nothing, nothing)
     targets, places = torch.unique(folds.targets, return_inverse=True)
     _check(plan, targets, sum(entries.lengths))
-    sources = entries.packed_rows()[folds.sources]
+    layout = torch.tensor(entries.starts), torch.tensor(entries.lengths)
+    sources = rows_of(folds.sources.cpu(), *layout).to(entries.keys.device)
     keys = entries.keys.new_zeros(len(targets), head_dim, dtype=torch.float32)
     values = torch.zeros_like(keys)
     weights = folds.key_weights, folds.value_weights
@@ -59,7 +61,8 @@ def _check(plan: Plan, targets: Tensor, held: int) -> None:
             f"Sources of folds must be among the {held} packed entries, but they lie in "
             f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
         )
-    lost = targets[~torch.isin(targets, plan.kept.to(targets.device))]
+    kept = torch.cat([plan.kept.to(targets.device), targets.new_tensor([-1])])
+    lost = targets[kept[torch.searchsorted(kept[:-1], targets)] != targets]
     if len(lost):
         raise CacheError(
             f"Entry {int(lost[0])} is the target of a fold, but the plan does not keep it: keep "

@@ -26,7 +26,7 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import causal_attention, ragged_attention
-from larder.ops.packing import starts_of
+from larder.ops.packing import rows_of, starts_of
 from larder.ops.removal import remove_rows
 
 GROWTH_TOKENS = 64  # slack taken when a caller appends without having reserved
@@ -179,11 +179,11 @@ class Ragged(Store):
         self._columns.check_columns(plan.columns, len(plan.kept))
         self._columns.check_scalars(plan.scalars)
         merged, like, numbers = folded(plan, self.entries()), self._keys, self._columns.values
-        rows = targets = torch.empty(0, dtype=torch.int64)
-        if len(plan.folds) or plan.columns:
-            check_kept(plan, self.lengths)
+        rows = torch.empty(0, dtype=torch.int64)
+        if plan.columns:
             rows = _packed_rows(starts, lengths)
-            targets = rows[torch.searchsorted(plan.kept.cpu(), merged.targets.cpu())]
+        places = torch.searchsorted(plan.kept.cpu(), merged.targets.cpu())
+        targets = rows_of(places, starts, lengths)
         return _Changes(
             targets.to(like.device),
             merged.keys.to(like.dtype),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
-from jaxtyping import Float, Int, Int64, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from larder.core.plan import Plan
@@ -79,11 +79,6 @@ class Entries:
         for head, part in enumerate(torch.split(packed, list(self.lengths))):
             stored[self.rows(head)] = part
         return stored
-
-    def packed_rows(self) -> Int64[Tensor, " T"]:
-        """Where in the storage each packed entry lies."""
-        rows = [torch.arange(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True)]
-        return torch.cat(rows).to(self.keys.device)
 
 
 class Stage(Enum):

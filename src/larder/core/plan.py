@@ -70,4 +70,4 @@ class Plan:
             counts = keep.view(len(lengths), -1).sum(1)
         else:
             counts = torch.stack([part.sum() for part in torch.split(keep, list(lengths))])
-        return Plan(kept, tuple(int(count) for count in counts))
+        return Plan(kept, tuple(counts.tolist()))  # pyright: ignore

@@ -10,3 +10,12 @@ from torch import Tensor
 def starts_of(lengths: Int64[Tensor, " K"]) -> Int64[Tensor, " K"]:
     """Where each head begins, when heads of these lengths lie end to end."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
+
+
+def rows_of(
+    packed: Int64[Tensor, " N"], starts: Int64[Tensor, " K"], lengths: Int64[Tensor, " K"]
+) -> Int64[Tensor, " N"]:
+    """Where in the storage packed entries lie; all of them in host memory."""
+    ends = lengths.cumsum(0)
+    heads = torch.searchsorted(ends, packed, right=True)
+    return packed + (starts - ends + lengths)[heads]
