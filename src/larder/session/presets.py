@@ -31,5 +31,19 @@ PRESETS: Mapping[str, str] = {
         "whole() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
         "fold_ema() > every_step()"
     ),
+    "tova": "whole() > protect(sinks=0, recent=0) > last_query() > uniform() > every_step()",
+    "roco": "blockwise() > protect(sinks=0, recent=10) > roco() > uniform() > every_step()",
+    "morphkv": "whole() > protect(sinks=0, recent=32) > morph() > uniform() > every_step()",
+    "lazy_eviction": "whole() > protect(sinks=0, recent=0.12) > recurrence() > uniform() > lagged()",
+    "scope": (
+        "whole() > protect(sinks=0, recent=0.1) > last_query() > sum() > group_mean() > uniform() > "
+        "split()"
+    ),
+    "lagkv": "blockwise() > protect(sinks=0, recent=0) > lagkv() > uniform()",
+    "keynorm": "blockwise() > keynorm() > uniform()",
+    "chunkkv": "blockwise() > snapkv() > chunk() > uniform()",
+    "defensivekv": "blockwise() > snapkv() > defensive() > group_mean() > pooled()",
+    "criticalkv": "blockwise() > snapkv() > criticality() > pooled()",
+    "caote": "blockwise() > snapkv() > caote() > uniform()",
     "random": "blockwise() > random() > uniform()",
 }
