@@ -29,8 +29,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "mean_variance": {"gamma": 2.0},
     "ema": {"beta": 0.6},
     "criticality": {"epsilon": 0.05},
+    "cam": {"window": 2, "seed": 7},
     "chunk": {"size": 3},
     "window": {"size": 4},
+    "ada": {"safeguard": 0.5},
+    "threshold": {"share": 0.3},
 }
 
 

@@ -29,6 +29,9 @@ CASES = st.dictionaries(
 
 MEASURES = {index: (float((7 * index) % 5 + 1),) for index in range(6)}  # of each layer
 WAITING = ("global", "inverse_variance")
+# Used up to the last entry: over all layers, or in each.
+IN_ALL = ("global",)
+BY_LAYER = ("pooled", "sensitivity", "ada")
 
 
 def ready_of(case: dict[int, Any]) -> tuple[dict[int, Scored], dict[int, int]]:
@@ -86,10 +89,14 @@ def test_a_budget_is_a_bound_and_is_used_up(budget, case) -> None:
     allowed = sum(quotas[i] * len(ready[i].lengths) for i in ready)
     if name_of(type(budget)) == "unlimited":
         assert kept == held
-    elif name_of(type(budget)) == "global":
+    elif name_of(type(budget)) in IN_ALL:
         assert kept == min(held, allowed)
     else:
         assert kept <= min(held, allowed)
+    if name_of(type(budget)) in BY_LAYER:
+        for index, plan in plans.items():
+            pool = quotas[index] * len(ready[index].lengths)
+            assert sum(plan.lengths) == min(sum(ready[index].lengths), pool)
 
 
 @given(case=CASES)

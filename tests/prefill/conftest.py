@@ -75,6 +75,8 @@ class Checked(Reader):
             if name_of(type(self.planner.budget)) in ("global", "inverse_variance"):
                 there, allowed, left = [sum(there)], [sum(allowed)], [sum(left)]
             expected = [min(a, b) for a, b in zip(there, allowed, strict=True)]
+            if name_of(type(self.planner.budget)) == "threshold":
+                left = [max(a, b) for a, b in zip(left, expected, strict=True)]
             if left != expected:
                 self.wrong.append(f"{left} survive of {there}, allowed {allowed}")
 

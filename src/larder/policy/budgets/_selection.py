@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from larder.core.observation import Scored
 from larder.core.plan import Plan
@@ -20,5 +22,45 @@ def best_per_head(scored: Scored, tokens: int) -> Plan:
 
 def best_of_layer(scored: Scored, tokens: int) -> Plan:
     """The heads of a layer compete for `tokens` entries a head."""
-    count = tokens * len(scored.lengths)
+    return best_in_all(scored, tokens * len(scored.lengths))
+
+
+def best_in_all(scored: Scored, count: int) -> Plan:
+    """The heads of a layer compete for `count` entries in all."""
     return Plan.from_mask(top_mask(scored.ranked(), count), scored.lengths)
+
+
+def evenly(scored: Scored, count: int) -> Plan:
+    """Heads keep equally many of their own best, `count` in all.
+
+    What a short head leaves goes to the others; where heads cannot have equally many, those with
+    the best entry at that place have one more.
+    """
+    heads = len(scored.lengths)
+    if len(set(scored.lengths)) == 1 and count % heads == 0:
+        return best_per_head(scored, count // heads)
+    ranked = scored.ranked()
+    places = torch.cat([_places(head) for head in torch.split(ranked, list(scored.lengths))])
+    by_score = torch.argsort(ranked, descending=True, stable=True)
+    by_place = by_score[torch.argsort(places[by_score], stable=True)]
+    keep = torch.zeros_like(scored.protected)
+    keep[by_place[:count]] = True
+    return Plan.from_mask(keep, scored.lengths)
+
+
+def _places(ranked: Tensor) -> Tensor:
+    """How many entries of a head come before each."""
+    return torch.argsort(torch.argsort(ranked, descending=True, stable=True))
+
+
+def lifted(scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Scores that can be compared as shares: counted from the least where some are below 0."""
+    finite = scores[scores.isfinite()]
+    least = finite.amin().clamp(max=0.0) if len(finite) else scores.new_zeros(())
+    return (scores - least).clamp(min=0.0)
+
+
+def needed(scored: Scored) -> int:
+    """Entries of a layer without which some head could not keep all that is protected in it."""
+    most = max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
+    return min(most * len(scored.lengths), sum(scored.lengths))

@@ -1,0 +1,52 @@
+"""The heads of a layer compete for its entries, and none falls below a share of the average.
+
+Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
+Inference" (2024), arXiv:2407.11550, algorithm 1 with its safeguard, 0.2 unless given. The released
+code mixes: what a head wins counts 0.8 and the average 0.2, each head's sum rounded, so that the
+total is met only nearly. Here the best of each head up to the floor are safe, then all heads
+compete for what is left, and the sum is exact. `pooled` is the same without a floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+from larder.policy.budgets._selection import best_of_layer, best_per_head
+from larder.policy.budgets.base import Budget, check_size
+
+
+@dataclass(frozen=True)
+class Ada(Budget):
+    """Joint selection over the heads of a layer, with a floor for each.
+
+    Args:
+        tokens: entries per kv head, on average over the layer.
+        kept: the same as a fraction of the context.
+        safeguard: the floor, as a share of the average; 0 is `pooled`, 1 is `uniform`.
+    """
+
+    tokens: int | None = None
+    kept: float | None = None
+    safeguard: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_size("ada", self.tokens, self.kept)
+        if not 0 <= self.safeguard <= 1:
+            raise BadParameter(f"ada.safeguard must be in [0, 1], got {self.safeguard}.")
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        return {index: self._of_layer(scored, quotas[index]) for index, scored in ready.items()}
+
+    def _of_layer(self, scored: Scored, tokens: int) -> Plan:
+        safe = torch.zeros_like(scored.protected)
+        safe[best_per_head(scored, int(self.safeguard * tokens)).kept] = True
+        return best_of_layer(replace(scored, protected=scored.protected | safe), tokens)
+
+
+Part = Ada

@@ -1,0 +1,64 @@
+"""Lower layers get more entries than upper ones, in equal steps; every head keeps its own best.
+
+Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
+(2024), arXiv:2406.02069, section 4.2: beside what all layers keep alike (in the
+paper their last tokens, here what is protected) the top layer gets the average divided by beta, the
+bottom layer as much more than the average as the top one gets less, the others lie between. As in
+the released code a bottom layer that exceeds the context is cut to it, and the top one raised.
+
+The released code rounds the steps down, so that a few entries are lost, and takes the average for
+all layers where the text is shorter than two budgets. Here the quotas sum exactly, and a text that
+fits keeps the average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+from larder.ops.apportion import apportion
+from larder.policy.budgets._selection import best_per_head
+from larder.policy.budgets.base import Budget, Calibration, check_size
+
+
+@dataclass(frozen=True)
+class Pyramid(Budget):
+    """Layer budgets that fall linearly with depth.
+
+    Args:
+        tokens: entries per kv head, averaged over layers.
+        kept: the same as a fraction of the context.
+        beta: the average over what the top layer gets, protected entries aside; 1 is uniform. The
+            released code takes 20.
+    """
+
+    tokens: int | None = None
+    kept: float | None = None
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        check_size("pyramid", self.tokens, self.kept)
+        if not 1 <= self.beta < math.inf:
+            raise BadParameter(f"pyramid.beta must be 1 or more, got {self.beta}.")
+
+    def layer_tokens(
+        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+    ) -> tuple[int, ...]:
+        if tokens >= most:
+            return (tokens,) * layers
+        mean, room = tokens - least, most - least
+        bottom = min(2 * mean - mean / self.beta, room)
+        fall = 2 * (bottom - mean)
+        weights = [bottom - fall * place / max(layers - 1, 1) for place in range(layers)]
+        weights = [max(weight, 0.0) for weight in weights] if layers > 1 else [1.0]
+        return tuple(least + part for part in apportion(layers * mean, weights, 0, room))
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
+
+
+Part = Pyramid

@@ -1,0 +1,61 @@
+"""A head keeps what is worth at least a share of its best, and never more than its quota.
+
+No paper of its own: the rule that Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative
+and Coherent LLM Outputs" (2024), arXiv:2407.01082, section 3, have for next tokens, with scores in
+place of probabilities. A head that looks at few entries leaves the rest of its quota empty, so the
+budget is a bound that is not always used up. Protected entries stay, and do not count as the best:
+a sink would be worth more than all else together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+from larder.ops.topk import top_mask
+from larder.policy.budgets._selection import lifted
+from larder.policy.budgets.base import Budget, check_size
+
+
+@dataclass(frozen=True)
+class Threshold(Budget):
+    """Every head keeps its best entries down to a share of the very best.
+
+    Args:
+        tokens: entries per kv head, at most.
+        kept: the same as a fraction of the context.
+        share: of the best score of a head; 0 keeps all that the quota holds. Where a head has
+            scores below 0, scores count from its least.
+    """
+
+    tokens: int | None = None
+    kept: float | None = None
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_size("threshold", self.tokens, self.kept)
+        if not 0 <= self.share <= 1:
+            raise BadParameter(f"threshold.share must be in [0, 1], got {self.share}.")
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        plans: dict[int, Plan] = {}
+        for index, scored in ready.items():
+            heads = torch.split(scored.ranked(), list(scored.lengths))
+            marks = [self._of_head(head, quotas[index]) for head in heads]
+            plans[index] = Plan.from_mask(torch.cat(marks), scored.lengths)
+        return plans
+
+    def _of_head(self, ranked: Tensor, tokens: int) -> Tensor:
+        worth = lifted(ranked)
+        compared = worth[worth.isfinite()]
+        edge = self.share * float(compared.amax()) if len(compared) else 0.0
+        return top_mask(ranked, tokens) & (worth >= edge)
+
+
+Part = Threshold

@@ -1,0 +1,85 @@
+"""Budgets by numbers that were worked out by hand, and what holds while layers go by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Scored
+from larder.policy.budgets.ada import Ada
+from larder.policy.budgets.pooled import Pooled
+from larder.policy.budgets.pyramid import Pyramid
+from larder.policy.budgets.threshold import Threshold
+from larder.policy.budgets.uniform import Uniform
+
+
+def judged(*heads: list[float], shielded: tuple[int, ...] = ()) -> Scored:
+    """A layer with these scores; `shielded` are packed indices of what is protected."""
+    scores = torch.tensor([score for head in heads for score in head])
+    protected = torch.zeros(len(scores), dtype=torch.bool)
+    protected[list(shielded)] = True
+    return Scored(scores, protected, tuple(len(head) for head in heads))
+
+
+def test_a_pyramid_falls_in_equal_steps() -> None:
+    def split(beta: float, tokens: int, layers: int, least: int, most: int) -> tuple[int, ...]:
+        return Pyramid(beta=float(beta)).layer_tokens(tokens, layers, least, most, {})
+
+    assert split(5, 100, 3, 0, 1000) == (180, 100, 20)
+    assert split(5, 110, 3, 10, 1000) == (190, 110, 30)  # what is protected is beside it
+    assert split(5, 100, 3, 0, 150) == (150, 100, 50)  # the bottom holds no more than the context
+    assert split(1, 100, 4, 20, 1000) == (100,) * 4
+    assert split(20, 100, 1, 0, 1000) == (100,)
+    assert split(20, 100, 5, 0, 100) == (100,) * 5
+    assert split(20, 10, 4, 10, 50) == (10,) * 4
+
+
+def test_a_head_that_wins_nothing_keeps_its_floor() -> None:
+    layer = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [3.0, 2.0, 1.0, 0.5, 0.4, 0.3])
+
+    def lengths(safeguard: float) -> tuple[int, ...]:
+        return Ada(safeguard=safeguard).choose({0: layer}, {0: 4})[0].lengths
+
+    assert lengths(0.0) == Pooled().choose({0: layer}, {0: 4})[0].lengths == (6, 2)
+    assert lengths(0.75) == (5, 3)
+    assert lengths(1.0) == Uniform().choose({0: layer}, {0: 4})[0].lengths == (4, 4)
+
+
+def test_a_threshold_keeps_a_share_of_the_best_of_each_head() -> None:
+    layer = judged([1.0, 0.5, 0.49, 0.1], [8.0, 5.0, 4.0, 3.9], shielded=(3,))
+
+    def kept(share: float, tokens: int = 4) -> list[int]:
+        return Threshold(share=share).choose({0: layer}, {0: tokens})[0].kept.tolist()
+
+    assert kept(0.5) == [0, 1, 3, 4, 5, 6]
+    assert kept(1.0) == [0, 3, 4]
+    assert kept(0.5, 2) == [0, 3, 4, 5]
+    assert kept(0.0, 3) == [0, 1, 3, 4, 5, 6]
+
+
+def test_a_protected_giant_is_not_the_best() -> None:
+    layer = judged([100.0, 1.0, 0.6, 0.4], shielded=(0,))
+    assert Threshold(share=0.5).choose({0: layer}, {0: 4})[0].kept.tolist() == [0, 1, 2]
+
+
+def test_negative_scores_count_from_the_least() -> None:
+    layer = judged([-1.0, -2.0, -4.0, -5.0])
+    assert Threshold(share=0.5).choose({0: layer}, {0: 4})[0].kept.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "build, said",
+    [
+        (lambda: Pyramid(beta=0.9), r"pyramid\.beta must be 1 or more, got 0\.9"),
+        (lambda: Pyramid(beta=float("inf")), r"pyramid\.beta"),
+        (lambda: Pyramid(beta=float("nan")), r"pyramid\.beta"),
+        (lambda: Ada(safeguard=1.1), r"ada\.safeguard must be in \[0, 1\], got 1\.1"),
+        (lambda: Ada(safeguard=-0.1), r"ada\.safeguard"),
+        (lambda: Threshold(share=1.5), r"threshold\.share must be in \[0, 1\], got 1\.5"),
+        (lambda: Threshold(share=float("nan")), r"threshold\.share"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(build, said) -> None:
+    with pytest.raises(BadParameter, match=said):
+        build()

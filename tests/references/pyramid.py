@@ -1,0 +1,25 @@
+"""`pyramid`: quotas fall from layer to layer by the same step; every head keeps its own best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from references.uniform import choose
+
+__all__ = ["choose", "layer_tokens"]
+
+
+def layer_tokens(
+    part: Any, tokens: int, layers: int, least: int, most: int, sigma: object
+) -> list[float]:
+    """What each layer deserves before rounding."""
+    if tokens >= most or layers == 1:
+        return [float(tokens)] * layers
+    spare = tokens - least
+    top = spare / part.beta
+    bottom = 2 * spare - top
+    if bottom > most - least:
+        bottom = most - least
+        top = 2 * spare - bottom
+    step = (bottom - top) / (layers - 1)
+    return [least + bottom - step * place for place in range(layers)]
