@@ -15,7 +15,16 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "larder"
-FAMILIES = ("scorers", "budgets", "compensation")
+FAMILIES = (
+    "scorers",
+    "aggregation",
+    "heads",
+    "values",
+    "units",
+    "budgets",
+    "compensation",
+    "tallies",
+)
 FILE_LINES = 300
 FUNCTION_LINES = 60
 

@@ -1,0 +1,127 @@
+"""However much is generated, under whatever policy, a cache holds no more than its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from larder.core.spelling import spell
+from larder.engine.decoding import Limits, generate
+from larder.engine.sampling import Sampling
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt
+from larder.models.passes import Recorded
+from larder.models.tiny import tiny
+from larder.prefill.meter import Meter
+from larder.prefill.tending import Tending
+from larder.session.policy import FAMILIES, Policy
+from larder.session.reading import Desk, build, tend
+from larder.session.transcript import Scribe
+from reading import some_ids
+
+LAYERS, HEADS = 2, 2
+
+
+@dataclass
+class Counting:
+    """Hands a policy's observers on, and finds the most that is held after a pass."""
+
+    tending: Tending
+    most: int
+    over: list[int] = field(default_factory=list)
+    passes: int = 0
+
+    def __call__(self, numbers: Any, rows: Any, steps: Any) -> Any:
+        inner = self.tending.observer(numbers, rows, steps)
+        self.passes += 1
+
+        def watch(row: int, layer: int, recorded: Recorded) -> None:
+            inner(row, layer, recorded)
+            held = rows[row].cache.managed_entries
+            # Layers that this pass has not reached yet hold what they held, those behind it less.
+            if layer == LAYERS - 1 and held > self.most:
+                self.over.append(held)
+
+        return watch
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return adopt(tiny("qwen3", layers=LAYERS))
+
+
+def generated(decoder: Decoder, sentence: str, tokens: int, context: int, steps: int) -> Counting:
+    policy = Policy.parse(sentence).filled(tokens, None)
+    facts = {name: (0.9, 0.5) for name in policy.calibrations}
+    desk = Desk(decoder, object.__new__(Scribe), _nobody, lambda names: facts)
+    book = dict.fromkeys(policy.scorer.wanted(), some_ids(3, seed=7))
+    cache = build(desk, policy, some_ids(context), [book], Meter()).activate(0)
+    tending = tend(desk, policy, [cache])
+    assert tending is not None
+    counting = Counting(tending, (tokens + (policy.timing.excess() or 0)) * HEADS * LAYERS)
+    question = some_ids(4, seed=5)
+    generate(decoder, [cache], [question], Sampling(), Limits(steps), tend=counting)
+    assert counting.passes == steps
+    return counting
+
+
+def _nobody(name: str) -> Any:
+    raise AssertionError(name)
+
+
+def while_generating(slot: str) -> Iterator[str]:
+    """Every part of a family that can act on single tokens."""
+    for name in FAMILIES[slot].names():
+        part = FAMILIES[slot].load(name)
+        if slot == "budget" and name == "unlimited":
+            continue
+        if slot == "scorer" and part().scratch((1,), 0, dict.fromkeys(part().wanted(), (1,))):
+            continue  # judges by prompts of its own, which are not read while generating
+        yield name
+
+
+@settings(max_examples=25)
+@given(
+    scorer=st.sampled_from(sorted(while_generating("scorer"))),
+    budget=st.sampled_from(sorted(while_generating("budget"))),
+    compensation=st.sampled_from(FAMILIES["compensation"].names()),
+    timing=st.sampled_from(["every_step()", "lagged(tokens=3)"]),
+    sinks=st.integers(0, 2),
+    recent=st.integers(0, 3),
+    context=st.integers(1, 50),
+)
+def test_the_bound_holds_at_every_step(
+    decoder, scorer, budget, compensation, timing, sinks, recent, context
+) -> None:
+    small = {"snapkv": "window=2, kernel=1", "sinks_and_window": "sinks=2"}.get(scorer, "")
+    parts = f"{scorer}({small}) > {budget}() > {compensation}() > {timing}"
+    sentence = f"blockwise(tokens=8) > protect(sinks={sinks}, recent={recent}) > {parts}"
+    counting = generated(decoder, sentence, 20, context, 16)
+    assert counting.over == [], f"{spell(counting.tending.planner.budget)}: {counting.most}"
+
+
+def test_more_than_the_bound_is_noticed(decoder) -> None:
+    sentence = "whole() > protect(sinks=1, recent=2) > keydiff() > uniform() > lagged(tokens=3)"
+    counting = generated(decoder, sentence, 20, 30, 6)
+    assert counting.over == []
+    stricter = Counting(counting.tending, counting.most - 1)
+    cache = build(
+        Desk(decoder, object.__new__(Scribe), _nobody, lambda names: {}),
+        Policy.parse(sentence).filled(20, None),
+        some_ids(30),
+        [{}],
+        Meter(),
+    ).activate(0)
+    generate(decoder, [cache], [some_ids(4, seed=5)], Sampling(), Limits(6), tend=stricter)
+    assert stricter.over
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", "d2o", "morphkv", "lazy_eviction"])
+def test_8192_tokens_at_a_budget_of_512(decoder, name) -> None:
+    assert generated(decoder, name, 512, 1024, 8192).over == []
