@@ -33,6 +33,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "chunk": {"size": 3},
     "window": {"size": 4},
     "ada": {"safeguard": 0.5},
+    "dynamic": {"most": 1.5, "least": 0.5},
     "threshold": {"share": 0.3},
 }
 

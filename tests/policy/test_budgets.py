@@ -28,9 +28,9 @@ CASES = st.dictionaries(
 
 
 MEASURES = {index: (float((7 * index) % 5 + 1),) for index in range(6)}  # of each layer
-WAITING = ("global", "inverse_variance")
+WAITING = ("global", "inverse_variance", "prefixkv", "dynamic")
 # Used up to the last entry: over all layers, or in each.
-IN_ALL = ("global",)
+IN_ALL = ("global", "prefixkv", "dynamic")
 BY_LAYER = ("pooled", "sensitivity", "ada")
 
 

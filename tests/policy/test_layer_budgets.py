@@ -7,11 +7,16 @@ import torch
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Scored
+from larder.policy.budgets._selection import evenly
 from larder.policy.budgets.ada import Ada
+from larder.policy.budgets.base import Budget
+from larder.policy.budgets.dynamic import Dynamic
 from larder.policy.budgets.pooled import Pooled
+from larder.policy.budgets.prefixkv import PrefixKV
 from larder.policy.budgets.pyramid import Pyramid
 from larder.policy.budgets.threshold import Threshold
 from larder.policy.budgets.uniform import Uniform
+from larder.session.policy import FAMILIES
 
 
 def judged(*heads: list[float], shielded: tuple[int, ...] = ()) -> Scored:
@@ -68,6 +73,64 @@ def test_negative_scores_count_from_the_least() -> None:
     assert Threshold(share=0.5).choose({0: layer}, {0: 4})[0].kept.tolist() == [0, 1]
 
 
+def lengths_of(budget: Budget, layers: list[Scored], tokens: int) -> list[tuple[int, ...]]:
+    """What each head of each layer keeps."""
+    ready = dict(enumerate(layers))
+    plans = budget.choose(ready, dict.fromkeys(ready, tokens))
+    return [plans[index].lengths for index in ready]
+
+
+def test_layers_keep_the_same_share_of_what_they_hold() -> None:
+    flat = judged([1.0] * 10)  # each entry holds a tenth
+    steep = judged([8.0, 1.0, 0.5, 0.5] + [0.0] * 6)
+    assert lengths_of(PrefixKV(), [flat, steep], 5) == [(8,), (2,)]  # .8 reached: 8 of 10; 8 of 10
+    assert lengths_of(PrefixKV(), [flat, steep], 1) == [(1,), (1,)]
+    larger = judged([80.0, 10.0, 5.0, 5.0] + [0.0] * 6)  # only shares count, not sizes
+    assert lengths_of(PrefixKV(), [flat, larger], 5) == [(8,), (2,)]
+
+
+def test_coverage_leaves_aside_what_is_protected() -> None:
+    sink = judged([1e6] + [1.0] * 9, shielded=(0,))
+    assert lengths_of(PrefixKV(), [sink, judged([1.0] * 8 + [0.0] * 2)], 3) == [(4,), (2,)]
+
+
+def test_what_nothing_tells_apart_is_shared_alike() -> None:
+    layers = [judged([0.0] * 6), judged([0.0] * 6), judged([0.0] * 12)]
+    assert lengths_of(PrefixKV(), layers, 4) == [(3,), (3,), (6,)]
+
+
+def test_layers_get_as_many_as_they_have_among_the_best() -> None:
+    rich, poor = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0]), judged([3.0, 2.0, 1.0, 0.5, 0.4, 0.3])
+    assert lengths_of(Dynamic(least=0.0), [rich, poor], 3) == [(6,), (0,)]
+    assert lengths_of(Dynamic(least=0.5), [rich, poor], 4) == [(6,), (2,)]
+    assert lengths_of(Dynamic(least=0.5), [rich, poor], 2) == [(3,), (1,)]
+    assert lengths_of(Dynamic(least=0.0, most=1.4), [rich, poor], 3) == [(4,), (2,)]
+    wanting = judged([3.0, 2.0, 1.0, 0.5, 0.4, 0.3], shielded=(4, 5))
+    assert lengths_of(Dynamic(least=0.0), [rich, wanting], 2) == [(2,), (2,)]
+    assert lengths_of(Dynamic(most=1.0), [judged([1.0]), rich], 2) == [(0,), (4,)]
+
+
+def test_a_layer_has_room_for_what_one_of_its_heads_protects() -> None:
+    rich = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0])
+    layer = judged([0.1, 0.2], [0.3, 0.4, 0.5], shielded=(0, 1))
+    assert lengths_of(Dynamic(least=0.0), [rich, layer], 2) == [(2,), (2, 2)]
+
+
+def test_heads_keep_equally_many_and_the_best_has_the_odd_one() -> None:
+    layer = judged([5.0, 4.0, 3.0, 2.0], [9.0, 8.0, 1.0, 0.0], [7.0])
+    assert evenly(layer, 5).lengths == (2, 2, 1)
+    assert evenly(layer, 4).lengths == (1, 2, 1)
+    assert evenly(layer, 6).lengths == (3, 2, 1)
+    assert evenly(layer, 99).lengths == (4, 4, 1)
+
+
+@pytest.mark.parametrize("name", ["prefixkv", "dynamic"])
+def test_layers_that_share_a_pool_are_due_together(name) -> None:
+    budget = FAMILIES["budget"].load(name)()
+    assert not budget.due({0: 9, 1: 1}, {0: 5, 1: 5})
+    assert budget.due({0: 9, 1: 2}, {0: 5, 1: 5})
+
+
 @pytest.mark.parametrize(
     "build, said",
     [
@@ -76,6 +139,9 @@ def test_negative_scores_count_from_the_least() -> None:
         (lambda: Pyramid(beta=float("nan")), r"pyramid\.beta"),
         (lambda: Ada(safeguard=1.1), r"ada\.safeguard must be in \[0, 1\], got 1\.1"),
         (lambda: Ada(safeguard=-0.1), r"ada\.safeguard"),
+        (lambda: Dynamic(least=1.5), r"dynamic\.least must be in \[0, 1\], got 1\.5"),
+        (lambda: Dynamic(most=0.5), r"dynamic\.most must be 1 or more, got 0\.5"),
+        (lambda: Dynamic(most=float("inf")), r"dynamic\.most"),
         (lambda: Threshold(share=1.5), r"threshold\.share must be in \[0, 1\], got 1\.5"),
         (lambda: Threshold(share=float("nan")), r"threshold\.share"),
     ],

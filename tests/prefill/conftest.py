@@ -24,6 +24,8 @@ from reading import some_ids
 BOOK = {name: some_ids(5, seed=99) for name in ("episode", "question", "summarize")}
 BOOK["repeat"] = (5, 6)
 SIGMA = (1.0, 0.8, 0.9)
+# Budgets whose layers share one pool.
+SHARED_POOL = ("global", "inverse_variance", "prefixkv", "dynamic", "cake")
 
 
 class Witness(Meter):
@@ -72,7 +74,7 @@ class Checked(Reader):
             there = [held[i] + len(ids) * k for i, k in zip(self.quotas, rows, strict=True)]
             allowed = [q * k for q, k in zip(self.quotas.values(), rows, strict=True)]
             left = [now[i] for i in self.quotas]
-            if name_of(type(self.planner.budget)) in ("global", "inverse_variance"):
+            if name_of(type(self.planner.budget)) in SHARED_POOL:
                 there, allowed, left = [sum(there)], [sum(allowed)], [sum(left)]
             expected = [min(a, b) for a, b in zip(there, allowed, strict=True)]
             if name_of(type(self.planner.budget)) == "threshold":

@@ -1,0 +1,86 @@
+"""Every layer keeps the same share of its own importance, whatever number of entries that takes.
+
+Wang et al., "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need
+for Efficient Generation" (2024), arXiv:2412.03409, section 3. Sort the scores of a layer; a prefix
+of them holds a share of their sum, its coverage. One coverage for all layers is searched at which
+the shortest prefixes that reach it have the wanted size in all.
+
+The search has an exact end: an entry is in the prefix as long as what stands before it covers less
+than what is wanted, so those with the least before them stay, as many as there is room for. The
+paper and its code bisect, stop within a few entries and rescale. Their sizes are found on sample
+texts and reused as ratios; here they are found in each text. They average the query heads and keep
+the same positions in all heads of a layer (take `layer_mean` for that); here the heads compete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from larder.core.observation import Scored
+from larder.core.plan import Plan
+from larder.policy.budgets._selection import best_in_all, lifted
+from larder.policy.budgets.base import Budget, check_size, over_in_all
+
+SAFE = -1.0  # before every coverage
+
+
+@dataclass(frozen=True)
+class PrefixKV(Budget):
+    """Layer budgets of equal coverage, joint selection within a layer; waits for the last layer.
+
+    Scores count from a layer's least where some are below 0.
+
+    Args:
+        tokens: entries per kv head, on average over the model.
+        kept: the same as a fraction of the context.
+    """
+
+    tokens: int | None = None
+    kept: float | None = None
+
+    def __post_init__(self) -> None:
+        check_size("prefixkv", self.tokens, self.kept)
+
+    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+        return over_in_all(held, allowed)
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        if len(ready) < len(quotas):
+            return {}
+        layers = sorted(ready)
+        total = sum(quotas[index] * len(ready[index].lengths) for index in layers)
+        before = [_covered_before(ready[index]) for index in layers]
+        sizes = _prefixes(before, total)
+        return {i: best_in_all(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
+
+
+def _covered_before(scored: Scored) -> Tensor:
+    """What share of a layer the better entries hold, for each entry from the best to the least."""
+    ranked = scored.ranked().sort(descending=True).values
+    safe = ranked.isposinf()
+    worth = lifted(ranked).double().masked_fill(safe, 0.0)
+    covered = worth.cumsum(0)
+    if not len(ranked) or float(covered[-1]) <= 0:
+        return torch.where(safe, SAFE, 1.0).double()
+    return torch.where(safe, SAFE, (covered - worth) / covered[-1])
+
+
+def _prefixes(before: list[Tensor], total: int) -> list[int]:
+    """How many entries of each layer are among the `total` with the least before them.
+
+    Of equals, those stay that come sooner in their own layer, measured by its length.
+    """
+    covered = torch.cat(before)
+    depths = [torch.arange(len(part)).double() / len(part) for part in before]
+    sooner = torch.argsort(torch.cat(depths), stable=True).to(covered.device)
+    order = sooner[torch.argsort(covered[sooner], stable=True)]
+    keep = torch.zeros_like(covered, dtype=torch.bool)
+    keep[order[:total]] = True
+    return [int(part.sum()) for part in torch.split(keep, [len(part) for part in before])]
+
+
+Part = PrefixKV
