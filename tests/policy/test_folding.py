@@ -13,10 +13,11 @@ from builders import a_plan
 from larder.cache.folding import folded
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Scored, Stage
-from larder.core.plan import Plan
 from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.compensation.elastic import Elastic
+from larder.policy.compensation.razor import Razor
+from lines import judged, line, numbers
 
 HELD = (9, 7, 8)
 KEPT = [[0, 3, 7, 8], [1, 2, 6], []]
@@ -89,27 +90,6 @@ def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
         assert torch.equal(folds.key_weights, folds.value_weights)
 
 
-def line(positions: list[int], keys: list[float], counts: list[int]) -> Entries:
-    """One head whose keys are numbers, with values ten times as large."""
-    rows = torch.tensor(keys)[:, None]
-    logs = torch.tensor([float(n) for n in counts]).log()
-    places, columns = torch.tensor(positions, dtype=torch.int32), {LOG_COUNT: logs}
-    return Entries(rows, 10 * rows, places, (0,), (len(keys),), columns)
-
-
-def judged(scores: list[float], protected: tuple[int, ...] = ()) -> Scored:
-    spared = torch.tensor([place in protected for place in range(len(scores))])
-    return Scored(torch.tensor(scores), spared, (len(scores),))
-
-
-def numbers(plan: Plan, entries: Entries) -> tuple[list[float], list[float], list[float]]:
-    """Keys, values and counts of the kept entries of a line."""
-    merged, keys, values = folded(plan, entries), entries.keys.clone(), entries.values.clone()
-    keys[merged.targets], values[merged.targets] = merged.keys, merged.values
-    logs = plan.columns.get(LOG_COUNT, entries.columns[LOG_COUNT][plan.kept])
-    return keys[plan.kept, 0].tolist(), values[plan.kept, 0].tolist(), logs.exp().tolist()
-
-
 # Anchors at 0, 10 and 14; 3 and 5 go to 0 (5 lies halfway), 7, 11 and 12 (halfway) to 10.
 PLACES, NUMBERS = [0, 3, 5, 7, 10, 11, 12, 14], [1.0, 2.0, 6.0, 8.0, 4.0, 3.0, 5.0, 9.0]
 
@@ -135,7 +115,7 @@ def test_elastic_by_hand(variant, keys, counts) -> None:
     assert bool(len(later.folds)) == (variant is Variant.LARDER)
 
 
-@pytest.mark.parametrize("part", [Elastic()])
+@pytest.mark.parametrize("part", [Elastic(), Razor()])
 def test_merging_at_once_or_one_by_one_is_the_same(part) -> None:
     # All into entry 0, in one plan or in two: counts make the means agree.
     entries, alone = line([0, 1, 2, 3], [1.0, 2.0, 6.0, 7.0], [1, 1, 1, 1]), judged([1.0, 0, 0, 0])
@@ -163,3 +143,43 @@ def test_a_merged_entry_never_gets_more_than_its_tokens_got() -> None:
     logit = folded(plan, entries).keys[0] @ query + plan.columns[LOG_COUNT][0]
     assert float(logit) <= float((keys @ query).logsumexp(0))
     assert math.isclose(float(plan.columns[LOG_COUNT][0]), math.log(6), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "counts, protected, kept, keys, now",
+    [
+        # 3 has the lowest score of the kept: (1 + 2 + 6 + 8) / 4
+        ([1, 1, 1, 1, 1, 1], (), [0, 3, 5], [4.0, 17 / 4, 3.0], [1, 4, 1]),
+        # it is protected, so 5 is the slot: (2 + 6 + 1 + 3) / 4
+        ([1, 1, 1, 1, 1, 1], (3,), [0, 3, 5], [4.0, 8.0, 12 / 4], [1, 1, 4]),
+        # 0 stands for three already, protected or not: (3 * 4 + 2 + 6 + 1) / 6
+        ([3, 1, 1, 1, 1, 1], (0,), [0, 3, 5], [21 / 6, 8.0, 3.0], [6, 1, 1]),
+        # the former token, of three, is rejected and joins: (8 + 3 * 2 + 6 + 1) / 6
+        ([1, 3, 1, 1, 1, 1], (), [0, 3, 5], [4.0, 21 / 6, 3.0], [1, 6, 1]),
+        # of two that stand for several the larger: (3 * 3 + 2 + 6 + 1) / 6
+        ([2, 1, 1, 1, 1, 3], (), [0, 3, 5], [4.0, 8.0, 18 / 6], [2, 1, 6]),
+        # every slot is protected: what is rejected is gone
+        ([1, 1, 1, 1, 1, 1], (0, 3, 5), [0, 3, 5], [4.0, 8.0, 3.0], [1, 1, 1]),
+    ],
+)
+def test_razor_by_hand(counts, protected, kept, keys, now) -> None:
+    entries = line([0, 1, 2, 3, 4, 5], [4.0, 2.0, 6.0, 8.0, 1.0, 3.0], counts)
+    scored = judged([0.9, 0.1, 0.2, 0.3, 0.0, 0.5], protected)
+    got = numbers(Razor().settle(a_plan([kept], (6,)), entries, scored), entries)
+    assert got[0] == pytest.approx(keys) and got[2] == pytest.approx(now)
+    assert got[1] == pytest.approx([10 * key for key in keys])
+
+
+def test_razor_is_exact_for_equal_keys() -> None:
+    source = torch.Generator().manual_seed(4)
+    keys, values = torch.randn(2, 7, 8, generator=source)
+    keys[[1, 2, 4, 5]] = keys[1].clone()
+    query, places = torch.randn(8, generator=source), torch.arange(7, dtype=torch.int32)
+    entries = Entries(keys, values, places, (0,), (7,), {LOG_COUNT: torch.zeros(7)})
+    plan = a_plan([[0, 3, 4, 6]], (7,))
+    plan = Razor().settle(plan, entries, judged([1.0, 0, 0, 1, 0.5, 0, 1]))
+    merged, keys, values = folded(plan, entries), keys.clone(), values.clone()
+    keys[merged.targets], values[merged.targets] = merged.keys, merged.values
+    logits = keys[plan.kept] @ query + plan.columns[LOG_COUNT]
+    whole = (entries.keys @ query).softmax(0) @ entries.values
+    torch.testing.assert_close(logits.softmax(0) @ values[plan.kept], whole)

@@ -13,7 +13,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed, PackedMask
 
-Indices = Int64[Tensor, " F"]
+Indices = Int64[Tensor, " _"]
 
 
 def marked(plan: Plan, entries: Entries) -> PackedMask:
@@ -65,3 +65,18 @@ def merged_by_count(plan: Plan, entries: Entries, sources: Indices, targets: Ind
     logs = logs.index_copy(0, own, totals.log())[plan.kept]
     columns = {**plan.columns, LOG_COUNT: logs}
     return replace(plan, folds=means(counts, sources, targets), columns=columns)
+
+
+def first_best(values: Packed, groups: Indices, found: Indices, count: int) -> Indices:
+    """The highest-valued of the found entries in each of `count` groups; -1 where none is found.
+
+    Args:
+        values, groups: of all packed entries.
+        found: packed entries, ascending; of equals the first is taken.
+    """
+    own, held = groups[found], values[found]
+    best = held.new_full((count,), -torch.inf).scatter_reduce(0, own, held, "amax")
+    top = held == best[own]
+    none = len(values)
+    first = own.new_full((count,), none).scatter_reduce(0, own[top], found[top], "amin")
+    return first.masked_fill(first == none, -1)

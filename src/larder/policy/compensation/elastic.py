@@ -21,8 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int64
-from torch import Tensor
 
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, Scored, Stage
@@ -39,7 +37,6 @@ from larder.policy.compensation._rejected import (
 from larder.policy.compensation.base import Compensation
 
 FAR = 1 << 40  # more than any two positions lie apart
-Pairs = tuple[Int64[Tensor, " P"], Int64[Tensor, " P"]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Elastic(Compensation):
         return replace(plan, folds=means(alike, sources, targets))
 
 
-def _nearest(gone: Indices, anchors: PackedMask, entries: Entries) -> Pairs:
+def _nearest(gone: Indices, anchors: PackedMask, entries: Entries) -> tuple[Indices, Indices]:
     """Those of the rejected whose head has an anchor, and the nearest one of each."""
     found = torch.nonzero(anchors).flatten()
     if not len(found) or not len(gone):
