@@ -3,20 +3,22 @@
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3. The text just read is asked for again, chunk by chunk: a request to
 repeat, then the chunk itself, read behind the cache; an entry's score is the highest weight it
-gets. `paper` and `code` (which agree) do three things that `larder` does not:
+gets. `paper` and `code` are KVzip's own, which agree, and do three things that `larder` does not:
 
-- A weight is shared with the start of the context (the system prompt) and with the repeated copy
+- A weight is shared with the first `opening` tokens (the system prompt) and with the repeated copy
   up to the query; `larder` shares it among the chunk's own cached entries, so that no entry pays
   for how much the copy looks at itself.
 - Chunks are cut at `chunk` tokens; `larder` cuts nearly equal ones. As a weight is a share of its
   chunk, entries of a short last chunk would outrank all others.
-- A request after the first quotes the last tokens of the chunk before it; here they open the
-  answer instead of closing the request.
+- A request after the first quotes the last tokens before its chunk. In the published code they
+  close the request; here they open the answer.
 
-All judge the system prompt like everything else; what must stay is named by `protect`.
+All count chunks from the first token and judge the system prompt like everything else, which the
+published code leaves out; what must stay is named by `protect`.
 
 When the context is read block by block, the repeated block re-scores all survivors, as EpiCache
-adapts the method (arXiv:2509.17396, appendix): nothing remembers older scores.
+adapts the method (arXiv:2509.17396, appendix): nothing remembers older scores. EpiCache's released
+code shares weights as `larder` does there.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.cutting import even_cuts
@@ -31,7 +34,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, PackedMask, Variant
 from larder.policy.scorers._attention import highest_weights
-from larder.policy.scorers._surroundings import at, with_own_keys, without_own_keys
+from larder.policy.scorers._surroundings import keys_of, with_own_keys, without_own_keys
 from larder.policy.scorers.base import Scorer
 
 QUOTED = 8  # tokens of the chunk before that a request repeats; the paper's number
@@ -43,8 +46,9 @@ class Reconstruct(Scorer):
 
     Args:
         chunk: the most tokens repeated at a time.
-        opening: tokens at the start that `paper` and `code` share every weight with, the system
-            prompt; `larder` has no use for it.
+        opening: tokens at the start that `paper` and `code` share every weight with: the length of
+            the system prompt, if a context is read whole. Read block by block they are judged, and
+            share weights, in any case; `larder` has no use for it.
         variant: `larder`, or `paper` and `code` as published.
     """
 
@@ -78,19 +82,18 @@ class Reconstruct(Scorer):
     def score(self, seen: Seen) -> Packed:
         positions = seen.entries.packed_positions()
         judged = (positions >= seen.span[0]) & (positions < seen.span[1])
+        whole = seen.queries.new_full(judged.shape, -torch.inf, dtype=torch.float32)
         if self.variant is Variant.LARDER:
             asked = seen.entries.between(*seen.span)
-            scores, scored = highest_weights(seen.queries, asked, seen.layer.scaling), judged
-        else:
-            scored = judged | (positions < self.opening)
-            scores = self._shared_weights(seen, scored)
-        whole = scores.new_full(judged.shape, -torch.inf)
-        whole[scored] = scores
+            whole[judged] = highest_weights(seen.queries, asked, seen.layer.scaling)
+            return whole
+        shared = judged | (positions < self.opening)
+        whole[shared] = self._shared_weights(seen, shared)
         return whole.masked_fill(~judged, -torch.inf)
 
-    def _shared_weights(self, seen: Seen, scored: PackedMask) -> Tensor:
+    def _shared_weights(self, seen: Seen, marked: PackedMask) -> Float[Tensor, " N"]:
         """Weights of the marked entries where the repeated copy takes its share."""
-        both = with_own_keys(seen, at(seen, scored))
+        both = with_own_keys(seen, keys_of(seen, marked))
         scores = highest_weights(seen.queries, both, seen.layer.scaling, seen.query_positions)
         return without_own_keys(scores, both, len(seen.query_positions))
 
