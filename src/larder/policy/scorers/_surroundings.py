@@ -31,7 +31,7 @@ def with_own_keys(seen: Seen, entries: Entries) -> Entries:
 
 
 def without_own_keys(scores: Packed, both: Entries, num_own: int) -> Float[Tensor, " N"]:
-    """Scores of `with_own_keys`'s entries, with those of the last `num_own` of every head left out."""
+    """Scores of `with_own_keys`'s entries, without the last `num_own` of every head."""
     heads = torch.split(scores, list(both.lengths))
     return torch.cat([head[: len(head) - num_own] for head in heads])
 
