@@ -1,4 +1,4 @@
-"""A cache of its own for every question, judged by a prompt of its own: several in one pass."""
+"""A cache of its own for every question, judged by a prompt of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from larder.session.reading import build
 from larder.session.routing import OneCache
 from larder.session.shelf import Shelf
 
-LANES = 8  # caches built at the same time
+LANES = 8  # caches that stand at the same time
+_NO_FIGURES = Figures(0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 def answer_each(
@@ -28,7 +29,7 @@ def answer_each(
 
     Args:
         prompts: one per question, token ids; the policy knows it as the prompt `question`.
-        policy: with a budget; its schedule should be `episodic(together="all")`.
+        policy: with a budget; its schedule says how many caches are built in one pass.
     """
     transcript = engine.scribe.write(conversation)
     common, spec = common_prompts(engine.scribe), engine.loaded.decoder.spec
@@ -41,6 +42,3 @@ def answer_each(
             memory = Memory(policy, conversation, transcript, shelf, OneCache(), _NO_FIGURES)
             results += force(engine, memory, [question])
     return results
-
-
-_NO_FIGURES = Figures(0, 0, 0, 0, 0, 0, 0, 0.0)

@@ -61,8 +61,11 @@ def _entries(options: argparse.Namespace) -> int:
         conversation = read_conversation(path)
         for policy in options.policies.split(","):
             for budget in BUDGETS:
+                engine = base.under(policy, str(budget), BLOCK)
+                for name in engine.policy.session.embedders():
+                    engine.desk.embedder(name)  # stays from one reading to the next
                 before = _storages()
-                memory = base.under(policy, str(budget), BLOCK).read(conversation)
+                memory = engine.read(conversation)
                 after = _storages()
                 figures, spec = memory.figures, base.loaded.decoder.spec
                 heads = sum(layer.kv_heads for layer in spec.managed)

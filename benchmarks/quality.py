@@ -166,18 +166,18 @@ def _measure(
         "full_kv_bytes": figures.full_kv_bytes,
         "prefill_seconds": round(figures.prefill_seconds, 3),
         "score_seconds": round(time.perf_counter() - started, 3),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
     }
 
 
 def _measure_exact(base: Engine, conversation: Conversation, share: str) -> dict[str, Any]:
     scribe, questions = base.scribe, conversation.questions
-    tokens = round(len(scribe.write(conversation).ids) * SHARES[share])
+    context = len(scribe.write(conversation).ids)
+    tokens = round(context * SHARES[share])
     policy = Policy.parse(EXACT_PARTS.format(tokens=tokens)).filled(tokens, None)
     prompts = [scribe.question(question.question) for question in questions]
     results = answer_each(base, conversation, questions, prompts, policy)
-    return _answered(conversation, policy, results) | {"budget_tokens": tokens}
+    sizes = {"context_tokens": context, "budget_tokens": tokens}
+    return _answered(conversation, policy, results) | sizes
 
 
 def _answered(
@@ -186,6 +186,8 @@ def _answered(
     text = "".join(message.content for message in conversation.messages)
     return {
         "spelling": str(policy),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
         "exact_mean": sum(r.exact for r in results) / len(results),
         "questions": [
             {

@@ -100,6 +100,7 @@ def test_nothing_written_is_an_input(scorer) -> None:
         seen.entries.positions,
         seen.queries,
         seen.query_positions,
+        seen.keys,
     )
     before = [tensor.clone() for tensor in tensors]
     scorer.score(seen)
@@ -146,11 +147,13 @@ def test_half_precision_is_scored_in_float32(scorer) -> None:
         seen,
         entries=halved(seen.entries),
         queries=seen.queries.bfloat16(),
+        keys=seen.keys.bfloat16(),
     )
     wide = replace(
         low,
         entries=replace(low.entries, keys=low.entries.keys.float()),
         queries=low.queries.float(),
+        keys=low.keys.float(),
     )
     assert_equal(judged(scorer, low), judged(scorer, wide), 2e-3)
 
@@ -190,8 +193,9 @@ def test_reconstruction_repeats_every_token_once() -> None:
 
 @pytest.mark.parametrize("variant", [Variant.PAPER, Variant.CODE])
 @pytest.mark.parametrize("length", [3, 20, 21, 27])
-def test_published_requests_quote_the_chunk_before(loop_of, variant, length) -> None:
-    part, block = Reconstruct(chunk=10, variant=variant), tuple(range(100, 100 + length))
+@pytest.mark.parametrize("chunk", [3, 10])
+def test_published_requests_quote_what_came_before(loop_of, variant, length, chunk) -> None:
+    part, block = Reconstruct(chunk=chunk, variant=variant), tuple(range(100, 100 + length))
     asked = part.scratch(block, 0, {"repeat": (1, 2)})
     got = [(list(scratch.ids), *scratch.span) for scratch in asked]
     assert got == loop_of(part).repeats(part, list(block), [1, 2])

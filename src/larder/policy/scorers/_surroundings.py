@@ -1,43 +1,47 @@
-"""What else a query's weights are shared with, besides the entries that are judged."""
+"""What else a query's weights are shared with, besides the entries that are judged.
+
+Keys and positions are copied, one layer's at a time; values have no say in weights, and are zeros
+that take no memory.
+"""
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from larder.core.observation import Entries, Seen
+from larder.core.types import PackedMask
 
 
 def with_own_keys(seen: Seen, entries: Entries) -> Entries:
     """Entries with the pass's own tokens behind those of every head, as plain attention sees them.
 
-    A copy of one layer's keys. What has no place in the cache has no value: zeros stand for it.
+    Their values are zeros.
     """
     heads = range(seen.layer.kv_heads)
     own = list(torch.unbind(seen.keys.to(entries.keys.dtype)))
-    keys = [part for h in heads for part in (entries.head_keys(h), own[h])]
-    nothing = torch.zeros_like(own[0])
-    values = [part for h in heads for part in (entries.head_values(h), nothing)]
     ahead = seen.query_positions.to(entries.positions.dtype)
-    positions = [part for h in heads for part in (entries.head_positions(h), ahead)]
-    lengths = tuple(length + len(ahead) for length in entries.lengths)
-    return _joined(keys, values, positions, lengths)
-
-
-def at(seen: Seen, kept: Tensor) -> Entries:
-    """The entries that a packed mask marks, in storage of their own."""
-    parts = torch.split(kept, list(seen.entries.lengths))
-    heads = range(seen.layer.kv_heads)
     return _joined(
-        [seen.entries.head_keys(h)[parts[h]] for h in heads],
-        [seen.entries.head_values(h)[parts[h]] for h in heads],
-        [seen.entries.head_positions(h)[parts[h]] for h in heads],
-        tuple(int(part.sum()) for part in parts),
+        [torch.cat([entries.head_keys(h), own[h]]) for h in heads],
+        [torch.cat([entries.head_positions(h), ahead]) for h in heads],
     )
 
 
-def _joined(
-    keys: list[Tensor], values: list[Tensor], positions: list[Tensor], lengths: tuple[int, ...]
-) -> Entries:
-    starts = tuple(sum(lengths[:head]) for head in range(len(lengths)))
-    return Entries(torch.cat(keys), torch.cat(values), torch.cat(positions), starts, lengths)
+def keys_of(seen: Seen, marked: PackedMask) -> Entries:
+    """The entries that a packed mask marks; their values are zeros."""
+    marks = torch.split(marked, list(seen.entries.lengths))
+    heads = range(seen.layer.kv_heads)
+    return _joined(
+        [seen.entries.head_keys(h)[marks[h]] for h in heads],
+        [seen.entries.head_positions(h)[marks[h]] for h in heads],
+    )
+
+
+def _joined(keys: list[Tensor], positions: list[Tensor]) -> Entries:
+    lengths = tuple(len(head) for head in keys)
+    starts = tuple(accumulate(lengths, initial=0))[:-1]
+    together = torch.cat(keys)
+    nothing = together.new_zeros(1, 1).expand(together.shape)
+    return Entries(together, nothing, torch.cat(positions), starts, lengths)

@@ -10,8 +10,8 @@ Cache Compression for Large Language Models" (2024), arXiv:2408.00167; EpiCache'
 `larder` and `code` share a query's weight among cached entries only, so that a token that looks
 mostly at its own prompt has as much of a say as any other; the maximum over tokens then compares
 like with like. `paper` takes plain attention, where the prompt's tokens up to the query take their
-share. Nothing follows the released code in two details: it stays in the model's type where this is
-float32, and starts the prompt one position earlier.
+share. No variant follows the released code in two details: scores are float32 here and of the
+model's type there, and there the prompt starts one position earlier.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from larder.policy.scorers._surroundings import with_own_keys
 @dataclass(frozen=True)
 class Patched(Observing):
     """The highest weight that any prompt token of any query head of the group gives an entry.
-
-    How tokens and heads are joined is the policy's to change (`aggregation`, `heads`).
 
     Args:
         prompt: its name: `episode`, `question`, `summarize`, `repeat`, or any other whose text is

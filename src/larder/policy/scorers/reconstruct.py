@@ -3,20 +3,22 @@
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3. The text just read is asked for again, chunk by chunk: a request to
 repeat, then the chunk itself, read behind the cache; an entry's score is the highest weight it
-gets. `paper` and `code` (which agree) do three things that `larder` does not:
+gets. `paper` and `code` are KVzip's own, which agree, and do three things that `larder` does not:
 
-- A weight is shared with the start of the context (the system prompt) and with the repeated copy
+- A weight is shared with the first `opening` tokens (the system prompt) and with the repeated copy
   up to the query; `larder` shares it among the chunk's own cached entries, so that no entry pays
   for how much the copy looks at itself.
 - Chunks are cut at `chunk` tokens; `larder` cuts nearly equal ones. As a weight is a share of its
   chunk, entries of a short last chunk would outrank all others.
-- A request after the first quotes the last tokens of the chunk before it; here they open the
-  answer instead of closing the request.
+- A request after the first quotes the last tokens before its chunk. In the published code they
+  close the request; here they open the answer.
 
-All judge the system prompt like everything else; what must stay is named by `protect`.
+All count chunks from the first token and judge the system prompt like everything else, which the
+published code leaves out; what must stay is named by `protect`.
 
 When the context is read block by block, the repeated block re-scores all survivors, as EpiCache
-adapts the method (arXiv:2509.17396, appendix): nothing remembers older scores.
+adapts the method (arXiv:2509.17396, appendix): nothing remembers older scores. EpiCache's released
+code shares weights as `larder` does there.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, PackedMask, Variant
 from larder.policy.joining import Look
 from larder.policy.scorers._observing import Observing
-from larder.policy.scorers._surroundings import at, with_own_keys
+from larder.policy.scorers._surroundings import keys_of, with_own_keys
 
 QUOTED = 8  # tokens of the chunk before that a request repeats; the paper's number
 
@@ -44,8 +46,9 @@ class Reconstruct(Observing):
 
     Args:
         chunk: the most tokens repeated at a time.
-        opening: tokens at the start that `paper` and `code` share every weight with, the system
-            prompt; `larder` has no use for it.
+        opening: tokens at the start that `paper` and `code` share every weight with: the length of
+            the system prompt, if a context is read whole. Read block by block they are judged, and
+            share weights, in any case; `larder` has no use for it.
         variant: `larder`, or `paper` and `code` as published.
     """
 
@@ -82,7 +85,7 @@ class Reconstruct(Observing):
     def look(self, seen: Seen) -> Look:
         if self.variant is Variant.LARDER:
             return Look(seen.queries, seen.entries.between(*seen.span))
-        shared = at(seen, self._shared(seen))
+        shared = keys_of(seen, self._shared(seen))
         return Look(seen.queries, with_own_keys(seen, shared), seen.query_positions)
 
     def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
