@@ -11,11 +11,13 @@ from torch import Tensor
 
 from builders import a_plan
 from larder.cache.folding import folded
+from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Scored, Stage
 from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.compensation.elastic import Elastic
+from larder.policy.compensation.kvmerger import Kvmerger
 from larder.policy.compensation.razor import Razor
 from lines import judged, line, numbers
 
@@ -183,3 +185,69 @@ def test_razor_is_exact_for_equal_keys() -> None:
     logits = keys[plan.kept] @ query + plan.columns[LOG_COUNT]
     whole = (entries.keys @ query).softmax(0) @ entries.values
     torch.testing.assert_close(logits.softmax(0) @ values[plan.kept], whole)
+
+
+def a_plane() -> Entries:
+    """One head of keys that turn: 0, 10, 30 and 35 degrees, then 90, 95 and 180."""
+    angles = torch.tensor([0.0, 10.0, 30.0, 35.0, 90.0, 95.0, 180.0]).deg2rad()
+    keys, places = torch.stack([angles.cos(), angles.sin()], 1), torch.arange(7, dtype=torch.int32)
+    return Entries(keys, torch.arange(7.0)[:, None].expand(7, 2), places, (0,), (7,))
+
+
+@pytest.mark.parametrize(
+    "scores, kept, degrees, into",
+    [
+        # Sets {0, 10, 30, 35}, {90, 95}, {180} for a cosine of .93: neighbors 20 degrees apart are
+        # alike (.940), and 35 is in the set of 0 though .82 alike. The pivot is the kept one of the
+        # highest score; of {90, 95} nothing is kept.
+        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.0, 0.5], [0, 2, 6], 21.6, {1: 2, 3: 2}),
+        ([0.9, 0.1, 0.3, 0.2, 0.0, 0.0, 0.5], [0, 2, 6], 21.6, {1: 0, 3: 0}),
+        ([0.9, 0.1, 0.9, 0.2, 0.0, 0.0, 0.5], [0, 2, 6], 21.6, {1: 0, 3: 0}),
+        # A cosine of .98 (11.5 degrees): {0, 10}, {30, 35}, {90, 95}, {180}.
+        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], [0, 2, 5], 11.5, {1: 0, 3: 2, 4: 5}),
+    ],
+)
+def test_kvmerger_sets_and_pivots_by_hand(scores, kept, degrees, into) -> None:
+    part, entries = Kvmerger(threshold=math.cos(math.radians(degrees))), a_plane()
+    folds = part.settle(a_plan([kept], (7,)), entries, judged(scores)).folds
+    pairs = zip(folds.sources.tolist(), folds.targets.tolist(), strict=True)
+    assert {source: target for source, target in pairs if source != target} == into
+
+
+def test_kvmerger_weights_by_hand() -> None:
+    # Distances 1 and 3 from the pivot, sigma their mean 2: exp(-1/8) = .8825, exp(-9/8) = .3247.
+    entries = line([0, 1, 2], [4.0, 5.0, 7.0], [1] * 3)
+    plan, scored = a_plan([[0]], (3,)), judged([0.0] * 3)
+    keys, values, _ = numbers(Kvmerger().settle(plan, entries, scored), entries)
+    assert keys == pytest.approx([(4 + 5 * 0.8825 + 7 * 0.3247) / 2.2072], rel=1e-4)
+    assert values == pytest.approx([10 * keys[0]])
+    # Half as wide, sigma = 1: exp(-1/2) = .6065, exp(-9/2) = .0111.
+    [key] = numbers(Kvmerger(width=0.5).settle(plan, entries, scored), entries)[0]
+    assert key == pytest.approx((4 + 5 * 0.6065 + 7 * 0.0111) / 1.6176, rel=1e-4)
+    # Equal keys all weigh the same.
+    same = replace(entries, keys=torch.full((3, 1), 4.0))
+    assert numbers(Kvmerger().settle(plan, same, scored), same)[1] == pytest.approx([160 / 3])
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"threshold": 1.1}, r"threshold must be in \[-1, 1\], got 1\.1"),
+        ({"threshold": math.nan}, "threshold must be in"),
+        ({"width": 0.0}, "width must be above 0, got 0.0"),
+        ({"width": math.inf}, "width must be above 0"),
+    ],
+)
+def test_a_kernel_out_of_range_is_refused(given, said) -> None:
+    with pytest.raises(BadParameter, match=rf"kvmerger\.{said}"):
+        Kvmerger(**given)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_keys_taken_a_few_at_a_time_make_the_same_sets(monkeypatch, rows) -> None:
+    (entries, scored), plan = some([0, 1, 2]), a_plan(KEPT, HELD)
+    whole = Kvmerger(threshold=-0.1).settle(plan, entries, scored).folds
+    monkeypatch.setattr(f"{Kvmerger.__module__}.ROWS", rows)
+    pieces = Kvmerger(threshold=-0.1).settle(plan, entries, scored).folds
+    assert len(whole) and torch.equal(whole.sources, pieces.sources)
+    torch.testing.assert_close(whole.key_weights, pieces.key_weights)

@@ -12,6 +12,7 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed, PackedMask
+from larder.ops.packing import rows_of
 
 Indices = Int64[Tensor, " _"]
 
@@ -36,6 +37,12 @@ def heads_of(packed: Indices, entries: Entries) -> Indices:
     """The kv head of each packed entry."""
     ends = torch.tensor(entries.lengths, device=packed.device).cumsum(0)
     return torch.searchsorted(ends, packed, right=True)
+
+
+def rows_at(packed: Indices, entries: Entries) -> Indices:
+    """Where in the storage packed entries lie."""
+    layout = torch.tensor(entries.starts), torch.tensor(entries.lengths)
+    return rows_of(packed.cpu(), *layout).to(entries.keys.device)
 
 
 def means(weights: Packed, sources: Indices, targets: Indices) -> Folds:
