@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Scored
+from larder.core.plan import Plan
 from larder.core.spelling import name_of
 
 SIGMA = st.floats(-1, 1.0001, allow_nan=False)
@@ -30,7 +31,7 @@ CASES = st.dictionaries(
 MEASURES = {index: (float((7 * index) % 5 + 1),) for index in range(6)}  # of each layer
 WAITING = ("global", "inverse_variance", "prefixkv", "dynamic")
 # Used up to the last entry: over all layers, or in each.
-IN_ALL = ("global", "prefixkv", "dynamic")
+IN_ALL = ("global", "prefixkv", "dynamic", "cake")
 BY_LAYER = ("pooled", "sensitivity", "ada")
 
 
@@ -44,6 +45,15 @@ def ready_of(case: dict[int, Any]) -> tuple[dict[int, Scored], dict[int, int]]:
         lengths = tuple(len(head) for head in heads)
         ready[index] = Scored(scores, protected, lengths, MEASURES[index])
     return ready, {index: quota for index, (_, quota) in case.items()}
+
+
+def chosen(budget: Any, ready: dict[int, Scored], quotas: dict[int, int]) -> dict[int, Plan]:
+    """Plans for all; where layers are cut again, those that lose nothing may have none."""
+    plans = budget.choose(ready, quotas)
+    if budget.recuts:
+        wholes = {i: torch.ones_like(s.protected) for i, s in ready.items()}
+        plans = {i: Plan.from_mask(w, ready[i].lengths) for i, w in wholes.items()} | plans
+    return plans
 
 
 def as_lists(scored: Scored) -> list[list[tuple[float, bool]]]:
@@ -66,7 +76,7 @@ def kept_per_head(plan: Any, lengths: tuple[int, ...]) -> list[list[int]]:
 @given(case=CASES)
 def test_a_budget_equals_its_loop(budget, loop_of, case) -> None:
     ready, quotas = ready_of(case)
-    plans = budget.choose(ready, quotas)
+    plans = chosen(budget, ready, quotas)
     expected = loop_of(budget).choose(
         budget, {i: as_lists(s) for i, s in ready.items()}, quotas, MEASURES
     )
@@ -76,7 +86,7 @@ def test_a_budget_equals_its_loop(budget, loop_of, case) -> None:
 @given(case=CASES)
 def test_a_budget_is_a_bound_and_is_used_up(budget, case) -> None:
     ready, quotas = ready_of(case)
-    plans = budget.choose(ready, quotas)
+    plans = chosen(budget, ready, quotas)
     assert plans.keys() == ready.keys()
     for index, plan in plans.items():
         assert plan.kept.dtype is torch.int64
@@ -125,15 +135,15 @@ def test_head_order_does_not_matter(budget) -> None:
     heads = [torch.randn(length, generator=source) for length in (5, 9, 3)]
     order = [2, 0, 1]
 
-    def chosen(parts: list[torch.Tensor]) -> list[list[int]]:
+    def survivors(parts: list[torch.Tensor]) -> list[list[int]]:
         lengths = tuple(len(part) for part in parts)
         scored = Scored(
             torch.cat(parts), torch.zeros(sum(lengths), dtype=torch.bool), lengths, (1.0,)
         )
         return kept_per_head(budget.choose({0: scored}, {0: 4})[0], lengths)
 
-    straight = chosen(heads)
-    assert chosen([heads[h] for h in order]) == [straight[h] for h in order]
+    straight = survivors(heads)
+    assert survivors([heads[h] for h in order]) == [straight[h] for h in order]
 
 
 def test_a_budget_waits_for_the_layers_it_needs(budget) -> None:

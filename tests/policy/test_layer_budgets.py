@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from builders import a_layer, a_view
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Scored, Stage
 from larder.policy.budgets._selection import evenly
 from larder.policy.budgets.ada import Ada
 from larder.policy.budgets.base import Budget
+from larder.policy.budgets.cake import Cake
 from larder.policy.budgets.dynamic import Dynamic
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.budgets.prefixkv import PrefixKV
@@ -17,6 +25,7 @@ from larder.policy.budgets.pyramid import Pyramid
 from larder.policy.budgets.threshold import Threshold
 from larder.policy.budgets.uniform import Uniform
 from larder.session.policy import FAMILIES
+from references import cake as cake_loop
 
 
 def judged(*heads: list[float], shielded: tuple[int, ...] = ()) -> Scored:
@@ -124,7 +133,89 @@ def test_heads_keep_equally_many_and_the_best_has_the_odd_one() -> None:
     assert evenly(layer, 99).lengths == (4, 4, 1)
 
 
-@pytest.mark.parametrize("name", ["prefixkv", "dynamic"])
+HEADS = [[*range(9)], [0, 2, 3, 5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 32])
+@pytest.mark.parametrize("tau", [(1.0, 1.0), (2.0, 0.5)])
+def test_a_preference_equals_its_loop(window, tau) -> None:
+    part = Cake(window=window, tau1=tau[0], tau2=tau[1])
+    seen = a_view(a_layer(), HEADS, queries=5, seed=4)
+    source = torch.Generator().manual_seed(2)
+    logs = torch.rand(len(seen.entries.keys), generator=source)
+    for columns in ({}, {LOG_COUNT: logs}):
+        view = replace(seen, entries=replace(seen.entries, columns=columns))
+        expected = cake_loop.preference(part, view)
+        (got,) = part.measure(view, torch.zeros(sum(view.entries.lengths)))
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-12)
+        assert (got > 0) == (window > 1)
+
+
+def test_a_layer_is_measured_while_generating_only_until_it_has_a_share() -> None:
+    seen = replace(a_view(a_layer(), HEADS), stage=Stage.GENERATING)
+    for share, numbers in ((torch.full((2,), torch.nan), 1), (torch.full((2,), 6.0), 0)):
+        view = replace(seen, entries=replace(seen.entries, scalars={"quota": share}))
+        assert len(Cake().measure(view, torch.zeros(16))) == numbers
+
+
+def cascade(layers: list[Scored], tokens: int) -> Iterator[dict[int, Scored]]:
+    """What is left of the layers after each of them went by."""
+    ready: dict[int, Scored] = {}
+    quotas = dict.fromkeys(range(len(layers)), tokens)
+    for index, layer in enumerate(layers):
+        ready[index] = layer
+        for cut, plan in Cake().choose(ready, quotas).items():
+            ready[cut] = replace(ready[cut].after(plan), scalars=plan.scalars)
+        yield dict(ready)
+
+
+@given(
+    preferences=st.lists(st.floats(0.0, 1e3), min_size=1, max_size=6),
+    tokens=st.integers(1, 12),
+    held=st.integers(1, 14),
+    seed=st.integers(0, 9),
+)
+def test_layers_are_cut_again_as_more_go_by(preferences, tokens, held, seed) -> None:
+    source = torch.Generator().manual_seed(seed)
+    draws = [torch.rand(2, held, generator=source).tolist() for _ in preferences]
+    layers = [
+        replace(judged(*heads, shielded=(0, held)), measure=(preference,))
+        for heads, preference in zip(draws, preferences, strict=True)
+    ]
+    room = 2 * tokens * len(layers)
+    for count, left in enumerate(cascade(layers, tokens), 1):
+        assert sum(len(layer.scores) for layer in left.values()) == min(room, 2 * held * count)
+        assert all(bool(layer.protected[0]) for layer in left.values())
+    at_once = Cake().choose(dict(enumerate(layers)), dict.fromkeys(range(len(layers)), tokens))
+    for index, plan in at_once.items():
+        assert abs(sum(plan.lengths) - len(left[index].scores)) <= len(layers)
+        if tokens < held:
+            assert left[index].scalars["quota"].tolist() == [len(left[index].scores)] * 2
+
+
+def test_layers_share_by_preference_and_those_to_come_are_counted_as_room() -> None:
+    layers = [replace(judged([1.0] * 12), measure=(p,)) for p in (3.0, 1.0, 2.0)]
+    left = [[len(layer.scores) for layer in ready.values()] for ready in cascade(layers, 4)]
+    assert left == [[12], [9, 3], [6, 2, 4]]
+
+
+def test_layers_to_come_are_taken_for_narrow() -> None:
+    wide = replace(judged([1.0] * 9, [1.0] * 9), measure=(1.0,))
+    narrow = replace(judged([1.0] * 9), measure=(1.0,))
+    plans = Cake().choose({0: wide, 1: narrow}, {0: 3, 1: 3, 2: 3})
+    assert sum(sum(plan.lengths) for plan in plans.values()) == 12
+
+
+def test_a_layer_keeps_its_share_while_generating() -> None:
+    share = {"quota": torch.tensor([3.0, 3.0])}
+    grown = replace(judged([3.0, 2.0, 1.0], [6.0, 5.0]), scalars=share)
+    full = replace(judged([3.0, 2.0], [5.0]), scalars=share)
+    plans = Cake().choose({0: grown, 1: full, 2: full}, {0: 9, 1: 9, 2: 9})
+    assert {i: plan.lengths for i, plan in plans.items()} == {0: (1, 2), 2: (2, 1)}
+    assert not any(plan.scalars for plan in plans.values())
+
+
+@pytest.mark.parametrize("name", ["prefixkv", "dynamic", "cake"])
 def test_layers_that_share_a_pool_are_due_together(name) -> None:
     budget = FAMILIES["budget"].load(name)()
     assert not budget.due({0: 9, 1: 1}, {0: 5, 1: 5})
@@ -139,6 +230,9 @@ def test_layers_that_share_a_pool_are_due_together(name) -> None:
         (lambda: Pyramid(beta=float("nan")), r"pyramid\.beta"),
         (lambda: Ada(safeguard=1.1), r"ada\.safeguard must be in \[0, 1\], got 1\.1"),
         (lambda: Ada(safeguard=-0.1), r"ada\.safeguard"),
+        (lambda: Cake(window=0), r"cake\.window must be at least 1 token, got 0"),
+        (lambda: Cake(tau1=0.0), r"cake\.tau1 must be above 0, got 0\.0"),
+        (lambda: Cake(tau2=float("nan")), r"cake\.tau2"),
         (lambda: Dynamic(least=1.5), r"dynamic\.least must be in \[0, 1\], got 1\.5"),
         (lambda: Dynamic(most=0.5), r"dynamic\.most must be 1 or more, got 0\.5"),
         (lambda: Dynamic(most=float("inf")), r"dynamic\.most"),

@@ -1,0 +1,154 @@
+"""Layers whose attention is spread out and restless get more; all are cut again as layers go by.
+
+Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (2025),
+arXiv:2503.12491, section 4. A layer's preference is H^(1/tau1) * V^(1/tau2): the entropy H of the
+weights that the last queries give, and the variance V of each entry's weight over these queries,
+both summed over entries and heads, the queries' own entries left out (as in the released code).
+The layers judged so far share the whole cache by their preferences, so that memory never waits for
+the last layer, and each can only lose from there on. Within a layer every head keeps its own best,
+equally many. The paper's score of entries is `mean_variance`.
+
+Differences: the released code rounds down and hands what is left over to all layers alike; here the
+sum is exact and what is left over follows the preferences. Its tau are tuned by model and size of
+cache, from 0.4 to 2.3; here they are 1 unless given. Layers still to come are taken to have as many
+heads as the narrowest so far. While text is generated a layer keeps the share it had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.observation import Scored, Seen, Stage
+from larder.core.plan import Plan
+from larder.core.types import Packed
+from larder.ops.apportion import apportion
+from larder.ops.columns import gather_columns
+from larder.policy.aggregation.mean_variance import MeanVariance
+from larder.policy.budgets._selection import evenly, needed
+from larder.policy.budgets.base import Budget, check_size, over_in_all
+
+QUOTA = "quota"  # entries of the layer, all heads together
+MOMENTS = MeanVariance()
+
+
+@dataclass(frozen=True)
+class Cake(Budget):
+    """Layer budgets by entropy and variance of attention, recut while the layers go by.
+
+    Args:
+        tokens: entries per kv head, averaged over layers.
+        kept: the same as a fraction of the context.
+        window: last queries whose weights are looked at, in tokens.
+        tau1: tempers the entropy; higher is more even.
+        tau2: tempers the variance; higher is more even.
+    """
+
+    tokens: int | None = None
+    kept: float | None = None
+    window: int = 32
+    tau1: float = 1.0
+    tau2: float = 1.0
+    ledger = Ledger(scalars=(QUOTA,))
+    recuts = True
+
+    def __post_init__(self) -> None:
+        check_size("cake", self.tokens, self.kept)
+        if self.window < 1:
+            raise BadParameter(f"cake.window must be at least 1 token, got {self.window}.")
+        for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
+            if not 0 < tau < math.inf:
+                raise BadParameter(f"cake.{name} must be above 0, got {tau}.")
+
+    def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
+        """The layer's preference; nothing where its share stands already."""
+        if seen.stage is Stage.GENERATING and not bool(seen.entries.scalars[QUOTA].isnan().any()):
+            return ()
+        entropy, variance = _dispersion(seen, self.window)
+        return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
+
+    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+        return over_in_all(held, allowed)
+
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        """Plans for layers that lose something, and for the newest."""
+        standing = {index: scored for index, scored in ready.items() if not scored.measure}
+        shares = {index: int(scored.scalars[QUOTA][0]) for index, scored in standing.items()}
+        plans = {
+            index: evenly(scored, shares[index])
+            for index, scored in standing.items()
+            if sum(scored.lengths) > shares[index] or index == max(ready)
+        }
+        fresh = {index: scored for index, scored in ready.items() if scored.measure}
+        return plans | self._cut(fresh, quotas)
+
+    def _cut(self, fresh: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        """The layers judged so far share the room of all."""
+        if not fresh:
+            return {}
+        layers = sorted(fresh)
+        heads = {index: len(scored.lengths) for index, scored in fresh.items()}
+        narrowest = min(heads.values())
+        pools = {index: quota * heads.get(index, narrowest) for index, quota in quotas.items()}
+        total, held = sum(pools.values()), [sum(fresh[index].lengths) for index in layers]
+        if total >= sum(held):
+            return {layers[-1]: evenly(fresh[layers[-1]], held[-1])}
+        lows = [min(needed(fresh[index]), pools[index]) for index in layers]
+        sizes = apportion(total, [fresh[index].measure[0] for index in layers], lows, held)
+        return {i: _with_share(fresh[i], size) for i, size in zip(layers, sizes, strict=True)}
+
+
+def _with_share(scored: Scored, size: int) -> Plan:
+    share = scored.scores.new_full((len(scored.lengths),), float(size))
+    return replace(evenly(scored, size), scalars={QUOTA: share})
+
+
+class _Dispersion:
+    """Entropy, and below it variance, of the weights that each entry gets; streamed."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like.new_zeros(like.shape), *MOMENTS.start(like))
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        state[0].sub_(torch.xlogy(weights, weights).sum(1))
+        MOMENTS.fold(state[1:], weights, first, total)
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "N S"]:
+        return torch.cat([state[0], state[2] / max(total - 1, 1)])
+
+
+def _dispersion(seen: Seen, window: int) -> tuple[float, float]:
+    """Entropy and variance of the last queries' weights, over all entries before these queries."""
+    entries, voters = seen.entries, seen.query_positions[-window:]
+    positions = entries.packed_positions()
+    heads = gather_columns(
+        _Dispersion(),
+        seen.queries[:, -window:],
+        entries.keys,
+        torch.tensor(entries.starts),
+        torch.tensor(entries.lengths),
+        seen.layer.scaling,
+        query_positions=voters,
+        key_positions=positions,
+        bias=entries.columns.get(LOG_COUNT),
+    )
+    is_before = torch.split(positions < voters[0], list(entries.lengths))
+    sums = torch.stack(
+        [
+            head[:, before].double().sum(1).view(2, -1).sum(1)
+            for head, before in zip(heads, is_before, strict=True)
+        ]
+    ).sum(0)
+    return max(float(sums[0]), 0.0), float(sums[1])
+
+
+Part = Cake
