@@ -67,6 +67,14 @@ def test_an_odd_chunk_is_halved_anew() -> None:
     assert pairs(Chelsea(3), entries, [1, 2, 4, 5]) == {0: 1, 3: 4}
 
 
+def test_a_chunk_ends_with_its_head() -> None:
+    # 0 is rejected, and what is most like it is the first entry of the next head.
+    one = turned([0.0, 90.0, 80.0, 0.0, 0.0, 0.0])
+    entries = replace(one, starts=(0, 3), lengths=(3, 3))
+    plan = Chelsea(4).settle(a_plan([[1, 2], [0, 1, 2]], (3, 3)), entries, judged([0.0] * 6))
+    assert plan.folds.targets.unique().tolist() == [1]
+
+
 def test_counts_by_hand() -> None:
     # (4 * 1 + 1 * 6) / 5 and (2 * 3 + 9) / 3; all keys point the same way.
     entries = line([0, 1, 2, 3], [1.0, 6.0, 3.0, 9.0], [4, 1, 2, 1])

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -33,6 +33,7 @@ from larder.core.observation import Entries, Scored
 from larder.core.plan import Plan
 from larder.policy.compensation._rejected import (
     Indices,
+    distinct,
     heads_of,
     marked,
     merged_by_count,
@@ -89,30 +90,37 @@ class Chelsea(Compensation):
     ) -> tuple[Float[Tensor, " _"], Indices]:
         """How like each rejected entry its best match is, and which; -inf where there is none."""
         stays = marked(plan, entries)
-        likeness, nearest = torch.zeros(len(gone), device=gone.device), gone.clone()
+        likeness = torch.full((len(stays),), -torch.inf, device=gone.device)
+        nearest = torch.zeros(len(stays), dtype=torch.int64, device=gone.device)
+        firsts, ends = self._chunks(gone, entries)
         step = max(ROWS // self.chunk, 1)
-        for first in range(0, len(gone), step):
-            some = slice(first, first + step)
-            others, may = self._others(gone[some], entries)
-            cosines = _cosines(gone[some], others, entries)
-            best = cosines.masked_fill(~(may & stays[others]), -torch.inf).max(1)
-            likeness[some] = best.values
-            nearest[some] = others.gather(1, best.indices[:, None])[:, 0]
-        return likeness, nearest
+        for some in range(0, len(firsts), step):
+            held = firsts[some : some + step, None] + torch.arange(self.chunk, device=gone.device)
+            there = held < ends[some : some + step, None]
+            held = held.clamp(max=len(stays) - 1)
+            cosines = _cosines(held, entries).masked_fill(
+                ~self._may(there & stays[held]), -torch.inf
+            )
+            best = cosines.max(-1)
+            likeness[held[there]] = best.values[there]
+            nearest[held[there]] = held.gather(1, best.indices)[there]
+        return likeness[gone], nearest[gone]
 
-    def _others(self, gone: Indices, entries: Entries) -> tuple[Tensor, Tensor]:
-        """The packed entries of each one's chunk [F, C], and which of them there are and count."""
+    def _chunks(self, gone: Indices, entries: Entries) -> tuple[Tensor, Tensor]:
+        """Where each chunk that loses an entry begins, and where its head ends, packed."""
         lengths = torch.tensor(entries.lengths, device=gone.device)
+        ends = lengths.cumsum(0)
         heads = heads_of(gone, entries)
-        starts = (lengths.cumsum(0) - lengths)[heads]
-        places = gone - starts  # in their heads
-        among = torch.arange(self.chunk, device=gone.device)
-        others = (places // self.chunk * self.chunk)[:, None] + among
-        may = others < lengths[heads][:, None]
-        if self.halves is Halves.ALTERNATE:
-            may = may & ((others - places[:, None]) % 2 == 1)
-        others = others + starts[:, None]
-        return torch.where(may, others, gone[:, None]), may
+        starts = (ends - lengths)[heads]
+        firsts, _ = distinct(starts + (gone - starts) // self.chunk * self.chunk)
+        return firsts, ends[heads_of(firsts, entries)]
+
+    def _may(self, found: Bool[Tensor, "N C"]) -> Bool[Tensor, "N _ C"]:
+        """Whether an entry of a chunk may join another, if it is found there."""
+        if self.halves is Halves.EVERY:
+            return found[:, None].expand(-1, self.chunk, -1)
+        among = torch.arange(self.chunk, device=found.device)
+        return found[:, None] & ((among[:, None] - among) % 2 == 1)
 
     def _best(self, likeness: Tensor, heads: Indices, kv_heads: int) -> Indices:
         """Which of the matches of each head are merged; of equals the first."""
@@ -124,12 +132,11 @@ class Chelsea(Compensation):
         return order[ranks < merged].sort().values
 
 
-def _cosines(gone: Indices, others: Tensor, entries: Entries) -> Float[Tensor, "F C"]:
-    """The cosine of each entry's key with those of its chunk."""
-    own = normalize(entries.keys[rows_at(gone, entries)].float(), dim=-1)
-    rows = rows_at(others.flatten(), entries).view_as(others)
-    keys = normalize(entries.keys[rows].float(), dim=-1)  # [F, C, D]
-    return (keys @ own[:, :, None])[:, :, 0]
+def _cosines(held: Int64[Tensor, "N C"], entries: Entries) -> Float[Tensor, "N C C"]:
+    """How like each other the keys of a chunk are."""
+    rows = rows_at(held.flatten(), entries).view_as(held)
+    keys = normalize(entries.keys[rows].float(), dim=-1)  # [N, C, D]
+    return keys @ keys.transpose(1, 2)
 
 
 Part = Chelsea

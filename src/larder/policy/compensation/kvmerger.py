@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import normalize
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, Scored
@@ -75,8 +75,8 @@ class Kvmerger(Compensation):
         rows, heads = rows_at(every, entries), heads_of(every, entries)
         alike = rows.new_zeros(len(rows), dtype=torch.float32)
         for first in range(1, len(rows), ROWS):
-            now = entries.keys[rows[first - 1 : first + ROWS]].float()
-            alike[first : first + ROWS] = cosine_similarity(now[1:], now[:-1], dim=-1)
+            keys = normalize(entries.keys[rows[first - 1 : first + ROWS]].float(), dim=-1)
+            alike[first : first + ROWS] = (keys[1:] * keys[:-1]).sum(-1)
         joined = alike >= self.threshold
         joined[1:] &= heads[1:] == heads[:-1]
         joined[:1] = False
