@@ -1,7 +1,7 @@
 """The heads of a layer compete for its entries, and none falls below a share of the average.
 
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
-Inference" (2024), arXiv:2407.11550, algorithm 1 with its safeguard, 0.2 unless given. The released
+Inference" (2024), arXiv:2407.11550, algorithm 1, with a safeguard of 0.2 unless given. The released
 code mixes: what a head wins counts 0.8 and the average 0.2, each head's sum rounded, so that the
 total is met only nearly. Here the best of each head up to the floor are safe, then all heads
 compete for what is left, and the sum is exact. `pooled` is the same without a floor.
