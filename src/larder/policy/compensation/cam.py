@@ -1,7 +1,7 @@
 """Add the values of what is rejected to the kept entries that follow it.
 
-No paper on arXiv; Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs Inference", ICML 2024,
-PMLR 235:58840-58850. A rejected value v joins the next m kept entries of its head as
+Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs Inference" (2024), ICML, PMLR
+235:58840-58850. A rejected value v joins the next m kept entries of its head as
 v / m each, with probability p = clamp(S / mean S of these entries, 0, 1), where S is the attention
 that an entry has received; keys stay as they are. Formula from the released code (its abstract and
 code are all that we have read).
