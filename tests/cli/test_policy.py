@@ -21,13 +21,16 @@ CITING = [
 ]
 
 
+NOT_ON_ARXIV = ("CaM: Cache Merging for Memory-efficient LLMs Inference",)
+
+
 @pytest.mark.parametrize(("slot", "name"), CITING)
 def test_every_citation_of_a_part_is_found(slot: str, name: str) -> None:
     text = docstring(FAMILIES[slot], name)
     found = citations(text)
     # Counted apart from the pattern that finds them: a quoted title with a year behind it.
     assert len(found) == len(re.findall(r'"\s+\(\d{4}\)', text))
-    assert all(c.authors and (c.arxiv or "PMLR" in c.where) for c in found)
+    assert all(c.authors and (c.arxiv or c.title in NOT_ON_ARXIV) for c in found)
     assert all(len(citation.title.split()) > 2 for citation in found), "a title is cut short"
     assert bool(found) != bool(re.search(r"\b[Nn]o paper\b", text))
 
