@@ -124,7 +124,7 @@ def stepper(decoder: Decoder, case: Case, caches: list[SequenceCache]) -> Callab
         else {layer.index: case.prompt for layer in decoder.spec.managed}
     )
     starts = tuple(cache.next_position for cache in caches)
-    tending = Tending(policy.planner, case.prompt, quotas, starts)
+    tending = Tending(policy.planner, case.prompt, (quotas,) * len(caches), starts)
 
     def step() -> None:
         rows = [Row(cache, (7,)) for cache in caches]

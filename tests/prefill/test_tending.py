@@ -48,6 +48,7 @@ POLICIES = {
     "discontinuous": "whole() > protect(sinks=0, recent=3) > column_mass() > uniform() > "
     'split(reading=0.5, strategy="discontinuous", recent=4, every=5)',
 }
+PYRAMID = f"{BLOCKS} > protect(sinks=0, recent=2) > column_mass() > pyramid() > every_step()"
 LONG = ("h2o", "mass")  # the others answer in fewer tokens
 
 
@@ -183,7 +184,7 @@ def test_generated_logits_are_those_of_a_masked_model(overheard, name) -> None:
     overheard.hear_anew()
     cache = after_reading(overheard, policy, CONTEXT)
     tending = tend(a_desk(overheard), policy, [cache])
-    bounded = Bounded(tending, tending.quotas)
+    bounded = Bounded(tending, tending.quotas[0])
     steps = STEPS if name in LONG else STEPS // 3
     [said] = answer(overheard, [cache], bounded, steps)
     assert len(said) == steps and len(set(said)) > 5
@@ -231,7 +232,7 @@ def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
     cache = after_reading(decoder, policy, CONTEXT)
     cache.reserve(QUESTION + 1)
     tending = tend(a_desk(decoder), policy, [cache])
-    bounded = Bounded(tending, tending.quotas)
+    bounded = Bounded(tending, tending.quotas[0])
     held = cache.nbytes
     answer(decoder, [cache], bounded, STEPS // 2)
     fresh = [len(storages) for storages in bounded.storages]
@@ -240,9 +241,9 @@ def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
     assert cache.nbytes == held if name != "mass" else cache.nbytes < 4 * held
 
 
-@pytest.mark.parametrize("name", ["mass", "discontinuous"])
-def test_sequences_of_different_lengths_give_what_each_gives_alone(decoder, name) -> None:
-    policy, contexts = a_policy(POLICIES[name]), (CONTEXT, 9)
+@pytest.mark.parametrize("sentence", [POLICIES["mass"], POLICIES["discontinuous"], PYRAMID])
+def test_sequences_of_different_lengths_give_what_each_gives_alone(decoder, sentence) -> None:
+    policy, contexts = a_policy(sentence), (CONTEXT, 9)
     together = [after_reading(decoder, policy, context) for context in contexts]
     tending = tend(a_desk(decoder), policy, together)
     assert tending.starts == contexts
@@ -268,7 +269,7 @@ def test_a_policy_of_reading_leaves_generating_alone(decoder) -> None:
     watched, plain = (after_reading(decoder, policy, CONTEXT) for _ in range(2))
     assert tend(a_desk(decoder), policy, [plain]) is None
     quotas = dict.fromkeys(range(LAYERS), M)
-    tending = Tending(policy.planner, M, quotas, (CONTEXT,))
+    tending = Tending(policy.planner, M, (quotas,), (CONTEXT,))
     said = answer(decoder, [plain], untended, 20)
     assert answer(decoder, [watched], tending.observer, 20) == said
     mine, its = watched.state(), plain.state()
@@ -281,7 +282,8 @@ def test_a_bound_that_is_broken_is_noticed(decoder) -> None:
     policy = a_policy(POLICIES["h2o"])
     cache = after_reading(decoder, policy, CONTEXT)
     tending = tend(a_desk(decoder), policy, [cache])
-    larger = replace(tending, quotas={layer: quota + 1 for layer, quota in tending.quotas.items()})
-    lax = Bounded(larger, tending.quotas)
+    [quotas] = tending.quotas
+    larger = replace(tending, quotas=({layer: quota + 1 for layer, quota in quotas.items()},))
+    lax = Bounded(larger, quotas)
     answer(decoder, [cache], lax, 10)
     assert lax.wrong

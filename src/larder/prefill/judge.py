@@ -44,6 +44,7 @@ class Judge:
 
     Args:
         caches: one per row of the pass.
+        quotas: entries per kv head of each managed layer, by layer index, one mapping per row.
         meter: told of every change; None where nobody asks, as while generating.
         lengths: true tokens read when the judged tokens are in, one per row.
         stage: whether a context is read or text generated.
@@ -55,7 +56,7 @@ class Judge:
         planner: Planner,
         caches: Sequence[SequenceCache],
         tokens: int,
-        quotas: Mapping[int, int],
+        quotas: Sequence[Mapping[int, int]],
         meter: Meter | None,
         lengths: Sequence[int],
         stage: Stage = Stage.READING,
@@ -88,7 +89,7 @@ class Judge:
     def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
         replaced = 0 if self._scratch_tokens else self._caches[row].replaced_bytes(layer)
         self._note(self._in_flight(layer) + replaced)
-        if layer not in self._quotas:
+        if layer not in self._quotas[row]:
             return
         seen = self._look(row, layer, recorded)
         if not self._scratch_tokens:
@@ -135,7 +136,7 @@ class Judge:
 
     def _carry_out(self, row: int, current: int) -> None:
         cache, ready = self._caches[row], self._ready[row]
-        plans = self._planner.plan(ready, self._quotas, cache.entries)
+        plans = self._planner.plan(ready, self._quotas[row], cache.entries)
         for layer, plan in plans.items():
             judged = ready.pop(layer)
             if self._planner.budget.recuts:

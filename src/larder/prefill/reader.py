@@ -100,8 +100,8 @@ class Reader:
         lane.finish(lane.cache)
 
     def _judge(self, caches: Sequence[SequenceCache], length: int) -> Judge:
-        lengths = [length] * len(caches)
-        return Judge(self.planner, caches, self.tokens, self.quotas, self.meter, lengths)
+        lengths, quotas = [length] * len(caches), [self.quotas] * len(caches)
+        return Judge(self.planner, caches, self.tokens, quotas, self.meter, lengths)
 
     def _fits(self, lanes: Sequence[Lane], new_tokens: int) -> bool:
         """Whether every layer of every lane stays within its budget without any plan."""

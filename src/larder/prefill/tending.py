@@ -20,13 +20,13 @@ class Tending:
 
     Args:
         tokens: M, entries per kv head averaged over the managed layers.
-        quotas: the same per managed layer, by layer index.
+        quotas: the same per managed layer, by layer index, for each cache of the generation.
         starts: true positions where generating began, one per cache of the generation.
     """
 
     planner: Planner
     tokens: int
-    quotas: Mapping[int, int]
+    quotas: tuple[Mapping[int, int], ...]
     starts: tuple[int, ...]
 
     def observer(
@@ -40,7 +40,8 @@ class Tending:
         """
         caches = [row.cache for row in rows]
         lengths = [row.cache.next_position + len(row.ids) for row in rows]
-        quotas = self._quotas(max(steps, default=0))
+        pairs = zip(numbers, steps, strict=True)
+        quotas = [self._quotas(number, step) for number, step in pairs]
         judge = Judge(
             self.planner,
             caches,
@@ -52,14 +53,15 @@ class Tending:
             [self.starts[number] for number in numbers],
             Carry.EVICT,
         )
-        turns = [Turn.LAST if self._is_due(row, quotas) else Turn.WATCH for row in rows]
+        due = [self._is_due(row, own) for row, own in zip(rows, quotas, strict=True)]
+        turns = [Turn.LAST if is_due else Turn.WATCH for is_due in due]
         asked = [Scratch(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
         judge.expect(asked, turns, 0)
         return judge
 
-    def _quotas(self, step: int) -> dict[int, int]:
-        timing = self.planner.timing
-        return {layer: timing.quota(q, self.tokens, step) for layer, q in self.quotas.items()}
+    def _quotas(self, number: int, step: int) -> dict[int, int]:
+        timing, quotas = self.planner.timing, self.quotas[number]
+        return {layer: timing.quota(q, self.tokens, step) for layer, q in quotas.items()}
 
     def _is_due(self, row: Row, quotas: Mapping[int, int]) -> bool:
         """Whether more will be held than may be, once the row is read."""

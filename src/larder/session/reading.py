@@ -175,14 +175,17 @@ def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending
     """What keeps caches within the policy's budget while text is generated over them.
 
     None where the policy lets what is generated stay whole.
+
+    Args:
+        caches: at least one.
     """
     if policy.timing.excess() is None:
         return None
     starts = tuple(cache.next_position for cache in caches)
     tokens = tokens_of(policy)
     reading = policy.timing.reading_tokens(tokens)
-    planner, quotas = _ready(desk, policy, reading, max(starts, default=0))
-    return Tending(planner, tokens, quotas, starts)
+    ready = [_ready(desk, policy, reading, start) for start in starts]
+    return Tending(ready[0][0], tokens, tuple(quotas for _, quotas in ready), starts)
 
 
 def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Planner, dict[int, int]]:
