@@ -43,7 +43,7 @@ class Growing:
             kept = a_plan([range(min(prompt, reading))] * 2, [prompt] * 2)
             self.cache.apply(index, kept)
         quotas = planner.quotas(reading, prompt, MANAGED, {})
-        self.tending = Tending(planner, TOKENS, quotas, (prompt,))
+        self.tending = Tending(planner, TOKENS, (quotas,), (prompt,))
 
     def go_on(self, passes: list[int]) -> list[list[tuple[int, ...]]]:
         """Entries of each head of the managed layers, after each pass."""
