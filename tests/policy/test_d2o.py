@@ -129,7 +129,8 @@ def test_layers_share_one_pool_exactly(spreads, heads, same, tokens, held, rule,
     expected = split_by_loop(part, lists, [tokens] * len(heads), spreads)
     got = [plans[i].lengths[0] for i in range(len(heads))]
     assert all(abs(a - b) <= 1 for a, b in zip(got, expected, strict=True))
-    assert all(float(plans[i].scalars["quota"][0]) == got[i] for i in plans)
+    shares = [float(plans[i].scalars["share"][0]) for i in plans]
+    assert shares == pytest.approx([kept / tokens for kept in got])
 
 
 def test_shares_by_hand() -> None:
@@ -167,7 +168,7 @@ def test_a_measure_is_the_variance_of_what_entries_received() -> None:
     seen = a_view(a_layer(2, 1), [range(5), range(3)], 2)
     heads = torch.split(seen.entries.column("mass"), [5, 3])
     variances = [float(((h - h.mean()) ** 2).sum() / (len(h) - 1)) for h in heads]
-    seen = replace(seen, entries=replace(seen.entries, scalars={"quota": torch.full((2,), 7.0)}))
+    seen = replace(seen, entries=replace(seen.entries, scalars={"share": torch.full((2,), 7.0)}))
     measured = InverseVariance().measure(seen, torch.zeros(8))
     assert measured == pytest.approx((sum(variances) / 2,))
     (low, high) = sorted(variances)
@@ -179,17 +180,34 @@ def test_a_measure_is_the_variance_of_what_entries_received() -> None:
 
 def test_while_generating_a_layer_keeps_its_share() -> None:
     ready = {
-        i: replace(s, scalars={"quota": torch.tensor([float(10 + i)])}, stage=Stage.GENERATING)
+        i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, stage=Stage.GENERATING)
         for i, s in layers_of([1, 1], 30).items()
     }
     plans = InverseVariance().choose({0: ready[0]}, {0: 20, 1: 20})
     assert {i: plan.lengths for i, plan in plans.items()} == {0: (10,)}
     assert InverseVariance().choose(ready, {0: 20, 1: 20})[1].lengths == (11,)
+    assert InverseVariance().choose(ready, {0: 40, 1: 40})[1].lengths == (22,)
 
 
 def test_layers_that_share_are_due_when_all_together_are_over() -> None:
     assert not InverseVariance().due({0: 30, 1: 10}, {0: 20, 1: 20})
     assert InverseVariance().due({0: 31, 1: 10}, {0: 20, 1: 20})
+
+
+def test_equal_likenesses_share_one_fate() -> None:
+    """Rounding puts the mean of equal numbers above or below them."""
+    source = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        row = torch.randn(4, generator=source)
+        kept = torch.randn(4, generator=source)
+        keys = torch.cat([kept[None], row.expand(50, 4)])
+        places = torch.arange(51, dtype=torch.int32)
+        scalars = {"tau": torch.tensor([math.nan])}
+        entries = Entries(keys, keys, places, (0,), (51,), {}, scalars)
+        for _ in range(3):
+            plan = FoldEma().settle(a_plan([[0]], (51,)), entries, judged((51,)))
+            assert len(plan.folds) == 51
+            entries = replace(entries, scalars=plan.scalars)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.5, math.nan])

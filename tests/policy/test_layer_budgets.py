@@ -154,7 +154,7 @@ def test_a_preference_equals_its_loop(window, tau) -> None:
 def test_a_layer_is_measured_while_generating_only_until_it_has_a_share() -> None:
     seen = replace(a_view(a_layer(), HEADS), stage=Stage.GENERATING)
     for share, numbers in ((torch.full((2,), torch.nan), 1), (torch.full((2,), 6.0), 0)):
-        view = replace(seen, entries=replace(seen.entries, scalars={"quota": share}))
+        view = replace(seen, entries=replace(seen.entries, scalars={"share": share}))
         assert len(Cake().measure(view, torch.zeros(16))) == numbers
 
 
@@ -190,7 +190,8 @@ def test_layers_are_cut_again_as_more_go_by(preferences, tokens, held, seed) -> 
     for index, plan in at_once.items():
         assert abs(sum(plan.lengths) - len(left[index].scores)) <= len(layers)
         if tokens < held:
-            assert left[index].scalars["quota"].tolist() == [len(left[index].scores)] * 2
+            share = len(left[index].scores) / (2 * tokens)
+            assert left[index].scalars["share"].tolist() == pytest.approx([share] * 2)
 
 
 def test_layers_share_by_preference_and_those_to_come_are_counted_as_room() -> None:
@@ -207,7 +208,7 @@ def test_layers_to_come_are_taken_for_narrow() -> None:
 
 
 def test_a_layer_keeps_its_share_while_generating() -> None:
-    share = {"quota": torch.tensor([3.0, 3.0])}
+    share = {"share": torch.tensor([3.0, 3.0]) / 18}
     grown = replace(judged([3.0, 2.0, 1.0], [6.0, 5.0]), scalars=share)
     full = replace(judged([3.0, 2.0], [5.0]), scalars=share)
     plans = Cake().choose({0: grown, 1: full, 2: full}, {0: 9, 1: 9, 2: 9})
@@ -231,7 +232,7 @@ def test_layers_that_share_a_pool_are_due_together(name) -> None:
         (lambda: Ada(safeguard=1.1), r"ada\.safeguard must be in \[0, 1\], got 1\.1"),
         (lambda: Ada(safeguard=-0.1), r"ada\.safeguard"),
         (lambda: Cake(window=0), r"cake\.window must be at least 1 token, got 0"),
-        (lambda: Cake(tau1=0.0), r"cake\.tau1 must be above 0, got 0\.0"),
+        (lambda: Cake(tau1=0.0), r"cake\.tau1 must be at least 0\.05, got 0\.0"),
         (lambda: Cake(tau2=float("nan")), r"cake\.tau2"),
         (lambda: Dynamic(least=1.5), r"dynamic\.least must be in \[0, 1\], got 1\.5"),
         (lambda: Dynamic(most=0.5), r"dynamic\.most must be 1 or more, got 0\.5"),

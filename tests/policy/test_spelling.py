@@ -17,7 +17,8 @@ from larder.core.family import Family
 from larder.core.spelling import spell
 from larder.policy.joining import Unasked, Unobserved
 from larder.policy.protect import Protect
-from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
+from larder.policy.timing.prefill_only import PrefillOnly
+from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy, judges_by_prompts
 from larder.session.presets import PRESETS
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
@@ -72,6 +73,8 @@ def test_any_policy_round_trips(slots) -> None:
             parts[slot] = kind()
     if parts["scorer"].published() is None:
         parts |= {"aggregation": Unobserved(), "heads": Unasked()}
+    if judges_by_prompts(parts["scorer"]):
+        parts["timing"] = PrefillOnly()
     policy = Policy(**parts)
     written = str(policy)
     assert Policy.parse(written) == policy
@@ -95,6 +98,9 @@ def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
 
 
 WRONG = {
+    "patched() > every_step()": (SpellingError, "not read while text is generated"),
+    'snapkv(variant="code") > lagged()': (SpellingError, "take another scorer"),
+    "cake(tau1=0.001)": (BadParameter, "cake.tau1 must be at least 0.05, got 0.001"),
     "keydiff() > max()": (SpellingError, "looks at no attention, so max() has nothing to join"),
     "snapkw()": (UnknownName, "Did you mean 'snapkv'"),
     "epicash": (UnknownName, "Did you mean 'epicache'"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from larder.core.errors import BudgetError
 from larder.core.spelling import spell
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
@@ -35,6 +36,7 @@ class Counting:
     most: int
     over: list[int] = field(default_factory=list)
     passes: int = 0
+    held: int = 0
 
     def __call__(self, numbers: Any, rows: Any, steps: Any) -> Any:
         inner = self.tending.observer(numbers, rows, steps)
@@ -43,6 +45,7 @@ class Counting:
         def watch(row: int, layer: int, recorded: Recorded) -> None:
             inner(row, layer, recorded)
             held = rows[row].cache.managed_entries
+            self.held = held
             # Layers that this pass has not reached yet hold what they held, those behind it less.
             if layer == LAYERS - 1 and held > self.most:
                 self.over.append(held)
@@ -90,7 +93,7 @@ def while_generating(slot: str) -> Iterator[str]:
     scorer=st.sampled_from(sorted(while_generating("scorer"))),
     budget=st.sampled_from(sorted(while_generating("budget"))),
     compensation=st.sampled_from(FAMILIES["compensation"].names()),
-    timing=st.sampled_from(["every_step()", "lagged(tokens=3)"]),
+    timing=st.sampled_from(["every_step()", "lagged(tokens=3)", "split(reading=0.6)"]),
     sinks=st.integers(0, 2),
     recent=st.integers(0, 3),
     context=st.integers(1, 50),
@@ -103,6 +106,23 @@ def test_the_bound_holds_at_every_step(
     sentence = f"blockwise(tokens=8) > protect(sinks={sinks}, recent={recent}) > {parts}"
     counting = generated(decoder, sentence, 20, context, 16)
     assert counting.over == [], f"{spell(counting.tending.planner.budget)}: {counting.most}"
+
+
+@pytest.mark.parametrize("budget", sorted(set(while_generating("budget")) - {"threshold"}))
+def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) -> None:
+    parts = f"column_mass() > {budget}() > drop() > split(reading=0.6)"
+    sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > {parts}"
+    counting = generated(decoder, sentence, 20, 40, 24)
+    assert counting.over == []
+    assert counting.held > 0.9 * counting.most
+
+
+def test_more_recent_tokens_than_there_is_room_for_are_refused(decoder) -> None:
+    sentence = (
+        "whole() > protect(sinks=0, recent=9) > column_mass() > uniform() > split(reading=0.6)"
+    )
+    with pytest.raises(BudgetError, match=r"leaves generated text 8 of 20 entries, fewer than"):
+        generated(decoder, sentence, 20, 40, 4)
 
 
 def test_more_than_the_bound_is_noticed(decoder) -> None:

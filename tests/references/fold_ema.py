@@ -28,7 +28,7 @@ def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -
     for head, found in enumerate(best):
         folded: dict[int, list[tuple[float, int]]] = {}
         for s, (u, j) in found.items():
-            if part.threshold.value == "none" or judged[head][s] >= taus[head]:
+            if part.threshold.value == "none" or judged[head][s] >= taus[head] - 1e-5:
                 folded.setdefault(j, []).append((u, s))
         for entry in outcome.heads[head]:
             if entry.kept in folded:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 
 import torch
@@ -89,21 +90,18 @@ class SequenceCache:
 
     def apply(self, layer: int, plan: Plan) -> None:
         """Carry out a plan in one layer; what it rejects is freed at once."""
-        self._check()
-        self._stores[layer].apply(plan)
-        self.plans += 1
+        with self._changing():
+            self._stores[layer].apply(plan)
 
     def evict(self, layer: int, plan: Plan) -> None:
         """Carry out a plan; what it rejects becomes room for the tokens that come next."""
-        self._check()
-        self._stores[layer].evict(plan)
-        self.plans += 1
+        with self._changing():
+            self._stores[layer].evict(plan)
 
     def note(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         """Replace columns of the ledger in one layer, one number per row of its storage."""
-        self._check()
-        self._stores[layer].note(columns)
-        self.plans += 1
+        with self._changing():
+            self._stores[layer].note(columns)
 
     def spoil(self) -> None:
         """A pass failed after some layers had carried out their plans: no layer may be used."""
@@ -197,6 +195,17 @@ class SequenceCache:
             self._take_back(handed, given)
             raise
         return handed
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Count a change that cannot be taken back; broken off halfway it may have happened."""
+        self._check()
+        self.plans += 1
+        try:
+            yield
+        except CacheError:  # refused: nothing has changed
+            self.plans -= 1
+            raise
 
     def _take_back(self, handed: Mapping[str, Tensor], given: list[int]) -> None:
         for index in given:

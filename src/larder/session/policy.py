@@ -114,6 +114,7 @@ class Policy:
             )
         given = dict(zip(slots, calls, strict=True))
         chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in JOINING}
+        _check_timing(chosen["scorer"], chosen["timing"])
         return Policy(**chosen, **_joining(chosen["scorer"], given))
 
     def __str__(self) -> str:
@@ -177,6 +178,20 @@ def _blocked(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
             "raise --budget."
         )
     return replace(schedule, tokens=size)  # pyright: ignore
+
+
+def _check_timing(scorer: Scorer, timing: Timing) -> None:
+    """Raises: SpellingError: a prompt of the scorer's own would have to be read at every step."""
+    if timing.excess() is not None and judges_by_prompts(scorer):
+        raise SpellingError(
+            f"{spell(scorer)} judges by prompts read behind the cache, which are not read while "
+            f"text is generated: leave {spell(timing)} out, or take another scorer."
+        )
+
+
+def judges_by_prompts(scorer: Scorer) -> bool:
+    """Whether a scorer has anything read behind the cache before it judges."""
+    return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.wanted(), (0,))))
 
 
 def _joining(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.conversation import Conversation
-from larder.core.errors import InputError
+from larder.core.errors import BudgetError, InputError
 from larder.core.ledger import Ledger
 from larder.core.observation import Prompts
+from larder.core.spelling import spell
 from larder.models.decoder import Decoder
 from larder.policy.budgets.base import Calibration
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
@@ -158,6 +159,7 @@ def build(
     for book in books:
         require(book, policy.scorer.wanted())
     tokens = policy.timing.reading_tokens(tokens_of(policy))
+    _check_room(policy)
     planner, quotas = _ready(desk, policy, tokens, len(ids))
     form = Form.DENSE if tokens == WITHOUT_LIMIT else Form.RAGGED
     shelf, reader = Shelf(spec, ()), Reader(desk.decoder, planner, tokens, quotas, meter)
@@ -196,6 +198,18 @@ def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Plann
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, facts)
+
+
+def _check_room(policy: Policy) -> None:
+    """Raises: BudgetError: recent tokens are protected that generated text has no room for."""
+    tokens = tokens_of(policy)
+    recent, room = policy.protect.recent_tokens(tokens), policy.timing.room(tokens)
+    if recent > room:
+        raise BudgetError(
+            f"{spell(policy.timing)} leaves generated text {room} of {tokens} entries, fewer than "
+            f"the {recent} recent tokens that {spell(policy.protect)} keeps: raise --budget, or "
+            "protect fewer."
+        )
 
 
 def tokens_of(policy: Policy) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -64,3 +66,20 @@ def needed(scored: Scored) -> int:
     """Entries of a layer without which some head could not keep all that is protected in it."""
     most = max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
     return min(most * len(scored.lengths), sum(scored.lengths))
+
+
+SHARE = "share"  # of the average budget, kept as a scalar while text is generated
+
+
+def standing(scored: Scored, quota: int) -> int:
+    """The entries that a layer's share is worth under a quota, rounded down.
+
+    A float32 share may lie a little below the whole number that it stands for.
+    """
+    return int(float(scored.scalars[SHARE][0]) * quota + 1e-3)
+
+
+def with_share(plan: Plan, scored: Scored, entries: int, quota: int) -> Plan:
+    """A plan that has the cache remember how much of a quota a layer was given."""
+    share = scored.scores.new_full((len(scored.lengths),), entries / quota)
+    return replace(plan, scalars={SHARE: share})

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -32,11 +32,13 @@ from larder.core.types import Packed
 from larder.ops.apportion import apportion
 from larder.ops.columns import gather_columns
 from larder.policy.aggregation.mean_variance import MeanVariance
-from larder.policy.budgets._selection import evenly, needed
+from larder.policy.budgets._selection import SHARE, evenly, needed, standing, with_share
 from larder.policy.budgets.base import Budget, check_size, over_in_all
 
-QUOTA = "quota"  # entries of the layer, all heads together
 MOMENTS = MeanVariance()
+
+
+LEAST_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Cake(Budget):
     window: int = 32
     tau1: float = 1.0
     tau2: float = 1.0
-    ledger = Ledger(scalars=(QUOTA,))
+    ledger = Ledger(scalars=(SHARE,))
     recuts = True
 
     def __post_init__(self) -> None:
@@ -64,12 +66,12 @@ class Cake(Budget):
         if self.window < 1:
             raise BadParameter(f"cake.window must be at least 1 token, got {self.window}.")
         for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
-            if not 0 < tau < math.inf:
-                raise BadParameter(f"cake.{name} must be above 0, got {tau}.")
+            if not LEAST_TAU <= tau < math.inf:
+                raise BadParameter(f"cake.{name} must be at least {LEAST_TAU}, got {tau}.")
 
     def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
         """The layer's preference; nothing where its share stands already."""
-        if seen.stage is Stage.GENERATING and not bool(seen.entries.scalars[QUOTA].isnan().any()):
+        if seen.stage is Stage.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         entropy, variance = _dispersion(seen, self.window)
         return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
@@ -79,11 +81,14 @@ class Cake(Budget):
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
         """Plans for layers that lose something, and for the newest."""
-        standing = {index: scored for index, scored in ready.items() if not scored.measure}
-        shares = {index: int(scored.scalars[QUOTA][0]) for index, scored in standing.items()}
+        judged = {index: scored for index, scored in ready.items() if not scored.measure}
+        shares = {
+            index: standing(scored, quotas[index] * len(scored.lengths))
+            for index, scored in judged.items()
+        }
         plans = {
             index: evenly(scored, shares[index])
-            for index, scored in standing.items()
+            for index, scored in judged.items()
             if sum(scored.lengths) > shares[index] or index == max(ready)
         }
         fresh = {index: scored for index, scored in ready.items() if scored.measure}
@@ -102,12 +107,10 @@ class Cake(Budget):
             return {layers[-1]: evenly(fresh[layers[-1]], held[-1])}
         lows = [min(needed(fresh[index]), pools[index]) for index in layers]
         sizes = apportion(total, [fresh[index].measure[0] for index in layers], lows, held)
-        return {i: _with_share(fresh[i], size) for i, size in zip(layers, sizes, strict=True)}
-
-
-def _with_share(scored: Scored, size: int) -> Plan:
-    share = scored.scores.new_full((len(scored.lengths),), float(size))
-    return replace(evenly(scored, size), scalars={QUOTA: share})
+        return {
+            i: with_share(evenly(fresh[i], size), fresh[i], size, pools[i])
+            for i, size in zip(layers, sizes, strict=True)
+        }
 
 
 class _Dispersion:

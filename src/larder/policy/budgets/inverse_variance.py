@@ -12,6 +12,10 @@ which compares heads and not layers, and keeps layers 0, 1 and the last whole; h
 the floors of the others leave room, because a budget is a bound. Floors are a hundredth of the
 longest layer (released code), at least 16 entries and what is protected.
 
+The paper's 3 : 1 of heavy hitters to recent tokens holds in every layer. `protect` counts its
+recent tokens by the average budget instead, so that a layer with a small share keeps few or no
+heavy hitters beside them: protect fewer where that hurts.
+
 Shares are found whenever text is read and the budget is full; while text is generated a layer keeps
 the share it had.
 """
@@ -21,7 +25,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -33,11 +37,10 @@ from larder.core.observation import Scored, Seen, Stage
 from larder.core.plan import Plan
 from larder.core.types import Packed, Variant
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import best_per_head
+from larder.policy.budgets._selection import SHARE, best_per_head, standing, with_share
 from larder.policy.budgets.base import Budget, check_size, over_in_all
 
 FLOOR_TOKENS, FLOOR_SHARE = 16, 0.01
-QUOTA = "quota"
 DECAY = 4.0  # e-foldings from the layer of lowest variance to that of the highest
 
 
@@ -72,7 +75,7 @@ class InverseVariance(Budget):
     temperature: float = 1.0
     variant: Variant = Variant.LARDER
     tallies = frozenset({"mass"})
-    ledger = Ledger(scalars=(QUOTA,))
+    ledger = Ledger(scalars=(SHARE,))
 
     def __post_init__(self) -> None:
         check_size("inverse_variance", self.tokens, self.kept)
@@ -83,7 +86,7 @@ class InverseVariance(Budget):
 
     def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
         """F of the layer; nothing where its share stands already."""
-        if seen.stage is Stage.GENERATING and not bool(seen.entries.scalars[QUOTA].isnan().any()):
+        if seen.stage is Stage.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         heads = torch.split(seen.entries.column("mass"), list(seen.entries.lengths))
         spreads = torch.stack([_variance(head) for head in heads])
@@ -96,10 +99,10 @@ class InverseVariance(Budget):
         return over_in_all(held, allowed)
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        standing = {index: scored for index, scored in ready.items() if not scored.measure}
+        judged = {index: scored for index, scored in ready.items() if not scored.measure}
         plans = {
-            index: best_per_head(scored, int(scored.scalars[QUOTA][0]))
-            for index, scored in standing.items()
+            index: best_per_head(scored, standing(scored, quotas[index]))
+            for index, scored in judged.items()
         }
         fresh = {index: scored for index, scored in ready.items() if scored.measure}
         if len(fresh) < len(quotas):
@@ -110,8 +113,8 @@ class InverseVariance(Budget):
             if tokens is None:
                 plans[index] = best_per_head(scored, max(scored.lengths))
                 continue
-            share = scored.scores.new_full((len(scored.lengths),), float(tokens))
-            plans[index] = replace(best_per_head(scored, tokens), scalars={QUOTA: share})
+            plan = best_per_head(scored, tokens)
+            plans[index] = with_share(plan, scored, tokens, quotas[index])
         return plans
 
     def _split(self, fresh: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, int]:

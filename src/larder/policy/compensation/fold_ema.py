@@ -33,6 +33,7 @@ from larder.policy.compensation._rejected import distinct, heads_of, marked, rej
 from larder.policy.compensation.base import Compensation
 
 TAU = "tau"
+TIE = 1e-5  # so that rounding does not decide between equal likenesses
 
 
 class Likeness(Enum):
@@ -95,7 +96,7 @@ class FoldEma(Compensation):
             judged, means = likeness, _means(likeness, heads, compared, len(entries.lengths))
         tau = self._moved(entries.scalars[TAU], means)
         if self.threshold is Threshold.EMA:
-            compared = compared & (judged >= tau[heads])
+            compared = compared & (judged >= tau[heads] - TIE)
         folds = self._folds(gone[compared], nearest[compared], likeness[compared])
         return replace(plan, folds=folds, scalars={**plan.scalars, TAU: tau})
 

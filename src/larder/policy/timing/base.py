@@ -35,6 +35,14 @@ class Timing(ABC):
         del tokens, step
         return quota
 
+    def room(self, tokens: int) -> int:
+        """Entries per kv head that generated text has from the start, where it has its own.
+
+        Args:
+            tokens: M; all of it, where generated text competes with what was read.
+        """
+        return tokens
+
     def spares(self, positions: Int[Tensor, " T"], start: int) -> PackedMask:
         """Marks entries that stay whatever their score while generating from `start` on."""
         del start

@@ -72,6 +72,9 @@ class Split(Timing):
             return quota + free
         return quota + min(free, self.recent + step // self.every)
 
+    def room(self, tokens: int) -> int:
+        return self.quota(0, tokens, 0)
+
     def spares(self, positions: Int[Tensor, " T"], start: int) -> PackedMask:
         """What was read."""
         return positions < start
