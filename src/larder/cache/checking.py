@@ -1,10 +1,12 @@
-"""What every store asks of a plan before it changes anything."""
+"""What is asked of a plan before a store changes anything, and of a saved layer."""
 
 from __future__ import annotations
 
 import torch
 
 from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries
 from larder.core.plan import Plan
 
 
@@ -41,4 +43,15 @@ def refuse_grades(plan: Plan) -> None:
         raise CacheError(
             "A cache of one precision cannot give entries different grades, but the plan asks for "
             "it: use a compensation that lowers no precision."
+        )
+
+
+def check_ledger(ledger: Ledger, layer: int, held: Entries) -> None:
+    """See that a saved layer remembers what its ledger names. Raises: CacheError: it does not."""
+    found = sorted([*held.columns, *held.scalars])
+    named = sorted(ledger.columns + ledger.scalars)
+    if found != named:
+        raise CacheError(
+            f"Layer {layer} of the saved cache remembers {', '.join(found) or 'nothing'}, but its "
+            f"description names {', '.join(named) or 'nothing'}: build the cache again."
         )

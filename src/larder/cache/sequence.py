@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from larder.cache.base import Store
+from larder.cache.checking import check_ledger
 from larder.cache.dense import Dense
 from larder.cache.ragged import Ragged
 from larder.cache.window import Window
@@ -198,7 +199,7 @@ class SequenceCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Count a change that cannot be taken back; broken off halfway it may have happened."""
+        """Count a change that cannot be taken back: broken off halfway, it may have happened."""
         self._check()
         self.plans += 1
         try:
@@ -269,7 +270,7 @@ class SequenceCache:
                 )
             cache._stores[index] = fill(store, own)
         for layer in spec.managed:
-            _check_ledger(cache.ledger, layer.index, cache.entries(layer.index))
+            check_ledger(cache.ledger, layer.index, cache.entries(layer.index))
         cache.next_position = int(meta["next_position"])
         return cache
 
@@ -282,16 +283,6 @@ def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> di
         for name, t in state.items()
         if name.startswith(prefix)
     }
-
-
-def _check_ledger(ledger: Ledger, layer: int, held: Entries) -> None:
-    found = sorted([*held.columns, *held.scalars])
-    named = sorted(ledger.columns + ledger.scalars)
-    if found != named:
-        raise CacheError(
-            f"Layer {layer} of the saved cache remembers {', '.join(found) or 'nothing'}, but its "
-            f"description names {', '.join(named) or 'nothing'}: build the cache again."
-        )
 
 
 def _store(layer: LayerSpec, spec: ModelSpec, form: Form, ledger: Ledger) -> Store:

@@ -204,7 +204,7 @@ def _check_room(policy: Policy) -> None:
     """Raises: BudgetError: recent tokens are protected that generated text has no room for."""
     tokens = tokens_of(policy)
     recent, room = policy.protect.recent_tokens(tokens), policy.timing.room(tokens)
-    if recent > room:
+    if room is not None and recent > room:
         raise BudgetError(
             f"{spell(policy.timing)} leaves generated text {room} of {tokens} entries, fewer than "
             f"the {recent} recent tokens that {spell(policy.protect)} keeps: raise --budget, or "

@@ -63,9 +63,9 @@ class FoldEma(Compensation):
 
     Args:
         beta: how fast the threshold follows, in (0, 1].
-        threshold: what must be passed to be folded.
-        likeness: whether keys or values are compared.
-        weights: by likeness, or the plain average.
+        threshold: `ema`, or `none` to fold everything.
+        likeness: whether `keys` or `values` are compared.
+        weights: `exponential` in the likeness, or the plain `average`.
         variant: `larder` and `paper`, or `code`.
     """
 

@@ -35,13 +35,12 @@ class Timing(ABC):
         del tokens, step
         return quota
 
-    def room(self, tokens: int) -> int:
-        """Entries per kv head that generated text has from the start, where it has its own.
+    def room(self, tokens: int) -> int | None:
+        """Entries per kv head that generated text has from the start, under a budget of `tokens`.
 
-        Args:
-            tokens: M; all of it, where generated text competes with what was read.
+        None where it has none of its own and competes with what was read.
         """
-        return tokens
+        del tokens
 
     def spares(self, positions: Int[Tensor, " T"], start: int) -> PackedMask:
         """Marks entries that stay whatever their score while generating from `start` on."""

@@ -72,7 +72,7 @@ class Split(Timing):
             return quota + free
         return quota + min(free, self.recent + step // self.every)
 
-    def room(self, tokens: int) -> int:
+    def room(self, tokens: int) -> int | None:
         return self.quota(0, tokens, 0)
 
     def spares(self, positions: Int[Tensor, " T"], start: int) -> PackedMask:
