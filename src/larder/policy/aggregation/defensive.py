@@ -19,21 +19,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.policy.aggregation.base import Aggregation
+from larder.policy.aggregation.max import Max
 
 
 @dataclass(frozen=True)
-class Defensive(Aggregation):
+class Defensive(Max):
     """The best query counts, and nobody falls below the mean."""
-
-    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
-        return (like.new_zeros(like.shape),)
-
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
-        del first, total
-        torch.maximum(state[0], weights.amax(1), out=state[0])
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
         del total

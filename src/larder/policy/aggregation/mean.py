@@ -13,21 +13,12 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.policy.aggregation.base import Aggregation
+from larder.policy.aggregation.sum import Sum
 
 
 @dataclass(frozen=True)
-class Mean(Aggregation):
+class Mean(Sum):
     """Queries are averaged; one that cannot see an entry counts as 0."""
-
-    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
-        return (like.new_zeros(like.shape),)
-
-    def fold(
-        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
-    ) -> None:
-        del first, total
-        state[0].add_(weights.sum(1))
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
         return state[0] / max(total, 1)

@@ -6,31 +6,20 @@ Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of La
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Entries
-from larder.core.spec import LayerSpec
-from larder.policy.budgets.base import Calibration
-from larder.policy.heads.base import HeadRule
+from larder.policy.heads._groups import GroupRule
 
 
 @dataclass(frozen=True)
-class GroupMean(HeadRule):
+class GroupMean(GroupRule):
     """Heads of a group are averaged."""
 
-    def join(
-        self,
-        statistics: Sequence[Float[Tensor, "R _"]],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
-    ) -> list[Float[Tensor, " _"]]:
-        del entries, layer, facts
-        return [head.mean(0) for head in statistics]
+    def group(self, statistics: Float[Tensor, "R S"]) -> Float[Tensor, " S"]:
+        return statistics.mean(0)
 
 
 Part = GroupMean
