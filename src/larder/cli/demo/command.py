@@ -87,6 +87,8 @@ def _sit(engine: Engine, conversation: Conversation, name: str) -> Sitting:
     from larder.engine.sampling import Sampling
 
     sitting = read(engine, conversation, {}, f"{name}: reading")
+    # Kernels compile at their first call, which would be charged to the first policy's answers.
+    engine.ask(sitting.memory, conversation.questions[0].question, max_new_tokens=2)
     with watched(f"{name}: answering", "questions") as watch:
         for number, question in enumerate(conversation.questions, start=1):
             sitting.ask(question, Sampling(), MAX_NEW_TOKENS)
