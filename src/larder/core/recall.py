@@ -1,0 +1,147 @@
+"""Finding entries again that were parked in a slow tier: what a cache asks and an index answers.
+
+A layer's slow tier numbers the entries of each kv head 0, 1, 2, ... in the order in which they
+came, which is not always that of their positions. Numbers never change. An index divides them into
+pages of its own making and finds pages for a query; what a page holds may change as entries come,
+and then its version does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.family import Family, public_name
+from larder.core.observation import Entries
+from larder.core.spec import LayerSpec
+
+RECALLS = Family("recall", "larder.recall")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Entries that stand for many that were not fetched, to be attended to like any others.
+
+    Args:
+        keys, values: per kv head.
+        log_counts: added to their logits: ln of how many each stands for; -inf for none.
+    """
+
+    keys: Float[Tensor, "K E D"]
+    values: Float[Tensor, "K E D"]
+    log_counts: Float[Tensor, "K E"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pages for the queries of one step, the best first.
+
+    Args:
+        pages: their numbers, -1 behind the last. A row per set: K sets, one for all query heads of
+            a kv head, or H, one per query head; set n belongs to kv head n // (N / K).
+        estimate: what stands for the entries of all other pages; None where nothing does.
+        share: how much of the attention the found entries are estimated to have, per query head;
+            the rest goes to `mean`. None where nothing is mixed in.
+        mean: the mean value of all entries, per kv head, wherever there is a share.
+    """
+
+    pages: Int64[Tensor, "N P"]
+    estimate: Estimate | None = None
+    share: Float[Tensor, " H"] | None = None
+    mean: Float[Tensor, "K D"] | None = None
+
+
+class Index(ABC):
+    """Finds entries of one layer's slow tier by their keys, for all heads in one call.
+
+    It holds no keys or values but digests of them: the slow tier hands its entries over at every
+    call, in host memory, in the order of their numbers. One thread at a time may use it.
+
+    Args:
+        page: the most entries that a page holds; 1 where entries are found one by one.
+    """
+
+    page: int
+
+    @abstractmethod
+    def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
+        """Take in all entries that it does not know yet: of each head those with higher numbers.
+
+        Args:
+            queries: the latest of the text, where the part asked for any.
+        """
+
+    @abstractmethod
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        """At most `count` pages per set for the query of every query head."""
+
+    @abstractmethod
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        """What `find` would answer if its search missed nothing, by looking at every key."""
+
+    @abstractmethod
+    def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
+        """Numbers of the entries of pages, -1 behind the last of each; S is `page`."""
+
+    @abstractmethod
+    def versions(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
+        """How often the contents of pages have changed."""
+
+    @property
+    @abstractmethod
+    def counts(self) -> tuple[int, ...]:
+        """Pages of each kv head."""
+
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor and array held, as tensors, slack included: what its bytes are."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Everything that `Recall.adopt` needs to answer alike, without slack."""
+
+
+@dataclass(frozen=True)
+class Recall(ABC):
+    """How parked entries are found again: a part of a policy. A frozen dataclass.
+
+    Args:
+        tokens: entries per kv head that are fetched for a step; None for what the budget leaves
+            beside the protected ones.
+        dense: the first so many layers park nothing.
+
+    Raises:
+        BadParameter: a value out of range.
+    """
+
+    tokens: int | None = None
+    dense: int = 2
+
+    # How many of the latest queries of a text the index wants to see when entries come.
+    observed: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        name = public_name(type(self))
+        if self.tokens is not None and self.tokens < 1:
+            raise BadParameter(f"{name}.tokens must be at least 1, got {self.tokens}.")
+        if self.dense < 0:
+            raise BadParameter(f"{name}.dense must be at least 0 layers, got {self.dense}.")
+
+    @property
+    @abstractmethod
+    def page(self) -> int:
+        """The most entries of a page."""
+
+    @abstractmethod
+    def index(self, layer: LayerSpec) -> Index:
+        """An empty index for one layer."""
+
+    @abstractmethod
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+        """The index that `state` came from."""
