@@ -14,7 +14,10 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import causal_attention
 from larder.ops.merging import merge
+
+Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 
 
 class Store(ABC):
@@ -28,7 +31,6 @@ class Store(ABC):
     layer: LayerSpec
     replaced_bytes: int = 0  # storage that stood beside its successor during the last change
 
-    @abstractmethod
     def attend(
         self,
         queries: Queries,
@@ -44,6 +46,12 @@ class Store(ABC):
             positions: their true positions, later than all cached ones.
             sections: lengths that partition Q into sequences that do not see each other.
         """
+        window = self.layer.sliding_window
+        among = causal_attention(queries, keys, values, self.layer.scaling, sections, window)
+        if not any(self.lengths):
+            return among[0].to(queries.dtype)
+        cached = self._attention(queries, positions, 0)
+        return merge((cached[0], among[0]), (cached[1], among[1]))[0].to(queries.dtype)
 
     @abstractmethod
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
@@ -62,9 +70,17 @@ class Store(ABC):
         self.append(keys, values, positions)
         return out
 
-    @abstractmethod
     def attend_held(self, queries: Queries, positions: Positions) -> Queries:
         """Attention of queries to everything held, themselves included, in float32."""
+        return self._attention(queries, positions, queries.shape[1])[0]
+
+    @abstractmethod
+    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
+        """Attention of queries to everything held, with its log-sum-exp.
+
+        Args:
+            own: how many entries of each head, the last ones, are the queries' own tokens.
+        """
 
     def listen(self) -> None:
         """Keep what attention makes of the next token for who looks at it, where this form can.
@@ -144,13 +160,13 @@ class Store(ABC):
         """Bytes of what attention copies of what is held; 0 where it reads it as it is."""
         return 0
 
-    @abstractmethod
     def fork(self) -> Store:
         """An independent copy, without slack."""
+        return self.adopt(self.layer, self.state())
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to restore the store, as contiguous tensors without slack."""
+        """Everything needed to restore the store: contiguous copies of tensors, without slack."""
 
     @classmethod
     def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Store:
@@ -180,14 +196,6 @@ class Store(ABC):
     def finest_lengths(self) -> tuple[int, ...]:
         """Entries of each kv head that are held at full precision."""
         return self.lengths
-
-
-Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]
-
-
-def joined(cached: Attended, among: Attended) -> Float[Tensor, "H Q D"]:
-    """Attention to the cache and among new tokens, as one, in float32."""
-    return merge((cached[0], among[0]), (cached[1], among[1]))[0]
 
 
 def empty(layer: LayerSpec, rows: int, like: Tensor) -> Tensor:

@@ -21,18 +21,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.cache.base import Attended, Store, joined
+from larder.cache.base import Attended, Store
 from larder.cache.checking import check_counts
 from larder.cache.folding import Folded, folded
 from larder.cache.ragged import Ragged
-from larder.core.codec import POSITION_BYTES
+from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
-from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import causal_attention, ragged_attention
+from larder.ops.attention import ragged_attention
 from larder.ops.packing import rows_of, starts_of
 from larder.ops.rope import move_each, rotate
 
@@ -65,20 +64,6 @@ class Compact(Store):
         self._unturned = Ragged(layer, dtype, device, ledger)
         self._listens = False
         self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
-
-    def attend(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-    ) -> Queries:
-        among = causal_attention(queries, keys, values, self.layer.scaling, sections)
-        if not max(self.lengths):
-            return among[0].to(queries.dtype)
-        cached = self._attended(self.entries(), queries, positions, 0)
-        return joined(cached, among).to(queries.dtype)
 
     def attend_held(self, queries: Queries, positions: Positions) -> Queries:
         self._kept = ()
@@ -132,9 +117,6 @@ class Compact(Store):
     def attended_bytes(self) -> int:
         return self.viewed_bytes
 
-    def fork(self) -> Compact:
-        return type(self).adopt(self.layer, self.state())
-
     def state(self) -> dict[str, Tensor]:
         return self._unturned.state()
 
@@ -162,6 +144,9 @@ class Compact(Store):
         for into, keys, at in zip(*parts, strict=True):
             into.copy_(rotate(keys[None], at, radians)[0])
         return turned, places
+
+    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
+        return self._attended(self.entries(), queries, positions, own)
 
     def _attended(
         self, held: Entries, queries: Queries, positions: Positions, own: int

@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from larder.cache.base import Attended, Store, joined
+from larder.cache.base import Attended, Store
 from larder.cache.checking import check_kept, refuse_grades
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import causal_attention, ragged_attention
+from larder.ops.attention import ragged_attention
 from larder.ops.removal import remove_rows
 
 GROWTH = 4  # storage grows by a quarter when a caller appends without having reserved
@@ -34,23 +34,6 @@ class Dense(Store):
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._length = 0
-
-    def attend(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-    ) -> Queries:
-        among = causal_attention(queries, keys, values, self.layer.scaling, sections)
-        if not self._length:
-            return among[0].to(queries.dtype)
-        return joined(self._cached(queries), among).to(queries.dtype)
-
-    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
-        del positions
-        return self._cached(queries)[0]
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         start, stop = self._length, self._length + keys.shape[1]
@@ -98,9 +81,6 @@ class Dense(Store):
             tuple(lengths.tolist()),
         )
 
-    def fork(self) -> Dense:
-        return type(self).adopt(self.layer, self.state())
-
     def state(self) -> dict[str, Tensor]:
         return {
             "keys": self._keys[:, : self._length].clone(),
@@ -144,7 +124,8 @@ class Dense(Store):
             )
         return chosen[0]
 
-    def _cached(self, queries: Queries) -> Attended:
+    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
+        del positions, own
         keys, values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
         starts, lengths = self._layout()
         return ragged_attention(queries, keys, values, starts, lengths, self.layer.scaling)

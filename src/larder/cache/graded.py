@@ -23,27 +23,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.base import Attended, Store, joined
+from larder.cache.base import Attended
 from larder.cache.checking import check_channels, check_grades, check_kept
 from larder.cache.coded import Coded, codec_of
 from larder.cache.columns import check_columns
 from larder.cache.folding import Folded
+from larder.cache.mixed import Mixed
 from larder.cache.places import Places
 from larder.cache.ragged import Ragged
 from larder.cache.tiers import Tiers
-from larder.core.codec import POSITION_BYTES, Codec
-from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.codec import Codec
+from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import causal_attention
-from larder.ops.merging import merge
-
-GRADE_BYTES = 1  # of a grade in what `entries` shows
 
 
-class Graded(Store):
+class Graded(Mixed):
     """Per-head lengths, several precisions, memory really freed.
 
     What `entries` shows is a copy as soon as anything is coded.
@@ -66,23 +63,6 @@ class Graded(Store):
         self._finest = Ragged(layer, dtype, device, ledger)
         self._coded = tuple(Coded.nothing(codec, like, len(ledger.columns)) for codec in codecs)
 
-    def attend(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-    ) -> Queries:
-        among = causal_attention(queries, keys, values, self.layer.scaling, sections)
-        if not sum(self.lengths):
-            return among[0].to(queries.dtype)
-        return joined(self._cached(queries), among).to(queries.dtype)
-
-    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
-        del positions
-        return self._cached(queries)[0]
-
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self._finest.append(keys, values, positions)
         self.replaced_bytes = self._finest.replaced_bytes
@@ -100,7 +80,7 @@ class Graded(Store):
         self._replace(tiers)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        if not self._is_coded:
+        if not self._is_mixed:
             self._finest.note(columns)
             return
         tiers = self._tiers()
@@ -111,15 +91,9 @@ class Graded(Store):
             replace(tier, columns=own) for tier, own in zip(self._coded, noted[1:], strict=True)
         )
 
-    def allocate(self, room: int) -> None:
-        self._finest.allocate(room)
-
-    def compact(self) -> None:
-        self._finest.compact()
-
     def truncate(self, length: int) -> None:
         coded = self._coded
-        if self._is_coded:
+        if self._is_mixed:
             tiers = self._tiers()
             order = tiers.places.order
             kept = order[tiers.places.positions[order] < length]
@@ -129,26 +103,14 @@ class Graded(Store):
 
     def entries(self) -> Entries:
         finest = self._finest.entries()
-        if not self._is_coded:
+        if not self._is_mixed:
             return finest
         return self._tiers().shown()
-
-    @property
-    def viewed_bytes(self) -> int:
-        if not self._is_coded:
-            return 0
-        finest = self._finest.entries()
-        numbers = 2 * self.layer.head_dim * finest.keys.itemsize
-        remembered = 4 * len(self._finest.ledger.columns)
-        return sum(self.lengths) * (numbers + POSITION_BYTES + GRADE_BYTES + remembered)
 
     @property
     def coded_bytes(self) -> int:
         """Bytes of the coded tiers alone."""
         return sum(tier.nbytes for tier in self._coded)
-
-    def fork(self) -> Graded:
-        return type(self).adopt(self.layer, self.state())
 
     def state(self) -> dict[str, Tensor]:
         state = self._finest.state()
@@ -179,27 +141,18 @@ class Graded(Store):
         return tuple(counts.tolist())
 
     @property
-    def finest_lengths(self) -> tuple[int, ...]:
-        return self._finest.lengths
-
-    @property
-    def _is_coded(self) -> bool:
+    def _is_mixed(self) -> bool:
         return any(len(tier) for tier in self._coded)
 
     def _tiers(self) -> Tiers:
         finest = self._finest.entries()
         return Tiers(finest, self._coded, Places.of(finest, self._coded))
 
-    def _cached(self, queries: Queries) -> Attended:
-        parts: list[Attended] = []
-        if any(self._finest.lengths) or not self._is_coded:
-            parts.append(self._finest.cached(queries))
-        names = self._finest.ledger.columns
+    def _attended(self, queries: Queries) -> Iterator[Attended]:
+        told, column = (queries, self.layer.kv_heads, self.layer.scaling), self._bias_column
         for tier in self._coded:
             if len(tier):
-                bias = tier.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
-                parts.append(tier.attended(queries, self.layer.kv_heads, self.layer.scaling, bias))
-        return merge([out for out, _ in parts], [lse for _, lse in parts])
+                yield tier.attended(*told, None if column is None else tier.columns[column])
 
     def _planned(self, plan: Plan) -> tuple[tuple[Coded, ...], Plan, Folded]:
         """The coded tiers after a plan, the plan for the finest, and what its targets become.

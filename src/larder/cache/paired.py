@@ -12,35 +12,32 @@ other still holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.base import Attended, Store, joined
+from larder.cache.base import Attended, Store
 from larder.cache.checking import check_grades, check_kept
 from larder.cache.columns import check_columns
 from larder.cache.folding import folded
+from larder.cache.mixed import Mixed
 from larder.cache.pairs import Change, Order, Pair, Wishes
 from larder.cache.ragged import Ragged
 from larder.cache.shared import LOWER, UPPER, Shared
 from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.pairing import Pairing
 from larder.core.plan import Plan
-from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import causal_attention
-from larder.ops.merging import merge
 from larder.ops.packing import starts_of
 
-GRADE_BYTES = 1  # of a grade in what `entries` shows
 
-
-class Half(Store):
+class Half(Mixed):
     """A layer of a pair; alone, a ragged layer.
 
     What `entries` shows is a copy as soon as anything is shared.
@@ -62,31 +59,14 @@ class Half(Store):
         self.layer = layer
         self.side = side
         self.wished = Wishes.none()
-        self._own = Ragged(layer, dtype, device, ledger)
+        self._finest = Ragged(layer, dtype, device, ledger)
         like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
         self._join(Pair(Shared.nothing(like, len(ledger.columns)), pairing))
 
-    def attend(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-    ) -> Queries:
-        among = causal_attention(queries, keys, values, self.layer.scaling, sections)
-        if not sum(self.lengths):
-            return among[0].to(queries.dtype)
-        return joined(self._cached(queries), among).to(queries.dtype)
-
-    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
-        del positions
-        return self._cached(queries)[0]
-
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self.wished = Wishes.none()  # rows move
-        self._own.append(keys, values, positions)
-        self.replaced_bytes = self._own.replaced_bytes
+        self._finest.append(keys, values, positions)
+        self.replaced_bytes = self._finest.replaced_bytes
 
     def apply(self, plan: Plan) -> None:
         self._carry(plan, lambda own, rest: own.apply_folded(rest, folded(rest, own.entries())))
@@ -95,34 +75,28 @@ class Half(Store):
         self._carry(plan, lambda own, rest: own.evict_folded(rest, folded(rest, own.entries())))
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        if not self._is_sharing:
-            self._own.note(columns)
+        if not self._is_mixed:
+            self._finest.note(columns)
             return
         order = self._order()
-        check_columns(columns, self._own.ledger, len(order.places))
+        check_columns(columns, self._finest.ledger, len(order.places))
         held = self._columns(columns, order)
-        self._own.note_packed(held[:, : order.own])
+        self._finest.note_packed(held[:, : order.own])
         shared = self._pair.shared
         rows = shared.rows(self.side)
         self._pair.shared = shared.keeping(self.side, rows, held[:, order.own :])
 
-    def allocate(self, room: int) -> None:
-        self._own.allocate(room)
-
-    def compact(self) -> None:
-        self._own.compact()
-
     def truncate(self, length: int) -> None:
         self.wished = Wishes.none()
-        self._own.truncate(length)
+        self._finest.truncate(length)
         shared = self._pair.shared
         rows = shared.rows(self.side)
         rows = rows[shared.positions[rows] < length]
         self._pair.shared = shared.keeping(self.side, rows, shared.columns[self.side][:, rows])
 
     def entries(self) -> Entries:
-        own = self._own.entries()
-        if not self._is_sharing:
+        own = self._finest.entries()
+        if not self._is_mixed:
             return own
         order, shared = self._order(), self._pair.shared
         decoded = shared.decoded(self.side, shared.rows(self.side))
@@ -143,26 +117,11 @@ class Half(Store):
             grades=order.is_shared[order.places].to(torch.int8).to(own.keys.device),
         )
 
-    @property
-    def viewed_bytes(self) -> int:
-        if not self._is_sharing:
-            return 0
-        numbers = 2 * self.layer.head_dim * self._own.entries().keys.itemsize
-        remembered = 4 * len(self._own.ledger.columns)
-        return sum(self.lengths) * (numbers + POSITION_BYTES + GRADE_BYTES + remembered)
-
-    @property
-    def finest_lengths(self) -> tuple[int, ...]:
-        return self._own.lengths
-
-    def fork(self) -> Half:
-        return type(self).adopt(self.layer, {n: t.clone() for n, t in self.state().items()})
-
     def state(self) -> dict[str, Tensor]:
         """As other stores; the upper layer's has what both share."""
         pairing = self._pair.pairing
         numbers = [float(self.side), pairing.start, pairing.weight, pairing.apart]
-        state = self._own.state() | {"pair": torch.tensor(numbers, dtype=torch.float64)}
+        state = self._finest.state() | {"pair": torch.tensor(numbers, dtype=torch.float64)}
         if self.side == UPPER:
             named = self._pair.shared.tensors()
             state |= {f"shared.{name}": tensor.clone() for name, tensor in named.items()}
@@ -174,8 +133,8 @@ class Half(Store):
         side, *numbers = state["pair"].tolist()
         keys = state["keys"]
         half = cls(layer, keys.dtype, keys.device, Ledger(), Pairing(*numbers), int(side))
-        half._own = Ragged.adopt(layer, state)
-        like, columns = keys[:0], len(half._own.ledger.columns)
+        half._finest = Ragged.adopt(layer, state)
+        like, columns = keys[:0], len(half._finest.ledger.columns)
         shared = Shared.nothing(like, columns)
         if half.side == UPPER:
             named = {n.removeprefix("shared."): t for n, t in state.items()}
@@ -186,12 +145,12 @@ class Half(Store):
     def tensors(self) -> tuple[Tensor, ...]:
         """What it holds; the upper layer holds what both share."""
         if self.side == LOWER:
-            return self._own.tensors()
-        return *self._own.tensors(), *self._pair.shared.tensors().values()
+            return self._finest.tensors()
+        return *self._finest.tensors(), *self._pair.shared.tensors().values()
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        own = torch.tensor(self._own.lengths)
+        own = torch.tensor(self._finest.lengths)
         return tuple((own + self._pair.shared.counts(self.side, len(own))).tolist())
 
     def link(self, upper: Half) -> None:
@@ -200,34 +159,30 @@ class Half(Store):
 
     def give_up(self, rows: Int64[Tensor, " N"], change: Change) -> None:
         """Own entries, as packed rows, that are held as shared ones from now on."""
-        keep = torch.ones(sum(self._own.lengths), dtype=torch.bool)
+        keep = torch.ones(sum(self._finest.lengths), dtype=torch.bool)
         keep[rows] = False
-        change(self._own, Plan.from_mask(keep, self._own.lengths))
+        change(self._finest, Plan.from_mask(keep, self._finest.lengths))
         self.wished = Wishes.none()
 
     def own_entries(self) -> Entries:
         """Those that are not shared, as views."""
-        return self._own.entries()
+        return self._finest.entries()
 
     def _join(self, pair: Pair) -> None:
         self._pair = pair
         pair.halves[self.side] = self
 
     @property
-    def _is_sharing(self) -> bool:
+    def _is_mixed(self) -> bool:
         return len(self._pair.shared) > 0
 
-    def _cached(self, queries: Queries) -> Attended:
-        if not self._is_sharing:
-            return self._own.cached(queries)
-        names = self._own.ledger.columns
-        column = names.index(LOG_COUNT) if LOG_COUNT in names else None
-        told = queries, self.layer.kv_heads, self.layer.scaling, column
-        parts = self._own.cached(queries), self._pair.shared.attended(self.side, *told)
-        return merge([out for out, _ in parts], [lse for _, lse in parts])
+    def _attended(self, queries: Queries) -> Iterator[Attended]:
+        if self._is_mixed:
+            told = queries, self.layer.kv_heads, self.layer.scaling, self._bias_column
+            yield self._pair.shared.attended(self.side, *told)
 
     def _order(self) -> Order:
-        own, shared = self._own.entries(), self._pair.shared
+        own, shared = self._finest.entries(), self._pair.shared
         rows = shared.rows(self.side)
         kv_heads = torch.arange(len(own.lengths))
         owners = torch.repeat_interleave(kv_heads, torch.tensor(own.lengths))
@@ -243,19 +198,19 @@ class Half(Store):
         Args:
             changed: numbers of the entries at `places`, which are all in packed order by default.
         """
-        own, shared = self._own.entries(), self._pair.shared
+        own, shared = self._finest.entries(), self._pair.shared
         columns = [own.column(name) for name in own.columns]
         finest = torch.stack(columns) if columns else own.keys.new_zeros(0, order.own).float()
         theirs = shared.columns[self.side][:, shared.rows(self.side)]
         held = torch.cat([finest, theirs], dim=1)
         there = (order.places if places is None else places).to(held.device)
         for name, numbers in changed.items():
-            held[self._own.ledger.columns.index(name), there] = numbers.to(held)
+            held[self._finest.ledger.columns.index(name), there] = numbers.to(held)
         return held
 
     def _carry(self, plan: Plan, change: Change) -> None:
         check_kept(plan, self.lengths)
-        self._own.check_numbers(plan)
+        self._finest.check_numbers(plan)
         if len(plan.folds):
             raise CacheError(
                 "A layer that shares entries with another cannot fold some into others, but the "
@@ -277,8 +232,8 @@ class Half(Store):
         columns = self._columns(plan.columns, order, kept)[:, kept[~mine]]
         rows = shared.rows(self.side)[(kept[~mine] - order.own).to(shared.held.device)]
         left = shared.keeping(self.side, rows, columns)
-        change(self._own, rest)
-        self.replaced_bytes = self._own.replaced_bytes + shared.nbytes
+        change(self._finest, rest)
+        self.replaced_bytes = self._finest.replaced_bytes + shared.nbytes
         self._pair.shared = left
         wished = (grades[mine] == 1).nonzero().flatten()
         places = kept[mine][wished]

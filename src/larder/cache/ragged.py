@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.base import Attended, Store, empty, joined
+from larder.cache.base import Attended, Store, empty
 from larder.cache.changes import Changes
 from larder.cache.checking import check_counts, check_kept, refuse_grades
 from larder.cache.columns import Columns
@@ -27,7 +27,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import causal_attention, ragged_attention
+from larder.ops.attention import ragged_attention
 from larder.ops.packing import packed_rows, rows_of, starts_of
 from larder.ops.removal import remove_rows, starts_of_least_motion
 
@@ -60,19 +60,6 @@ class Ragged(Store):
         self._room = 0
         self._listens = False
         self._heard: Tensor | None = None
-
-    def attend(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-    ) -> Queries:
-        among = causal_attention(queries, keys, values, self.layer.scaling, sections)
-        if not int(self._lengths.max()):
-            return among[0].to(queries.dtype)
-        return joined(self.cached(queries), among).to(queries.dtype)
 
     def attend_held(self, queries: Queries, positions: Positions) -> Queries:
         del positions
@@ -179,9 +166,6 @@ class Ragged(Store):
             self._columns.scalars_by_name(),
         )
 
-    def fork(self) -> Ragged:
-        return type(self).adopt(self.layer, self.state())
-
     def state(self) -> dict[str, Tensor]:
         rows = torch.cat(self._everything()).to(self._keys.device)
         return {
@@ -212,6 +196,10 @@ class Ragged(Store):
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths.tolist())
+
+    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
+        del positions, own
+        return self.cached(queries)
 
     def cached(self, queries: Queries, logits: Tensor | None = None) -> Attended:
         """Attention of queries to everything held, with its log-sum-exp."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from larder.cache.base import Attended, Store, joined
+from larder.cache.base import Attended, Store
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import causal_attention, windowed_attention
+from larder.ops.attention import windowed_attention
 
 
 class Window(Store):
@@ -37,23 +37,6 @@ class Window(Store):
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._slack = 0
-
-    def attend(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-    ) -> Queries:
-        scaling = self.layer.scaling
-        among = causal_attention(queries, keys, values, scaling, sections, self._window)
-        if not len(self._positions):
-            return among[0].to(queries.dtype)
-        return joined(self._cached(queries, positions), among).to(queries.dtype)
-
-    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
-        return self._cached(queries, positions)[0]
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         rows = self._seen_from(int(positions[0]) - self._slack)
@@ -100,9 +83,6 @@ class Window(Store):
             (held,) * heads,
         )
 
-    def fork(self) -> Window:
-        return type(self).adopt(self.layer, self.state())
-
     def state(self) -> dict[str, Tensor]:
         return {
             "keys": self._keys.clone(),
@@ -124,7 +104,8 @@ class Window(Store):
     def lengths(self) -> tuple[int, ...]:
         return (len(self._positions),) * self.layer.kv_heads
 
-    def _cached(self, queries: Queries, positions: Positions) -> Attended:
+    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
+        del own
         return windowed_attention(
             queries,
             positions,
