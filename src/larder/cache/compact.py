@@ -25,11 +25,11 @@ from larder.cache.base import Attended, Store
 from larder.cache.checking import check_counts
 from larder.cache.folding import Folded, folded
 from larder.cache.ragged import Ragged
-from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
+from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import rows_of, starts_of

@@ -7,15 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-import torch
-from torch import Tensor
-
 from larder.cache.base import Store
-from larder.cache.checking import check_ledger
-from larder.cache.columns import remembered
 from larder.cache.compact import Compact
 from larder.cache.dense import Dense
-from larder.cache.graded import Graded, saved_codecs
+from larder.cache.graded import Graded
 from larder.cache.paired import Half
 from larder.cache.ragged import Ragged
 from larder.cache.shared import LOWER, UPPER
@@ -97,28 +92,3 @@ class Makeup:
         codecs = tuple(Codec(**parts) for parts in json.loads(meta.get("codecs", "[]")))
         pairing = Pairing(**json.loads(meta.get("pairing", "{}")))
         return Makeup(Form(meta["form"]), Ledger(*names), codecs, pairing)
-
-
-def layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> dict[str, Tensor]:
-    """One layer's tensors on the model's device; lengths stay on the host."""
-    prefix, host = f"{index}.", torch.device("cpu")
-    return {
-        name.removeprefix(prefix): t.to(host if name.endswith(".lengths") else spec.device)
-        for name, t in state.items()
-        if name.startswith(prefix)
-    }
-
-
-def check_saved(makeup: Makeup, index: int, state: Mapping[str, Tensor]) -> None:
-    """See that a saved managed layer is what its cache's description says.
-
-    Raises:
-        CacheError: it remembers other numbers, or holds other grades of precision.
-    """
-    check_ledger(makeup.ledger, index, remembered(state))
-    found = saved_codecs(state)
-    if found != makeup.codecs:
-        raise CacheError(
-            f"Layer {index} of the saved cache has {len(found)} coded grades, but they are not the "
-            f"{len(makeup.codecs)} of its description: build the cache again."
-        )

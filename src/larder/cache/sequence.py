@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.base import Store
-from larder.cache.layers import Form, Makeup, check_saved, layer_state
+from larder.cache.layers import Form, Makeup
 from larder.cache.paired import link
+from larder.cache.saving import filled, handed_over, told
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
@@ -199,10 +200,8 @@ class SequenceCache:
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
         self._check()
-        told = {TAIL: self.tail.clone()} if len(self.tail) else {}
-        for index, store in enumerate(self._stores):
-            told |= {f"{index}.{name}": tensor for name, tensor in store.state().items()}
-        return told
+        tail = {TAIL: self.tail.clone()} if len(self.tail) else {}
+        return tail | told(self._stores)
 
     def surrender(self, place: torch.device) -> dict[str, Tensor]:
         """Hand all tensors over to another place, layer by layer; the cache is empty afterwards.
@@ -210,23 +209,13 @@ class SequenceCache:
         Never more than one layer is held twice. Interrupted, the cache is as before.
         """
         self._check()
-        handed = {TAIL: self.tail.to(place)} if len(self.tail) else {}
-        given: list[int] = []
+        tail = {TAIL: self.tail.to(place)} if len(self.tail) else {}
         try:
-            for index, store in enumerate(self._stores):
-                own = store.state()
-                handed |= {f"{index}.{name}": own[name].to(place) for name in own}
-                self._stores[index] = self.makeup.store(store.layer, self.spec)
-                given.append(index)
-        except BaseException:
-            for index in given:
-                empty, own = self._stores[index], layer_state(handed, index, self.spec)
-                self._stores[index] = empty.adopt(empty.layer, own)
+            handed = handed_over(self._stores, self.makeup, self.spec, place)
+        finally:
             link(self._stores)
-            raise
-        link(self._stores)
         self.tail = torch.empty(0)
-        return handed
+        return tail | handed
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -280,16 +269,7 @@ class SequenceCache:
         fill: Callable[[Store, dict[str, Tensor]], Store],
     ) -> SequenceCache:
         cache = _empty(spec, Makeup.of(meta))
-        for index, store in enumerate(cache._stores):
-            own = layer_state(state, index, spec)
-            if not own:
-                raise CacheError(
-                    f"The saved cache has no layer {index}, but the model has "
-                    f"{len(spec.layers)} layers: it belongs to another model."
-                )
-            if store.layer in spec.managed:
-                check_saved(cache.makeup, index, own)
-            cache._stores[index] = fill(store, own)
+        cache._stores = filled(cache._stores, cache.makeup, spec, state, fill)
         link(cache._stores)
         cache.next_position = int(meta["next_position"])
         cache.tail = state.get(TAIL, cache.tail).to(spec.device, copy=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from larder.core.errors import BadParameter
+from larder.core.spec import POSITION_BYTES
 
 BITS = (2, 4, 8)
 SCALE_BYTES = 2  # float16, for a scale and for an offset
 OUTLIER_BYTES = 4 + 2  # where it is, and its value in float16
 CHANNEL_BYTES = 2  # which channel a group keeps; as much, in float16, for what levels it
-POSITION_BYTES = 4
 GROUP_BYTES = 4 + 4  # whose a group is, and how many entries it has
 
 
