@@ -10,8 +10,12 @@ import torch
 
 from builders import Tokens, a_layer, a_plan, draw
 from larder.cache.compact import Compact
+from larder.cache.layers import Form
+from larder.cache.sequence import SequenceCache
 from larder.core.observation import Seen
+from larder.core.types import Mode
 from larder.models.loading import adopt
+from larder.models.passes import Row
 from larder.models.tiny import tiny
 from larder.ops.attention import attention
 from larder.prefill.meter import Meter
@@ -35,7 +39,7 @@ def a_store() -> Compact:
 
 
 def shown(store: Compact, new: Tokens, own: int) -> Seen:
-    told = (store.layer, store.entries(), new.queries, new.positions, HELD, (0, HELD))
+    told = (store.layer, store.entries(), new.queries, new.positions, HELD + own, (0, HELD))
     return placed(Seen(*told, keys=new.keys), own)
 
 
@@ -70,6 +74,34 @@ def test_places_follow_what_each_head_holds() -> None:
     assert seen.turned_to.tolist() == [[5, 6, 7], [2, 3, 4]]
     entries = seen.entries
     assert entries.pack(entries.turned_to).tolist() == [*range(8), *range(5)]
+
+
+@pytest.mark.parametrize("shift", [7, -2, -4])
+def test_a_shifted_text_stands_away_from_what_each_head_holds(shift) -> None:
+    store, new = a_store(), draw(a_layer(2, 2), 3, HELD + shift)
+    out = store.attend(new.queries, new.keys, new.values, new.positions, (3,), shift)
+    seen = shown(store, new, 0)
+    firsts = [max(5 + shift, 0), max(2 + shift, 0)]
+    assert seen.turned_to.tolist() == [[first, first + 1, first + 2] for first in firsts]
+    for head in range(2):
+        expected = out.unflatten(0, (2, 2))[head]
+        torch.testing.assert_close(looked_at(seen, new, head, 0), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> None:
+    ids, new = some_ids(20), some_ids(6, seed=1)
+    expected: list[torch.Tensor] = []
+    with adopt(tiny("llama", layers=2)) as decoder:
+        for form in (Form.RAGGED, Form.COMPACT):
+            cache = SequenceCache(decoder.spec, form)
+            read_on(decoder, cache, ids, 20)
+            for shift in (0, 30, -15):
+                row = Row(cache, new, shift=shift)
+                expected.append(decoder.predict([row], Mode.SCRATCH, range(6)))
+    near, far, early, *compact = expected
+    assert (near - far).abs().max() > 1e-2
+    assert (near - early).abs().max() > 1e-2
+    torch.testing.assert_close(torch.stack(compact), torch.stack([near, far, early]))
 
 
 def test_true_positions_are_shown_as_they_are() -> None:

@@ -38,19 +38,21 @@ class Store(ABC):
         values: Values,
         positions: Positions,
         sections: tuple[int, ...],
+        shift: int = 0,
     ) -> Queries:
         """Attention of new tokens to the cache and causally among themselves; leaves no trace.
 
         Args:
             queries, keys, values: of the new tokens, post-RoPE.
-            positions: their true positions, later than all cached ones.
+            positions: their true positions, later than all cached ones unless `shift` is below 0.
             sections: lengths that partition Q into sequences that do not see each other.
+            shift: how much later than right behind the sequence `positions` begin; below 0 earlier.
         """
         window = self.layer.sliding_window
         among = causal_attention(queries, keys, values, self.layer.scaling, sections, window)
         if not any(self.lengths):
             return among[0].to(queries.dtype)
-        cached = self._attention(queries, positions, 0)
+        cached = self._attention(queries, positions, 0, shift)
         return merge((cached[0], among[0]), (cached[1], among[1]))[0].to(queries.dtype)
 
     @abstractmethod
@@ -72,14 +74,15 @@ class Store(ABC):
 
     def attend_held(self, queries: Queries, positions: Positions) -> Queries:
         """Attention of queries to everything held, themselves included, in float32."""
-        return self._attention(queries, positions, queries.shape[1])[0]
+        return self._attention(queries, positions, queries.shape[1], 0)[0]
 
     @abstractmethod
-    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
         """Attention of queries to everything held, with its log-sum-exp.
 
         Args:
             own: how many entries of each head, the last ones, are the queries' own tokens.
+            shift: as `attend`.
         """
 
     def listen(self) -> None:

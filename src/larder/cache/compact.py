@@ -6,7 +6,9 @@ in their head whenever they are looked at; new tokens follow behind. So distance
 is held, however long the text. With nothing evicted, places are true positions, and so is all else.
 
 Queries and keys come rotated at true positions and are turned back first. Heads that hold different
-numbers of entries give a new token different places. What is merged is merged as it is looked at.
+numbers of entries give a new token different places. A text that is read later than right behind
+the sequence, or earlier, is so in its places too, but never before the first. What is merged is
+merged as it is looked at.
 
 Where somebody listens, the keys that attention turned for a new token are kept for the next look,
 so that a step that is judged turns them once.
@@ -70,7 +72,7 @@ class Compact(Store):
         held, count = self.entries(), queries.shape[1]
         if self._listens and count == 1:
             self._listens, self._kept = False, (held.keys, held.places)
-        return self._attended(held, queries, positions, count)[0]
+        return self._attended(held, queries, positions, count, 0)[0]
 
     def listen(self) -> None:
         self._listens = True
@@ -145,16 +147,17 @@ class Compact(Store):
             into.copy_(rotate(keys[None], at, radians)[0])
         return turned, places
 
-    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
-        return self._attended(self.entries(), queries, positions, own)
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
+        return self._attended(self.entries(), queries, positions, own, shift)
 
     def _attended(
-        self, held: Entries, queries: Queries, positions: Positions, own: int
+        self, held: Entries, queries: Queries, positions: Positions, own: int, shift: int
     ) -> Attended:
         """Attention to what is held, of which the last `own` entries are the queries' tokens."""
         lengths = torch.tensor(held.lengths)
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
-        places = (lengths - own).to(positions.device)[:, None] + positions - positions[0]
+        first = (lengths - own + shift).clamp(min=0).to(positions.device)
+        places = first[:, None] + positions - positions[0]
         turned = move_each(queries, positions, places, self._radians(queries))
         bias = held.columns.get(LOG_COUNT)
         return ragged_attention(turned, held.keys, held.values, *layout, bias)

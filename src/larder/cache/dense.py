@@ -124,8 +124,8 @@ class Dense(Store):
             )
         return chosen[0]
 
-    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
-        del positions, own
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
+        del positions, own, shift
         keys, values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
         starts, lengths = self._layout()
         return ragged_attention(queries, keys, values, starts, lengths, self.layer.scaling)

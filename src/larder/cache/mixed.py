@@ -57,8 +57,8 @@ class Mixed(Store):
         names = self._finest.ledger.columns
         return names.index(LOG_COUNT) if LOG_COUNT in names else None
 
-    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
-        del positions, own
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
+        del positions, own, shift
         parts = list(self._attended(queries))
         if any(self._finest.lengths) or not parts:
             parts.insert(0, self._finest.cached(queries))

@@ -197,8 +197,8 @@ class Ragged(Store):
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths.tolist())
 
-    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
-        del positions, own
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
+        del positions, own, shift
         return self.cached(queries)
 
     def cached(self, queries: Queries, logits: Tensor | None = None) -> Attended:

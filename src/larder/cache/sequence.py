@@ -73,8 +73,12 @@ class SequenceCache:
         positions: Positions,
         mode: Mode,
         sections: tuple[int, ...],
+        shift: int = 0,
     ) -> Queries:
         """One layer's attention, in one of three modes.
+
+        Args:
+            shift: how much later than `next_position` a scratch text begins; below 0 earlier.
 
         Raises:
             CacheError: several sections were to be appended; a sequence is one section. Or the
@@ -85,7 +89,7 @@ class SequenceCache:
             return torch.zeros_like(queries)
         store = self._stores[layer]
         if mode is Mode.SCRATCH:
-            return store.attend(queries, keys, values, positions, sections)
+            return store.attend(queries, keys, values, positions, sections, shift)
         if len(sections) != 1:
             raise CacheError(f"{len(sections)} sections were to be appended: append one at a time.")
         return store.extend(queries, keys, values, positions)

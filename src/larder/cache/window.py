@@ -104,8 +104,8 @@ class Window(Store):
     def lengths(self) -> tuple[int, ...]:
         return (len(self._positions),) * self.layer.kv_heads
 
-    def _attention(self, queries: Queries, positions: Positions, own: int) -> Attended:
-        del own
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
+        del own, shift
         return windowed_attention(
             queries,
             positions,

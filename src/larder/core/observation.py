@@ -233,7 +233,7 @@ class Scratch:
         span: positions [start, stop) of the cache that it speaks for.
         drafts: tokens that the model itself says behind `ids`, the likeliest each time, and that
             are read with them.
-        shift: how much later than right behind the cache it is read, in positions.
+        shift: how much later than right behind the cache it is read, in positions; below 0 earlier.
     """
 
     ids: tuple[int, ...]

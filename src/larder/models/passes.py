@@ -27,7 +27,8 @@ class Row:
         ids: the tokens.
         sections: lengths that partition `ids` into texts that each continue the cache alone, as
             several questions in scratch mode; one section by default.
-        shift: how much later than the cache's next position it is read; for scratch mode.
+        shift: how much later than the cache's next position it is read, below 0 earlier; for
+            scratch mode.
     """
 
     cache: SequenceCache
@@ -126,7 +127,8 @@ class Pass:
 
     def _row(self, index: int, layer: int, queries: Queries, keys: Keys, values: Values) -> Queries:
         row, positions = self.rows[index], self._positions[index]
-        out = row.cache.attend(layer, queries, keys, values, positions, self._mode, row.parts)
+        told = positions, self._mode, row.parts, row.shift
+        out = row.cache.attend(layer, queries, keys, values, *told)
         if self._observer is not None:
             self._observer(index, layer, Recorded(queries, keys, values, positions))
         return out

@@ -13,14 +13,18 @@ from larder.ops.rope import move_each
 def placed(seen: Seen, own: int) -> Seen:
     """The same, with queries and keys turned to the places that follow the layer's entries.
 
+    What stands later than right behind the text, or earlier, does so in its places too.
+
     Args:
         own: how many of the entries of each head are the queries' own tokens.
     """
     true, radians = seen.query_positions, seen.layer.radians
     if radians is None or not len(seen.entries.places):
         return seen
+    shift = true[0] - (seen.length - own)
     lengths = torch.tensor(seen.entries.lengths, device=true.device)
-    places = (lengths - own)[:, None] + true - true[0]
+    first = (lengths - own + shift).clamp(min=0)
+    places = first[:, None] + true - true[0]
     turning = torch.tensor(radians, device=true.device)
     return replace(
         seen,

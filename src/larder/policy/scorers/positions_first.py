@@ -14,7 +14,7 @@ chance once the context ended with the question.
 Weights are shared among cached entries only and averaged over pseudo queries; the paper's text was
 not at hand for this, nor its code. Where a question comes between context and answer, the answer
 stands later by its length, which `shift` can allow for. Sliding-window layers see what they would
-see from there. The storage `compact` has any text follow what it holds, so `shift` moves nothing.
+see from there. The storage `compact` counts `shift` from behind what each head holds.
 """
 
 from __future__ import annotations
