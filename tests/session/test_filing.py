@@ -13,11 +13,11 @@ from jaxtyping import Float32
 from larder.core.conversation import Conversation, Message
 from larder.core.errors import UsageError
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.policy.budgets.pooled import Part as Pooled
 from larder.session.arrangements.episodes import Episodes
 from larder.session.arrangements.single import Single
 from larder.session.embedders.base import Embedder
 from larder.session.matching import Rule
+from larder.session.policy import Policy
 from larder.session.routing import Episode, NearestEpisode
 from larder.session.sizes import resolve_open
 from topics import TopicEmbedder
@@ -189,15 +189,16 @@ def test_nobody_answers_before_there_are_episodes() -> None:
 
 @pytest.mark.parametrize("given", ["20%", None])
 def test_a_chat_from_nothing_has_no_context_to_take_a_share_of(given: str | None) -> None:
-    budget = Pooled() if given else Pooled(kept=0.2)
+    policy = Policy.parse("pooled()" if given else "pooled(kept=0.2)")
     with pytest.raises(UsageError, match="share of the context"):
-        resolve_open(budget, given, SPEC)
+        resolve_open(policy, given, SPEC)
 
 
 def test_a_chat_from_nothing_takes_a_size_of_its_own() -> None:
-    assert resolve_open(Pooled(), None, SPEC) == 512
-    assert resolve_open(Pooled(), "96", SPEC) == 96
-    assert resolve_open(Pooled(tokens=64), None, SPEC) == 64
+    open_end = Policy.parse("pooled()")
+    assert resolve_open(open_end, None, SPEC) == 512
+    assert resolve_open(open_end, "96", SPEC) == 96
+    assert resolve_open(Policy.parse("pooled(tokens=64)"), None, SPEC) == 64
 
 
 def _places(rows: np.ndarray) -> list[tuple[int, ...]]:

@@ -242,9 +242,9 @@ def _policy(engine: Engine, log: Log) -> Policy:
     spec, sizes, policy = engine.loaded.decoder.spec, engine.sizes, engine.policy
     context = len(log.transcript(engine.scribe).ids)
     if context:
-        tokens = resolve(policy.budget, sizes.budget, context, spec)
+        tokens = resolve(policy, sizes.budget, context, spec)
     else:
-        tokens = resolve_open(policy.budget, sizes.budget, spec)
+        tokens = resolve_open(policy, sizes.budget, spec)
     return policy.filled(tokens, sizes.block)
 
 

@@ -94,7 +94,7 @@ def read(
     context = len(transcript.ids)
     if not conversation.messages or not context:
         raise InputError(f"{conversation.name} holds no messages: there is nothing to read.")
-    tokens = resolve(policy.budget, sizes.budget, context, desk.decoder.spec)
+    tokens = resolve(policy, sizes.budget, context, desk.decoder.spec)
     source = Source(conversation, transcript)
     return gather(desk, source, policy.filled(tokens, sizes.block), prompts, progress)
 

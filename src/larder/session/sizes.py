@@ -1,5 +1,8 @@
 """A memory budget as people write it: `512` tokens, `20%` of the context, `64MiB`.
 
+Tokens and shares are of keys and values. Bytes are all that managed layers hold, with positions and
+with what the policy has the cache remember.
+
 Every form is per cache: a policy that keeps one cache per episode holds as many budgets as it has
 episodes, one of them on the device.
 """
@@ -12,11 +15,13 @@ from dataclasses import dataclass
 from larder.core.errors import BudgetError, UsageError
 from larder.core.spec import POSITION_BYTES, ModelSpec
 from larder.core.spelling import spell
-from larder.policy.budgets.base import Budget
+from larder.session.policy import Policy
 
 DEFAULT = "20%"
 DEFAULT_LEAST = 128  # tokens; a short text is kept whole unless a size was asked for
 OPEN_END = "512"  # for a chat that starts from nothing
+HEAD_BYTES = 8 + 8  # where a kv head begins, and how many entries it has
+NUMBER_BYTES = 4  # of a column for an entry, of a scalar for a head
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMG]i?B)?\s*")
 
@@ -45,16 +50,16 @@ class Size:
             )
         return size
 
-    def tokens(self, context_tokens: int, spec: ModelSpec) -> int:
+    def tokens(self, context_tokens: int, policy: Policy, spec: ModelSpec) -> int:
         """Entries per kv head of one cache, averaged over managed layers."""
         if self.unit == "%":
             return max(1, round(context_tokens * self.number / 100))
         if self.unit in _UNITS:
-            return int(self.number * _UNITS[self.unit]) // _entry_bytes(spec)
+            return _fitting(int(self.number * _UNITS[self.unit]), policy, spec)
         return int(self.number)
 
 
-def resolve(budget: Budget, asked: str | None, context_tokens: int, spec: ModelSpec) -> int:
+def resolve(policy: Policy, asked: str | None, context_tokens: int, spec: ModelSpec) -> int:
     """Entries per kv head of one cache that a policy's budget comes to for a context.
 
     Args:
@@ -65,6 +70,7 @@ def resolve(budget: Budget, asked: str | None, context_tokens: int, spec: ModelS
         UsageError: both the spelling and the command line name a size.
         BudgetError: nothing would be left.
     """
+    budget = policy.budget
     if asked is not None and (budget.tokens is not None or budget.kept is not None):
         raise UsageError(
             f"--budget {asked} contradicts {spell(budget)} in the policy: give one of the two."
@@ -74,22 +80,23 @@ def resolve(budget: Budget, asked: str | None, context_tokens: int, spec: ModelS
     if budget.kept is not None:
         return max(1, round(context_tokens * budget.kept))
     if asked is None:
-        return max(DEFAULT_LEAST, Size.parse(DEFAULT).tokens(context_tokens, spec))
-    tokens = Size.parse(asked).tokens(context_tokens, spec)
+        return max(DEFAULT_LEAST, Size.parse(DEFAULT).tokens(context_tokens, policy, spec))
+    tokens = Size.parse(asked).tokens(context_tokens, policy, spec)
     if tokens < 1:
         raise BudgetError(
-            f"The budget of {asked} holds no token: one takes {_entry_bytes(spec)} bytes over all "
-            "layers. Raise --budget."
+            f"The budget of {asked} holds no token: one takes {_least_bytes(policy, spec)} bytes "
+            "over all layers. Raise --budget."
         )
     return tokens
 
 
-def resolve_open(budget: Budget, asked: str | None, spec: ModelSpec) -> int:
+def resolve_open(policy: Policy, asked: str | None, spec: ModelSpec) -> int:
     """Entries per kv head where there is no context yet, as in a chat that starts from nothing.
 
     Raises:
         UsageError: the size is a share of the context.
     """
+    budget = policy.budget
     is_given = budget.tokens is not None or budget.kept is not None or asked is not None
     size = asked if is_given else OPEN_END
     if budget.kept is not None or (size is not None and Size.parse(size).unit == "%"):
@@ -98,10 +105,37 @@ def resolve_open(budget: Budget, asked: str | None, spec: ModelSpec) -> int:
             f"{share} is a share of the context, but a chat that starts from nothing has none: "
             "give tokens (512) or bytes (64MiB)."
         )
-    return resolve(budget, size, 0, spec)
+    return resolve(policy, size, 0, spec)
 
 
-def _entry_bytes(spec: ModelSpec) -> int:
-    """Bytes of one token over all managed layers and heads, its position included."""
-    heads = sum(layer.kv_heads for layer in spec.managed)
-    return max(1, spec.managed_bytes_per_token() + heads * POSITION_BYTES)
+def _fitting(room: int, policy: Policy, spec: ModelSpec) -> int:
+    """Entries per kv head at full precision whose bytes fit, all that is remembered included."""
+    left = room - _fixed_bytes(policy, spec)
+    entry, columns = _entry_bytes(policy, spec)
+    tokens = left // max(1, entry + columns)
+    if tokens < 1 or not columns:
+        return tokens
+    # In few bits they are more entries, and each of these has its columns.
+    held = policy.storage.entries(tokens, spec.managed, spec.dtype.itemsize)
+    return left * tokens // (entry * tokens + columns * max(held, tokens))
+
+
+def _least_bytes(policy: Policy, spec: ModelSpec) -> int:
+    """Bytes of one token, and of what there is without any."""
+    return sum(_entry_bytes(policy, spec)) + _fixed_bytes(policy, spec)
+
+
+def _entry_bytes(policy: Policy, spec: ModelSpec) -> tuple[int, int]:
+    """Bytes of one token over all managed layers and heads with its position; of its columns."""
+    heads = _heads(spec)
+    columns = NUMBER_BYTES * len(policy.planner.ledger.columns)
+    return spec.managed_bytes_per_token() + heads * POSITION_BYTES, heads * columns
+
+
+def _fixed_bytes(policy: Policy, spec: ModelSpec) -> int:
+    """Bytes of what is held of each kv head, however many entries it has."""
+    return _heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(policy.planner.ledger.scalars))
+
+
+def _heads(spec: ModelSpec) -> int:
+    return sum(layer.kv_heads for layer in spec.managed)
