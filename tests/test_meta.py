@@ -98,6 +98,11 @@ def test_every_part_has_a_reference(family: str) -> None:
     assert not missing, f"{family} without a loop in tests/references/: {', '.join(missing)}"
 
 
+def test_every_way_to_recall_has_a_reference() -> None:
+    missing = parts_without_reference("recall", PACKAGE, ROOT / "tests" / "references")
+    assert not missing, f"recall without a loop in tests/references/: {', '.join(missing)}"
+
+
 def test_a_part_without_reference_is_found(tmp_path: Path) -> None:
     family = tmp_path / "policy" / "scorers"
     references = tmp_path / "references"

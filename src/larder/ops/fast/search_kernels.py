@@ -1,0 +1,123 @@
+"""The inner loops of searching keys, compiled by numba at their first call.
+
+Only `larder.ops.fast.search` and other kernels import this module.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from larder.ops.fast.decode_kernels import ROWS, compiled, compiled_parallel, float_rows, score
+
+PIECE = 32 * ROWS  # entries that a thread takes at a time
+
+
+@compiled
+def pieces_of(lengths, page):
+    """Head, first and last-but-one entry of every piece; a piece is whole pages."""
+    step = (PIECE + page - 1) // page * page
+    count = 0
+    for h in range(lengths.size):
+        count += (lengths[h] + step - 1) // step
+    pieces = np.empty((count, 3), np.int64)
+    p = 0
+    for h in range(lengths.size):
+        for first in range(0, lengths[h], step):
+            pieces[p, 0], pieces[p, 1] = h, first
+            pieces[p, 2] = min(first + step, lengths[h])
+            p += 1
+    return pieces
+
+
+@compiled
+def search_piece(queries, stored, start, first, stop, page, bests):
+    """Bests of the pages in [first, stop), in one reading of the rows."""
+    scratch = np.empty((ROWS, stored.shape[1]), np.float32)
+    scores = np.empty((queries.shape[0], ROWS), np.float32)
+    for block in range(first, stop, ROWS):
+        count = min(ROWS, stop - block)
+        score(queries, float_rows(stored, start + block, count, scratch), scores)
+        for r in range(queries.shape[0]):
+            for b in range(count):
+                at = (block + b) // page
+                bests[r, at] = max(bests[r, at], scores[r, b])
+
+
+@compiled
+def search(queries, stored, starts, lengths, page, pieces, bests):
+    """All pieces, one after the other."""
+    for p in range(len(pieces)):
+        h, first, stop = pieces[p]
+        search_piece(queries[h], stored, starts[h], first, stop, page, bests[h])
+
+
+@compiled_parallel
+def search_in_parallel(queries, stored, starts, lengths, page, pieces, bests):
+    """As `search`, shared by threads."""
+    for p in numba.prange(len(pieces)):
+        h, first, stop = pieces[p]
+        search_piece(queries[h], stored, starts[h], first, stop, page, bests[h])
+
+
+@compiled
+def rank(value, number, values, numbers, held):
+    """Put a number into a list sorted by falling value; how many the list holds then.
+
+    Equals stay in the order in which they come. The last falls out of a full list.
+    """
+    if held == values.size:
+        if held == 0 or value <= values[held - 1]:
+            return held
+        held -= 1
+    low, high = 0, held
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] >= value:
+            low = middle + 1
+        else:
+            high = middle
+    for at in range(held, low, -1):
+        values[at], numbers[at] = values[at - 1], numbers[at - 1]
+    values[low], numbers[low] = value, number
+    return held + 1
+
+
+@compiled
+def choose_row(scores, best):
+    """Numbers of the highest scores of one row."""
+    values = np.empty(best.size, np.float32)
+    held = 0
+    for n in range(scores.size):
+        if scores[n] != -np.inf:
+            held = rank(scores[n], n, values, best, held)
+
+
+@compiled
+def choose(scores, best):
+    """All rows, one after the other."""
+    for row in range(len(scores)):
+        choose_row(scores[row], best[row])
+
+
+@compiled_parallel
+def choose_in_parallel(scores, best):
+    """As `choose`, shared by threads."""
+    for row in numba.prange(len(scores)):
+        choose_row(scores[row], best[row])
+
+
+@compiled
+def interleave(ranked, group, united):
+    """All firsts of a group, then all seconds, and so on, each number once."""
+    for k in range(len(united)):
+        held = 0
+        for p in range(ranked.shape[1]):
+            for r in range(group):
+                number = ranked[k * group + r, p]
+                new = number >= 0
+                for at in range(held):
+                    new = new and united[k, at] != number
+                if new and held < united.shape[1]:
+                    united[k, held] = number
+                    held += 1

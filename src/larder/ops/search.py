@@ -1,0 +1,113 @@
+"""Searching stored keys for those with the largest products with a query.
+
+Rows of scores are padded: -inf stands where a head has nothing. Ties go to the lower number. The
+readable forms are here, the fast ones, for a CPU, in `larder.ops.fast.search`.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from larder.ops.fast import search as fast
+
+MOST_SCORES = 1 << 22  # of one chunk: 16 MiB
+
+
+def page_bests(
+    queries: Float[Tensor, "H D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    page: int = 1,
+) -> Float[Tensor, "H N"]:
+    """The largest product of each query with the keys of each page of its kv head.
+
+    Args:
+        keys: flat storage; kv head h owns rows [starts[h], starts[h] + lengths[h]), and its page p
+            the entries [p * page, (p + 1) * page) of them.
+        starts, lengths: int64 in host memory.
+    """
+    if fast.serves(queries, keys):
+        return fast.page_bests(queries, keys, starts, lengths, page)
+    return readable_page_bests(queries, keys, starts, lengths, page)
+
+
+def readable_page_bests(
+    queries: Float[Tensor, "H D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    page: int = 1,
+) -> Float[Tensor, "H N"]:
+    """`page_bests` for every device and type: matrix products, in chunks of whole pages."""
+    group = queries.shape[0] // lengths.shape[0]
+    num_pages = -(-int(lengths.max()) // page)
+    bests = queries.new_full((queries.shape[0], num_pages), -torch.inf, dtype=torch.float32)
+    chunk = max(MOST_SCORES // (group * page), 1) * page
+    for head, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        asked = queries[head * group : (head + 1) * group].float()
+        for first in range(0, length, chunk):
+            stop = min(first + chunk, length)
+            scores = asked @ keys[start + first : start + stop].float().T  # [R, S]
+            filled = -(-scores.shape[1] // page)
+            scores = _padded(scores, filled * page).view(group, filled, page)
+            at = first // page
+            bests[head * group : (head + 1) * group, at : at + filled] = scores.amax(-1)
+    return bests
+
+
+def bests_by_page(
+    scores: Float[Tensor, "H S"], page_of: Int64[Tensor, "K S"], num_pages: int
+) -> Float[Tensor, "H N"]:
+    """The largest score in each page, where any entries may make one.
+
+    Args:
+        page_of: the page of each entry; -1 where a head has no such entry.
+    """
+    pages = page_of.repeat_interleave(scores.shape[0] // page_of.shape[0], 0)
+    held = scores.masked_fill(pages < 0, -torch.inf)
+    bests = scores.new_full((scores.shape[0], num_pages), -torch.inf)
+    return bests.scatter_reduce_(1, pages.clamp(min=0), held, "amax") if num_pages else bests
+
+
+def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
+    """Numbers of the `count` highest scores of each row, the best first; -1 in place of -inf."""
+    if scores.device.type == "cpu":
+        return fast.top_rows(scores, count)
+    return readable_top_rows(scores, count)
+
+
+def readable_top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
+    """`top_rows` for every device."""
+    values, numbers = torch.sort(scores, dim=1, descending=True, stable=True)
+    return numbers[:, :count].masked_fill(values[:, :count].isneginf(), -1)
+
+
+def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int64[Tensor, "K L"]:
+    """One list per kv head out of those of its query heads.
+
+    All firsts, then all seconds, and so on; what came before is left out; cut to `count`.
+    """
+    if ranked.device.type == "cpu":
+        return fast.interleaved(ranked, kv_heads, count)
+    return readable_interleaved(ranked, kv_heads, count)
+
+
+def readable_interleaved(
+    ranked: Int64[Tensor, "H P"], kv_heads: int, count: int
+) -> Int64[Tensor, "K L"]:
+    """`interleaved` for every device."""
+    group = ranked.shape[0] // kv_heads
+    width = min(count, group * ranked.shape[1])
+    united = torch.full((kv_heads, width), -1, device=ranked.device)
+    for head, lists in enumerate(ranked.view(kv_heads, group, -1).transpose(1, 2)):
+        found = list(dict.fromkeys(page for page in lists.flatten().tolist() if page >= 0))
+        some = found[:count]
+        united[head, : len(some)] = torch.tensor(some, dtype=torch.int64, device=ranked.device)
+    return united
+
+
+def _padded(scores: Float[Tensor, "R S"], width: int) -> Float[Tensor, "R W"]:
+    return torch.nn.functional.pad(scores, (0, width - scores.shape[1]), value=-torch.inf)

@@ -1,0 +1,70 @@
+"""Look at every key: the exact search that all others are measured against.
+
+No paper; "Exact-TopK" in Mao, Yuzhen et al., "IceCache" and the oracle of most others. Nothing can
+be missed, and every step reads all keys once.
+
+How others build on it: an index over consecutive pages is a `ConsecutiveIndex`
+(`_consecutive.py`), which checks what comes and keeps numbers and versions of pages; it fills in
+`_digest`, `find` and, if it holds more, `tensors`, `state` and `restore`. Head rules are in
+`_heads.py`, the search itself in `larder.ops.search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.observation import Entries
+from larder.core.recall import Found, Index, Recall
+from larder.core.spec import LayerSpec
+from larder.ops.search import page_bests
+from larder.recall._coming import known_layout
+from larder.recall._consecutive import ConsecutiveIndex, check_page
+from larder.recall._heads import HeadRule, choose
+
+
+@dataclass(frozen=True)
+class Flat(Recall):
+    """Pages of consecutive entries, by the best key in each.
+
+    Args:
+        page: entries of a page; 1 finds entries one by one.
+        heads: whose products with a key decide.
+    """
+
+    page: int = 1
+    heads: HeadRule = HeadRule.INTERLEAVED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page("flat", self.page)
+
+    def index(self, layer: LayerSpec) -> Index:
+        return FlatIndex(layer, self.page, self.heads)
+
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+        index = FlatIndex(layer, self.page, self.heads)
+        index.restore(state)
+        return index
+
+
+class FlatIndex(ConsecutiveIndex):
+    """Holds nothing but how many entries there are."""
+
+    def __init__(self, layer: LayerSpec, page: int, heads: HeadRule) -> None:
+        super().__init__(layer, page)
+        self._heads = heads
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        layout = known_layout(entries, self.paged.known)
+        bests = page_bests(queries, entries.keys, *layout, self.page)
+        return Found(choose(bests, self.layer.kv_heads, self._heads, count))
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        return self.find(queries, entries, count)
+
+
+Part = Flat

@@ -1,0 +1,165 @@
+"""What every way to find entries again owes to a cache, whatever it does inside."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import a_layer
+from larder.core.errors import BadParameter, CacheError
+from larder.core.recall import RECALLS, Index, Recall
+from tiers import Tier, pages_of
+
+LAYER = a_layer(kv_heads=2, group=2)
+# Sizes around nothing, one page, several pages, and twice what was there.
+GROWTHS = st.lists(
+    st.tuples(*[st.sampled_from([0, 1, 2, 15, 16, 17, 40, 90])] * 2), min_size=1, max_size=4
+)
+PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
+
+
+def part(name: str) -> Recall:
+    return RECALLS.load(name)()
+
+
+def asked(tier: Tier, wanted: Recall) -> torch.Tensor | None:
+    """The latest queries, for parts that want them."""
+    if not wanted.observed:
+        return None
+    return torch.stack([tier.queries() for _ in range(wanted.observed)], 1)
+
+
+def grown(name: str, growths: list[tuple[int, int]], seed: int = 0) -> tuple[Tier, Index]:
+    wanted, tier = part(name), Tier(LAYER, seed)
+    index = wanted.index(LAYER)
+    for growth in growths:
+        tier.grow(growth)
+        index.add(tier.entries(), asked(tier, wanted))
+    return tier, index
+
+
+@PARTS
+@settings(max_examples=15)
+@given(growths=GROWTHS, seed=st.integers(0, 2**31))
+def test_every_entry_is_in_one_page_and_versions_follow_contents(name, growths, seed) -> None:
+    wanted, tier = part(name), Tier(LAYER, seed)
+    index = wanted.index(LAYER)
+    before = pages_of(index, tier.lengths)
+    for growth in growths:
+        tier.grow(growth)
+        index.add(tier.entries(), asked(tier, wanted))
+        after = pages_of(index, tier.lengths)
+        for head, length in enumerate(tier.lengths):
+            held = [entry for _, contents in after[head] for entry in contents]
+            assert sorted(held) == list(range(length))
+            for (old, had), (new, has) in zip(before[head], after[head], strict=False):
+                assert (old == new) == (had == has)
+        before = after
+
+
+@PARTS
+@settings(max_examples=15)
+@given(growths=GROWTHS, count=st.sampled_from([1, 3, 12]), seed=st.integers(0, 2**31))
+def test_what_is_found_are_pages(name, growths, count, seed) -> None:
+    tier, index = grown(name, growths, seed)
+    for search in (index.find, index.exact):
+        found = search(tier.queries(), tier.entries(), count).pages
+        assert len(found) in (LAYER.kv_heads, LAYER.query_heads)
+        assert found.shape[1] <= count
+        group = len(found) // LAYER.kv_heads
+        for row, pages in enumerate(found.tolist()):
+            real = [page for page in pages if page >= 0]
+            assert pages == real + [-1] * (len(pages) - len(real))
+            assert len(set(real)) == len(real)
+            assert all(page < index.counts[row // group] for page in real)
+            assert bool(real) == (tier.lengths[row // group] > 0)
+        assert index.contents(found).shape == (*found.shape, index.page)
+        assert bool((index.contents(found)[found < 0] == -1).all())
+
+
+@PARTS
+@settings(max_examples=10)
+@given(growths=GROWTHS, seed=st.integers(0, 2**31))
+def test_an_adopted_index_answers_and_grows_alike(name, growths, seed) -> None:
+    tier, index = grown(name, growths, seed)
+    wanted = part(name)
+    twin = wanted.adopt(LAYER, {key: value.clone() for key, value in index.state().items()})
+    for growth in ((0, 0), (17, 3), (120, 40)):
+        tier.grow(growth)
+        queries = asked(tier, wanted)
+        index.add(tier.entries(), queries)
+        twin.add(tier.entries(), queries)
+        assert pages_of(index, tier.lengths) == pages_of(twin, tier.lengths)
+        query = tier.queries()
+        one, other = (each.find(query, tier.entries(), 3) for each in (index, twin))
+        assert torch.equal(one.pages, other.pages)
+        assert same(index.state(), twin.state())
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return all(torch.equal(one[key], other[key]) for key in one)
+
+
+@PARTS
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_keys_that_nothing_can_find_are_refused_before_anything_changes(name, value) -> None:
+    tier, index = grown(name, [(40, 20)])
+    state = {key: tensor.clone() for key, tensor in index.state().items()}
+    tier.grow((4, 4))
+    tier.keys[1][22, 3] = value
+    with pytest.raises(CacheError, match="entry 22 of kv head 1"):
+        index.add(tier.entries(), asked(tier, part(name)))
+    assert same(index.state(), state)
+
+
+@PARTS
+def test_entries_that_went_away_are_missed(name) -> None:
+    tier, index = grown(name, [(40, 20)])
+    tier.keys[0], tier.values[0] = tier.keys[0][:30], tier.values[0][:30]
+    with pytest.raises(CacheError, match="knows 40 entries of kv head 0"):
+        index.add(tier.entries(), asked(tier, part(name)))
+
+
+@PARTS
+def test_what_it_holds_is_counted(name) -> None:
+    _, small = grown(name, [(40, 20)])
+    _, large = grown(name, [(4000, 2000)])
+    held = [sum(tensor.nbytes for tensor in index.tensors()) for index in (small, large)]
+    stated = sum(tensor.nbytes for tensor in large.state().values())
+    assert 0 < held[0] <= held[1]
+    assert stated <= held[1] + 4096
+
+
+@PARTS
+def test_a_key_that_stands_out_is_found(name) -> None:
+    tier, index = grown(name, [(300, 200)])
+    query = tier.queries()
+    for head in range(LAYER.kv_heads):
+        mean = query[head * LAYER.group : (head + 1) * LAYER.group].mean(0)
+        tier.grow([int(other == head) for other in range(LAYER.kv_heads)])
+        tier.keys[head][-1] = 3 * mean
+    index.add(tier.entries(), asked(tier, part(name)))
+    for search in (index.find, index.exact):
+        held = index.contents(search(query, tier.entries(), 12).pages)
+        for row, entries in enumerate(held.flatten(1).tolist()):
+            assert tier.lengths[row * LAYER.kv_heads // len(held)] - 1 in entries
+
+
+@PARTS
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"dense": -1}])
+def test_parameters_are_checked(name, wrong) -> None:
+    with pytest.raises(BadParameter, match=f"{name}."):
+        RECALLS.load(name)(**wrong)
+
+
+def test_growths_are_what_they_say() -> None:
+    tier = Tier(LAYER)
+    for total in accumulate([3, 4]):
+        tier.grow((total, 1))
+    assert tier.lengths == (10, 2)
