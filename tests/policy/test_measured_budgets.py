@@ -102,6 +102,9 @@ def test_rows_of_all_layers_compete() -> None:
     plans = Composite().choose({0: first, 1: second}, {0: 1, 1: 2})
     assert [plans[index].lengths for index in (0, 1)] == [(1, 1), (2, 2)]
     assert plans[1].kept.tolist() == [0, 1, 3, 4]
+    equal = judged([1.0] * 20)  # of equal rows those of the earlier layer stay
+    plans = Composite().choose({0: equal, 1: equal}, {0: 12, 1: 12})
+    assert [plans[index].lengths for index in (0, 1)] == [(20,), (4,)]
 
 
 def test_a_row_is_worth_no_more_than_the_one_before() -> None:

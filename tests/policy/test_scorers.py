@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import a_layer, a_view, some_columns, some_entries
+from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Seen
 from larder.core.spelling import name_of
 from larder.core.types import Variant
@@ -26,6 +27,7 @@ CASES = {
     "first_block": ([[], []], 6),
     "head_of_old_ones_only_in_the_other": ([[], [0, 1, 2, 3, 4]], 2),
 }
+LAYOUT = (0, 4), (4, 4)  # two heads of four entries
 PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
 
 
@@ -232,6 +234,20 @@ def test_published_reconstruction_shares_weights_with_the_opening() -> None:
     assert wide.tolist() == pytest.approx([-math.inf, 1.5 / 4.5])
     assert narrow.tolist() == pytest.approx([-math.inf, 1.5 / 3.5])
     assert Reconstruct(opening=1).score(seen).tolist() == pytest.approx([-math.inf, 1.0])
+
+
+@pytest.mark.parametrize("part", [Patched(), Reconstruct(opening=1)])
+@pytest.mark.parametrize("variant", Variant)
+def test_an_entry_that_stands_for_two_weighs_as_two_equal_ones(part, variant) -> None:
+    scorer, share = replace(part, variant=variant), torch.tensor([1.0, 2.0, 1.0] * 2)
+    seen = a_view(a_layer(2, 2), [[0, 2, 6], [1, 3, 6]], 1)
+    entries = seen.entries
+    columns = {LOG_COUNT: entries.spread(share.log())}
+    once = replace(seen, entries=replace(entries, columns=columns))
+    rows = torch.arange(len(entries.keys))[entries.spread(share) > 0].repeat_interleave(share.int())
+    doubled = Entries(entries.keys[rows], entries.values[rows], entries.positions[rows], *LAYOUT)
+    one, two = scorer.score(once), scorer.score(replace(seen, entries=doubled))
+    torch.testing.assert_close(one, share * two[torch.tensor([0, 1, 3, 4, 5, 7])])
 
 
 def test_another_seed_is_another_draw() -> None:
