@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-import larder.cache.folding as folding
+import larder.ops.folding as folding
 from builders import a_plan
 from larder.cache.base import Store
 from larder.core.errors import CacheError
@@ -112,6 +112,7 @@ def test_first_and_last_entries_of_every_head(merging, carry_out) -> None:
 
 def test_more_rows_than_are_widened_at_once(merging, monkeypatch) -> None:
     monkeypatch.setattr(folding, "ROWS", 2)
+    monkeypatch.setattr(folding.fast, "MOST_FOLDS", 0)
     store, loop = merging.new(), merging.loop()
     for twin in (store, loop):
         append(twin, merging.tokens(9))

@@ -34,6 +34,20 @@ def test_both_forms_equal_a_sort(scores: list[list[float]], count: int) -> None:
         assert form(packed, lengths, count).tolist() == by_sorting(scores, count)
 
 
+@given(heads, st.integers(0, 10), st.randoms(use_true_random=False))
+def test_what_is_spared_stands_above_the_others(scores, count, source) -> None:
+    spared = [[source.random() < 0.4 for _ in head] for head in scores]
+    pairs = [
+        list(zip(head, marks, strict=True)) for head, marks in zip(scores, spared, strict=True)
+    ]
+    raised = [[torch.inf if mark else score for score, mark in head] for head in pairs]
+    packed = torch.tensor([score for head in scores for score in head], dtype=torch.float32)
+    marks = torch.tensor([mark for head in spared for mark in head], dtype=torch.bool)
+    for form in (top_of_heads, readable_top_of_heads):
+        kept = form(packed, tuple(map(len, scores)), count, marks)
+        assert kept.tolist() == by_sorting(raised, count)
+
+
 @pytest.mark.parametrize("gone", [0, 1, choice.MOST_GONE, choice.MOST_GONE + 1])
 def test_the_kernel_is_taken_where_few_go(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []

@@ -43,7 +43,7 @@ def check_kept(plan: Plan, lengths: tuple[int, ...]) -> None:
 
 def refuse_grades(plan: Plan) -> None:
     """For stores of one precision. Raises: CacheError: the plan lowers that of some entries."""
-    if bool(plan.grades.any()):
+    if len(plan.grades) and bool(plan.grades.any()):
         raise CacheError(
             "A cache of one precision cannot give entries different grades, but the plan asks for "
             "it: use a compensation that lowers no precision."

@@ -9,11 +9,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.errors import CacheError
+from larder.core.nothing import nothing
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.ops.packing import rows_of
-
-ROWS = 1 << 14  # sources widened to float32 at once: 8 MiB of keys of size 128
+from larder.ops.folding import weighted_sums
+from larder.ops.marking import are_among
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,18 @@ def folded(plan: Plan, entries: Entries) -> Folded:
     Raises:
         CacheError: a source is no entry, or a target is not kept.
     """
-    folds, head_dim = plan.folds, entries.keys.shape[1]
+    folds = plan.folds
     if not len(folds):
         return unfolded(entries.keys)
-    targets, places = torch.unique(folds.targets, return_inverse=True)
     check_folds(plan, sum(entries.lengths))
-    sources = rows_of(folds.sources.cpu(), *entries.layout).to(entries.keys.device)
-    keys = entries.keys.new_zeros(len(targets), head_dim, dtype=torch.float32)
-    values = torch.zeros_like(keys)
-    weights = folds.key_weights, folds.value_weights
-    pieces = zip(*(part.split(ROWS) for part in (sources, places, *weights)), strict=True)
-    for rows, into, key_weights, value_weights in pieces:
-        keys.index_add_(0, into, entries.keys[rows].float() * key_weights[:, None])
-        values.index_add_(0, into, entries.values[rows].float() * value_weights[:, None])
-    return Folded(targets, keys, values)
+    rows = folds.sources, folds.targets, folds.key_weights, folds.value_weights
+    return Folded(*weighted_sums(entries.keys, entries.values, *entries.layout, *rows))
 
 
 def unfolded(keys: Float[Tensor, "C D"]) -> Folded:
     """The sums of a plan that folds nothing."""
-    none = keys.new_empty(0, keys.shape[1], dtype=torch.float32)
-    return Folded(keys.new_empty(0, dtype=torch.int64), none, none)
+    none = nothing(torch.float32, 0, keys.shape[1]).to(keys.device)
+    return Folded(nothing(torch.int64, 0).to(keys.device), none, none)
 
 
 def check_folds(plan: Plan, held: int) -> None:
@@ -65,14 +57,12 @@ def check_folds(plan: Plan, held: int) -> None:
         CacheError: they are not.
     """
     sources, targets = plan.folds.sources, plan.folds.targets
-    if bool(((sources < 0) | (sources >= held)).any()):
+    if len(sources) and (int(sources.amin()) < 0 or int(sources.amax()) >= held):
         raise CacheError(
             f"Sources of folds must be among the {held} packed entries, but they lie in "
             f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
         )
-    kept = plan.kept.to(targets.device)
-    places = torch.searchsorted(kept, targets).clamp(max=max(len(kept) - 1, 0))
-    found = kept[places] == targets if len(kept) else torch.zeros_like(targets, dtype=torch.bool)
+    found = are_among(targets, plan.kept.to(targets.device))
     if not bool(found.all()):
         raise CacheError(
             f"Entry {int(targets[~found][0])} is the target of a fold, but the plan does not keep "

@@ -23,11 +23,13 @@ from larder.cache.checking import check_counts, check_kept, refuse_grades
 from larder.cache.columns import Columns
 from larder.cache.folding import Folded, folded, unfolded
 from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.nothing import nothing
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
+from larder.ops.marking import places_among
 from larder.ops.packing import packed_rows, rows_of, starts_of
 from larder.ops.removal import remove_rows, starts_of_least_motion
 
@@ -152,7 +154,7 @@ class Ragged(Store):
     def truncate(self, length: int) -> None:
         held = self.entries()
         kept = [int((held.head_positions(h) < length).sum()) for h in range(len(held.lengths))]
-        lengths = torch.tensor(kept, dtype=torch.int64)
+        lengths = torch.tensor(kept)
         self._lengths, self._room = lengths, self._least_room(self._starts, lengths)
 
     def entries(self) -> Entries:
@@ -215,12 +217,10 @@ class Ragged(Store):
         """
         self.check_numbers(plan)
         like, numbers = self._keys, self._columns.values
-        rows = targets = torch.empty(0, dtype=torch.int64)
-        if plan.columns:
-            rows = packed_rows(starts, lengths)
+        targets = nothing(torch.int64, 0)
+        rows = packed_rows(starts, lengths) if plan.columns else targets
         if len(sums.targets):
-            places = torch.searchsorted(plan.kept.cpu(), sums.targets.cpu())
-            targets = rows_of(places, starts, lengths)
+            targets = rows_of(places_among(sums.targets.cpu(), plan.kept.cpu()), starts, lengths)
         return Changes(
             targets.to(like.device),
             sums.keys.to(like.dtype),
@@ -239,8 +239,8 @@ class Ragged(Store):
 
     def _everything(self) -> list[Tensor]:
         """Rows of the storage that are in use, per head."""
-        pairs = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
-        return [torch.arange(start, start + length) for start, length in pairs]
+        owned = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
+        return [torch.arange(start, start + length) for start, length in owned]
 
     def _least_room(self, starts: Tensor, lengths: Tensor) -> int:
         """Slack behind the head that has least."""

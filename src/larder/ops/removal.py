@@ -106,8 +106,6 @@ def starts_of_least_motion(
     Args:
         free: heads whose front may move; the others stay where they are.
     """
-    if not bool(free.any()):
-        return starts
     if kept.device.type == "cpu":
         return removal.starts_of_least_motion(starts, lengths, kept, new_lengths, free)
     return readable_starts(starts, lengths, kept, new_lengths, free)
@@ -132,7 +130,8 @@ def readable_starts(
 
 
 def _check_storages(storages: Sequence[Tensor], starts: Tensor, lengths: Tensor) -> None:
-    end = int((starts + lengths).max()) if len(starts) else 0
+    ends = zip(starts.tolist(), lengths.tolist(), strict=True)
+    end = max((start + length for start, length in ends), default=0)
     for storage in storages:
         if len(storage) < end:
             raise CacheError(

@@ -27,7 +27,10 @@ def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
 
 
 def top_of_heads(
-    scores: Float[Tensor, " T"], lengths: tuple[int, ...], count: int
+    scores: Float[Tensor, " T"],
+    lengths: tuple[int, ...],
+    count: int,
+    spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
     """Indices, ascending, of the `count` highest scores of every head.
 
@@ -37,16 +40,22 @@ def top_of_heads(
     Args:
         scores: head by head, without NaN.
         lengths: how many of them each head has.
+        spared: which of them stand above all others, as if their scores were infinite.
     """
     if choice.serves(scores, lengths, count):
-        return choice.top_of_heads(scores, lengths, count)
-    return readable_top_of_heads(scores, lengths, count)
+        return choice.top_of_heads(scores, lengths, count, spared)
+    return readable_top_of_heads(scores, lengths, count, spared)
 
 
 def readable_top_of_heads(
-    scores: Float[Tensor, " T"], lengths: tuple[int, ...], count: int
+    scores: Float[Tensor, " T"],
+    lengths: tuple[int, ...],
+    count: int,
+    spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
     """`top_of_heads` for every device and any number that go."""
+    if spared is not None:
+        scores = scores.masked_fill(spared, torch.inf)
     if len(set(lengths)) == 1:
         marks = top_masks(scores.view(len(lengths), -1), count).flatten()
     else:

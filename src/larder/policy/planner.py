@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -109,9 +110,9 @@ class Planner:
 
     def knowing(self, seen: Seen) -> Seen:
         """What a layer saw, with what is known beforehand."""
-        if not (self.facts or self.lexicon or seen.facts or seen.lexicon):
-            return seen
         own = self.facts.get(seen.layer.index, {})
+        if not (own or self.lexicon or seen.facts or seen.lexicon):
+            return seen
         return replace(seen, facts=own, lexicon=self.lexicon)
 
     def quotas(
@@ -161,7 +162,7 @@ class Planner:
                 f"{whose} returned {scores.dtype} scores for layer {seen.layer.index}: return "
                 "float32."
             )
-        if len(scores) and bool(scores.amin().isnan()):  # the least of anything and NaN is NaN
+        if len(scores) and math.isnan(float(scores.amin())):  # the least of anything and NaN is NaN
             raise ScoreError(
                 f"{whose} returned {int(scores.isnan().sum())} NaN among {wanted} scores for "
                 f"layer {seen.layer.index}, which cannot be ranked: return numbers or infinities."

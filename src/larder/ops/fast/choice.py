@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 MOST_GONE = 4  # per kv head; from there on a selection over all is faster
@@ -21,12 +21,16 @@ def serves(scores: Tensor, lengths: tuple[int, ...], count: int) -> bool:
 
 
 def top_of_heads(
-    scores: Float[Tensor, " T"], lengths: tuple[int, ...], count: int
+    scores: Float[Tensor, " T"],
+    lengths: tuple[int, ...],
+    count: int,
+    spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
     """Safe from several threads at once."""
     from larder.ops.fast import choice_kernels as kernels  # compiles: not before it is needed
 
     kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)
     numbers = scores.detach().contiguous().numpy()
-    kernels.keep_best(numbers, np.array(lengths, np.int64), count, kept.numpy())
+    marks = np.empty(0, np.bool_) if spared is None else spared.contiguous().numpy()
+    kernels.keep_best(numbers, marks, np.array(lengths, np.int64), count, kept.numpy())
     return kept

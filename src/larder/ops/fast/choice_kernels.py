@@ -11,16 +11,18 @@ from larder.ops.fast.decode_kernels import compiled
 
 
 @compiled
-def worst_of(scores, worst, values):
+def worst_of(scores, spared, worst, values):
     """Fill `worst` with the places of the lowest scores, the lowest first.
 
-    Of equals the later one is lower.
+    Of equals the later one is lower. What is spared counts as infinite; an empty array spares none.
     """
     values[:] = np.inf
     worst[:] = -1
     last = worst.size - 1
     for s in range(scores.size):
         score = scores[s]
+        if spared.size and spared[s]:
+            score = np.float32(np.inf)
         if worst[last] >= 0 and score > values[last]:
             continue
         i = last
@@ -31,7 +33,7 @@ def worst_of(scores, worst, values):
 
 
 @compiled
-def keep_best(scores, lengths, count, kept):
+def keep_best(scores, spared, lengths, count, kept):
     """Write the packed places of all but the lowest of every head."""
     first = 0
     written = 0
@@ -39,7 +41,8 @@ def keep_best(scores, lengths, count, kept):
         gone = lengths[h] - count
         if gone > 0:
             worst = np.empty(gone, np.int64)
-            worst_of(scores[first : first + lengths[h]], worst, np.empty(gone, np.float32))
+            own = slice(first, first + lengths[h])
+            worst_of(scores[own], spared[own], worst, np.empty(gone, np.float32))
             worst.sort()
         else:
             worst = np.empty(0, np.int64)

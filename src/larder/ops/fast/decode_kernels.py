@@ -26,6 +26,11 @@ def compiled(function: Callable[..., Any]) -> Any:
     return _cached(numba.njit(nogil=True, fastmath=set(UNITE))(function))
 
 
+def compiled_as_written(function: Callable[..., Any]) -> Any:
+    """A kernel for one thread in which no sum is reordered and no product fused."""
+    return _cached(numba.njit(nogil=True)(function))
+
+
 def compiled_parallel(function: Callable[..., Any]) -> Any:
     """A kernel whose `prange` runs on numba's threads."""
     return _cached(numba.njit(nogil=True, parallel=True, fastmath=set(UNITE))(function))

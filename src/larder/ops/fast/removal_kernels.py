@@ -37,17 +37,18 @@ def examine(kept, starts, new_starts, lengths, new_lengths):
     first = 0
     offset = 0
     for h in range(lengths.size):
-        last = offset - 1
-        still = 0
-        shift = new_starts[h] - starts[h]
-        for i in range(new_lengths[h]):
-            entry = kept[first + i]
-            if entry <= last or entry >= offset + lengths[h]:
-                return h, 0
-            if entry == offset + i + shift:
-                still += 1
-            last = entry
-        rows += new_lengths[h] - still
+        own = kept[first : first + new_lengths[h]]
+        astray = still = 0
+        shift = offset + new_starts[h] - starts[h]
+        for i in range(own.size):
+            still += own[i] == i + shift
+        for i in range(1, own.size):
+            astray += own[i] <= own[i - 1]
+        if own.size:
+            astray += (own[0] < offset) + (own[own.size - 1] >= offset + lengths[h])
+        if astray:
+            return h, 0
+        rows += own.size - still
         first += new_lengths[h]
         offset += lengths[h]
     return -1, rows
@@ -92,6 +93,19 @@ def move_head(addresses, row_bytes, start, new_start, offset, own):
 
 
 @compiled
+def rows_behind_by(own, offset, shift):
+    """How many of a head's kept entries lie less than `shift` rows behind their new places."""
+    low, high = 0, own.size
+    while low < high:
+        middle = (low + high) // 2
+        if own[middle] - offset - middle < shift:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def choose_starts(kept, lengths, new_lengths, free, new_starts):
     """Let the front of a head go down by what it loses, where fewer rows move than at its end."""
     first = 0
@@ -99,12 +113,10 @@ def choose_starts(kept, lengths, new_lengths, free, new_starts):
     for h in range(lengths.size):
         held = new_lengths[h]
         gone = lengths[h] - held
-        still = 0  # rows at the end that need not move if the front goes down
-        while still < held and kept[first + held - 1 - still] == offset + lengths[h] - 1 - still:
-            still += 1
-        front = 0  # and rows at the front if the end moves up
-        while front < held and kept[first + front] == offset + front:
-            front += 1
+        own = kept[first : first + held]
+        # How far an entry lies behind its place among the kept never falls from one to the next.
+        front = rows_behind_by(own, offset, 1)  # rows that need not move if the end moves up
+        still = held - rows_behind_by(own, offset, gone)  # and if the front goes down
         if free[h] and still > front:
             new_starts[h] += gone
         first += held

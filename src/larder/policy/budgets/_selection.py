@@ -15,7 +15,7 @@ from larder.ops.topk import top_mask, top_of_heads
 
 def best_per_head(scored: Scored, tokens: int) -> Plan:
     """Every head keeps its own best `tokens` entries."""
-    kept = top_of_heads(scored.ranked(), scored.lengths, tokens)
+    kept = top_of_heads(scored.scores, scored.lengths, tokens, scored.protected)
     return Plan(kept, tuple(min(length, max(tokens, 0)) for length in scored.lengths))
 
 

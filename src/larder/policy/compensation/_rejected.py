@@ -12,20 +12,20 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed, PackedMask
-from larder.ops.packing import rows_of
+from larder.ops.marking import marks_of, places_unmarked
+from larder.ops.packing import heads_among, rows_of
 
 Indices = Int64[Tensor, " _"]
 
 
 def marked(plan: Plan, entries: Entries) -> PackedMask:
     """Which packed entries stay."""
-    size = (sum(entries.lengths),)
-    return torch.zeros(size, dtype=torch.bool, device=plan.kept.device).index_fill(0, plan.kept, 1)
+    return marks_of(plan.kept, sum(entries.lengths))
 
 
 def rejected(plan: Plan, entries: Entries) -> Indices:
     """The packed entries that do not stay, ascending."""
-    return torch.nonzero(~marked(plan, entries)).flatten()
+    return places_unmarked(marked(plan, entries))
 
 
 def distinct(targets: Indices) -> tuple[Tensor, Tensor]:
@@ -35,8 +35,7 @@ def distinct(targets: Indices) -> tuple[Tensor, Tensor]:
 
 def heads_of(packed: Indices, entries: Entries) -> Indices:
     """The kv head of each packed entry."""
-    ends = torch.tensor(entries.lengths, device=packed.device).cumsum(0)
-    return torch.searchsorted(ends, packed, right=True)
+    return heads_among(packed, entries.lengths)
 
 
 def rows_at(packed: Indices, entries: Entries) -> Indices:

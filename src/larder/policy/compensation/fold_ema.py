@@ -28,8 +28,10 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries, Scored
 from larder.core.plan import Folds, Plan
 from larder.core.types import Variant
+from larder.ops.folding import followed_means, means_of, moved_towards, weighed
+from larder.ops.marking import places_unmarked
 from larder.ops.nearest import nearest_rows
-from larder.policy.compensation._rejected import distinct, heads_of, marked
+from larder.policy.compensation._rejected import heads_of, marked
 from larder.policy.compensation.base import Compensation
 
 TAU = "tau"
@@ -83,7 +85,7 @@ class FoldEma(Compensation):
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
         del scored
         stays = marked(plan, entries)
-        gone = torch.nonzero(~stays).flatten()
+        gone = places_unmarked(stays)
         if not len(gone):
             return plan
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
@@ -95,23 +97,18 @@ class FoldEma(Compensation):
             gone, likeness, nearest, heads = (part[compared] for part in parts)
         if not len(gone):
             return plan
-        average = _by_rank if self.variant is Variant.CODE else _by_head
-        judged, means = average(likeness, heads, len(entries.lengths))
-        tau = self._moved(entries.scalars[TAU], means)
+        before = entries.scalars[TAU]
+        if self.variant is Variant.CODE:
+            judged, mean = _by_rank(likeness, heads, len(entries.lengths))
+            tau = moved_towards(before, mean.expand(len(entries.lengths)), self.beta)
+        else:
+            judged, tau = likeness, followed_means(likeness, heads, before, self.beta)
         if self.threshold is Threshold.EMA:
             alike = judged >= tau[heads] - TIE
-            gone, nearest, likeness = gone[alike], nearest[alike], likeness[alike]
+            if not bool(alike.all()):
+                gone, nearest, likeness = gone[alike], nearest[alike], likeness[alike]
         folds = self._folds(gone, nearest, likeness)
         return replace(plan, folds=folds, scalars={**plan.scalars, TAU: tau})
-
-    def _moved(
-        self, before: Float[Tensor, " K"], means: Float[Tensor, " K"]
-    ) -> Float[Tensor, " K"]:
-        """The threshold of each head; where nothing was rejected it stays."""
-        before = before.to(means.device)
-        moved = self.beta * means + (1 - self.beta) * before
-        moved = torch.where(before.isnan(), means, moved)
-        return torch.where(means.isnan(), before, moved)
 
     def _folds(
         self,
@@ -122,7 +119,6 @@ class FoldEma(Compensation):
         """Weighted means over each target and what is folded into it."""
         if not len(sources):
             return Folds.none(sources.device)
-        own, places = distinct(targets)
         if self.weights is Weights.AVERAGE:
             given, kept = torch.ones_like(likeness), 1.0
         elif self.variant is Variant.CODE:
@@ -130,28 +126,16 @@ class FoldEma(Compensation):
         else:
             given, kept = likeness.exp(), math.e
         counted = torch.ones_like(given) if self.variant is Variant.CODE else given
-        totals = given.new_full((len(own),), kept).index_add(0, places, counted)
-        weights = torch.cat([given / totals[places], kept / totals])
-        return Folds(torch.cat([sources, own]), torch.cat([targets, own]), weights, weights)
-
-
-def _means(likeness: Tensor, groups: Tensor, count: int) -> Tensor:
-    """The mean of each of `count` groups; NaN of none."""
-    sums = likeness.new_zeros(count).index_add(0, groups, likeness)
-    return sums / torch.bincount(groups, minlength=count)  # 0 / 0 is NaN
-
-
-def _by_head(likeness: Tensor, heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Each rejected entry by itself, and a mean per head."""
-    return likeness, _means(likeness, heads, kv_heads)
+        sources, targets, weights = weighed(sources, targets, given, counted, kept)
+        return Folds(sources, targets, weights, weights)
 
 
 def _by_rank(likeness: Tensor, heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """For each rejected entry the mean over all heads' entries of its rank; one mean for all."""
+    """For each rejected entry the mean over all heads' entries of its rank; the mean of all."""
     firsts = torch.searchsorted(heads, torch.arange(kv_heads, device=heads.device))
     ranks = torch.arange(len(heads), device=heads.device) - firsts[heads]
-    by_rank = _means(likeness, ranks, int(ranks.max()) + 1)
-    return by_rank[ranks], likeness.mean().expand(kv_heads)
+    by_rank = means_of(likeness, ranks, int(ranks.max()) + 1)
+    return by_rank[ranks], likeness.mean()
 
 
 Part = FoldEma

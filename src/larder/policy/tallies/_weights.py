@@ -30,6 +30,11 @@ class Votes:
     places: Int[Tensor, " S"]
 
     @property
+    def total(self) -> Float[Tensor, " S"]:
+        """What the queries gave together."""
+        return self.weights[0] if len(self.weights) == 1 else self.weights.sum(0)
+
+    @property
     def sees(self) -> Bool[Tensor, "c S"]:
         """Which query sees which entry."""
         return self.places <= self.times[:, None]

@@ -26,7 +26,7 @@ class Mass(Tally):
 
 
 def _added(state: State, votes: Votes) -> State:
-    return (state[0] + votes.weights.sum(0),)
+    return (state[0] + votes.total,)
 
 
 Part = Mass

@@ -1,0 +1,83 @@
+"""Folding in host memory: the few entries of a decode step cost one call each, not twenty."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.ops.fast.decode import STORED, readable_by_numba
+
+MOST_FOLDS = 1 << 10  # from there on torch is as fast, and uses all threads
+
+
+def serves(numbers: Tensor) -> bool:
+    """Whether the kernels take this call: a few float32 numbers in host memory."""
+    return (
+        numbers.device.type == "cpu"
+        and numbers.dtype is torch.float32
+        and len(numbers) <= MOST_FOLDS
+    )
+
+
+def serves_rows(keys: Tensor, values: Tensor, folds: int) -> bool:
+    """Whether the kernel sums rows of this storage."""
+    return (
+        keys.device.type == "cpu"
+        and keys.dtype in STORED
+        and values.dtype is keys.dtype
+        and folds <= MOST_FOLDS
+        and keys.is_contiguous()
+        and values.is_contiguous()
+    )
+
+
+def followed_means(
+    numbers: Float[Tensor, " F"],
+    groups: Int64[Tensor, " F"],
+    before: Float[Tensor, " K"],
+    rate: float,
+) -> Float[Tensor, " K"]:
+    """The same bits as `readable_followed_means`."""
+    from larder.ops.fast import folding_kernels as kernels  # compiles: not before it is needed
+
+    moved = torch.empty(len(before))
+    rates = np.float32(rate), np.float32(1 - rate)
+    told = numbers.contiguous().numpy(), groups.numpy(), before.contiguous().numpy()
+    kernels.follow(*told, *rates, moved.numpy())
+    return moved
+
+
+def weighed(
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    given: Float[Tensor, " F"],
+    counted: Float[Tensor, " F"],
+    own: float,
+) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]:
+    """The same bits as `readable_weighed`."""
+    from larder.ops.fast import folding_kernels as kernels
+
+    told = (part.contiguous().numpy() for part in (sources, targets, given, counted))
+    froms, intos, weights = kernels.weigh(*told, np.float32(own))
+    return torch.from_numpy(froms), torch.from_numpy(intos), torch.from_numpy(weights)
+
+
+def weighted_sums(
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    key_weights: Float[Tensor, " F"],
+    value_weights: Float[Tensor, " F"],
+) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+    """The same bits as `readable_weighted_sums`."""
+    from larder.ops.fast import folding_kernels as kernels
+
+    stored = readable_by_numba(keys.detach()), readable_by_numba(values.detach())
+    folds = (part.contiguous().numpy() for part in (sources, targets, key_weights, value_weights))
+    into, key_sums, value_sums = kernels.sum_rows(*stored, starts.numpy(), lengths.numpy(), *folds)
+    return torch.from_numpy(into), torch.from_numpy(key_sums), torch.from_numpy(value_sums)

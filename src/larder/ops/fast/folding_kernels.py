@@ -1,0 +1,88 @@
+"""The inner loops of folding, compiled by numba at their first call.
+
+Only `larder.ops.fast.folding` imports this module, and only when it is about to fold. Every number
+is rounded as it is written here, which is as torch rounds it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from larder.ops.fast.decode_kernels import ROWS, compiled_as_written, float_rows
+
+
+@compiled_as_written
+def follow(numbers, groups, before, rate, rest, moved):
+    """Running means moved by `rate` (`rest` is 1 - rate) towards the mean of each group."""
+    sums = np.zeros(before.size, np.float32)
+    counts = np.zeros(before.size, np.int64)
+    for f in range(numbers.size):
+        sums[groups[f]] += numbers[f]
+        counts[groups[f]] += 1
+    for k in range(before.size):
+        moved[k] = before[k]
+        if counts[k] > 0:
+            mean = sums[k] / np.float32(counts[k])
+            if np.isnan(before[k]):
+                moved[k] = mean
+            elif not np.isnan(mean):
+                moved[k] = rate * mean + rest * before[k]
+
+
+@compiled_as_written
+def distinct(targets):
+    """Every target once, ascending."""
+    into = np.sort(targets)
+    count = 0
+    for f in range(into.size):
+        if f == 0 or into[f] != into[count - 1]:
+            into[count] = into[f]
+            count += 1
+    return into[:count]
+
+
+@compiled_as_written
+def weigh(sources, targets, given, counted, own):
+    """Sources, targets and weights of the folds, those of the targets themselves last."""
+    into = distinct(targets)
+    folds, count = sources.size, into.size
+    froms = np.empty(folds + count, np.int64)
+    intos = np.empty(folds + count, np.int64)
+    weights = np.empty(folds + count, np.float32)
+    totals = np.full(count, own)
+    places = np.searchsorted(into, targets)
+    for f in range(folds):
+        totals[places[f]] += counted[f]
+    for f in range(folds):
+        froms[f], intos[f] = sources[f], targets[f]
+        weights[f] = given[f] / totals[places[f]]
+    for n in range(count):
+        froms[folds + n] = intos[folds + n] = into[n]
+        weights[folds + n] = own / totals[n]
+    return froms, intos, weights
+
+
+@compiled_as_written
+def add_row(stored, row, weight, scratch, sums):
+    """Add a stored row, by its weight."""
+    numbers = float_rows(stored, row, 1, scratch)[0]
+    for d in range(sums.size):
+        sums[d] += weight * numbers[d]
+
+
+@compiled_as_written
+def sum_rows(keys, values, starts, lengths, sources, targets, key_weights, value_weights):
+    """Distinct targets, and the sums of their sources' keys and values."""
+    into = distinct(targets)
+    places = np.searchsorted(into, targets)
+    ends = np.cumsum(lengths)
+    heads = np.searchsorted(ends, sources, side="right")
+    key_sums = np.zeros((into.size, keys.shape[1]), np.float32)
+    value_sums = np.zeros((into.size, keys.shape[1]), np.float32)
+    scratch = np.empty((ROWS, keys.shape[1]), np.float32)
+    for f in range(sources.size):
+        h = heads[f]
+        row = sources[f] - (ends[h] - lengths[h]) + starts[h]
+        add_row(keys, row, key_weights[f], scratch, key_sums[places[f]])
+        add_row(values, row, value_weights[f], scratch, value_sums[places[f]])
+    return into, key_sums, value_sums

@@ -1,0 +1,146 @@
+"""Entries that become weighted sums of entries: thresholds, weights and sums.
+
+All in float32 and in the order of the sources. The readable forms are here; the fast ones, for host
+memory, are in `larder.ops.fast.folding` and give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.ops.fast import folding as fast
+from larder.ops.packing import rows_of
+
+ROWS = 1 << 14  # sources widened to float32 at once: 8 MiB of keys of size 128
+
+# Sources, targets and weights of folds, one of each per row.
+Rows = tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
+# Distinct targets, ascending, and their sums of keys and of values.
+Sums = tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]
+
+
+def followed_means(
+    numbers: Float[Tensor, " F"],
+    groups: Int64[Tensor, " F"],
+    before: Float[Tensor, " K"],
+    rate: float,
+) -> Float[Tensor, " K"]:
+    """A running mean per group, moved by `rate` towards the mean of its numbers.
+
+    It begins at the first mean (NaN stands for none so far) and stays where there are no numbers.
+    """
+    if fast.serves(numbers):
+        return fast.followed_means(numbers, groups, before, rate)
+    return readable_followed_means(numbers, groups, before, rate)
+
+
+def readable_followed_means(
+    numbers: Float[Tensor, " F"],
+    groups: Int64[Tensor, " F"],
+    before: Float[Tensor, " K"],
+    rate: float,
+) -> Float[Tensor, " K"]:
+    """`followed_means` for every device."""
+    return moved_towards(before, means_of(numbers, groups, len(before)), rate)
+
+
+def means_of(
+    numbers: Float[Tensor, " F"], groups: Int64[Tensor, " F"], count: int
+) -> Float[Tensor, " K"]:
+    """The mean of each of `count` groups; NaN of none."""
+    sums = numbers.new_zeros(count).index_add(0, groups, numbers)
+    return sums / torch.bincount(groups, minlength=count)  # 0 / 0 is NaN
+
+
+def moved_towards(
+    before: Float[Tensor, " K"], means: Float[Tensor, " K"], rate: float
+) -> Float[Tensor, " K"]:
+    """Moved by `rate`; where there is no mean it stays, where there was none before it begins."""
+    before = before.to(means.device)
+    moved = rate * means + (1 - rate) * before
+    moved = torch.where(before.isnan(), means, moved)
+    return torch.where(means.isnan(), before, moved)
+
+
+def weighed(
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    given: Float[Tensor, " F"],
+    counted: Float[Tensor, " F"],
+    own: float,
+) -> Rows:
+    """Folds that turn every target into a weighted mean of itself and its sources.
+
+    Args:
+        sources, targets: packed entries; a source has one target and is none itself.
+        given: the weight of each source.
+        counted: what the total of its target grows by for it.
+        own: weight of a target itself.
+
+    Returns:
+        The sources in order, then every target as its own source, ascending.
+    """
+    if fast.serves(given):
+        return fast.weighed(sources, targets, given, counted, own)
+    return readable_weighed(sources, targets, given, counted, own)
+
+
+def readable_weighed(
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    given: Float[Tensor, " F"],
+    counted: Float[Tensor, " F"],
+    own: float,
+) -> Rows:
+    """`weighed` for every device."""
+    into, places = torch.unique(targets, return_inverse=True)
+    owned = given.new_full((len(into),), own)
+    totals = owned.index_add(0, places, counted)
+    weights = torch.cat([given / totals[places], owned / totals])
+    return torch.cat([sources, into]), torch.cat([targets, into]), weights
+
+
+def weighted_sums(
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    key_weights: Float[Tensor, " F"],
+    value_weights: Float[Tensor, " F"],
+) -> Sums:
+    """What becomes of each target: the sum of its sources, each by its weight, in float32.
+
+    Args:
+        starts, lengths: where each kv head lies in the flat storage; int64 in host memory.
+        sources, targets: packed entries; sources are among those held.
+    """
+    case = keys, values, starts, lengths, sources, targets, key_weights, value_weights
+    if fast.serves_rows(keys, values, len(sources)):
+        return fast.weighted_sums(*case)
+    return readable_weighted_sums(*case)
+
+
+def readable_weighted_sums(
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    key_weights: Float[Tensor, " F"],
+    value_weights: Float[Tensor, " F"],
+) -> Sums:
+    """`weighted_sums` for every device, type and number, some sources at a time."""
+    into, places = torch.unique(targets, return_inverse=True)
+    rows = rows_of(sources.cpu(), starts, lengths).to(keys.device)
+    key_sums = keys.new_zeros(len(into), keys.shape[1], dtype=torch.float32)
+    value_sums = torch.zeros_like(key_sums)
+    parts = rows, places, key_weights, value_weights
+    for some, to, of_keys, of_values in zip(*(part.split(ROWS) for part in parts), strict=True):
+        key_sums.index_add_(0, to, keys[some].float() * of_keys[:, None])
+        value_sums.index_add_(0, to, values[some].float() * of_values[:, None])
+    return into, key_sums, value_sums

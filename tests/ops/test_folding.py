@@ -1,0 +1,81 @@
+"""Thresholds, weights and sums of folds: both forms have the same bits and equal the loop."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+import torch
+
+from larder.ops import folding
+from larder.ops.fast import folding as fast
+from references.ops import folding as loop
+
+
+def bits(numbers: torch.Tensor) -> list[int]:
+    return numbers.view(torch.int32).flatten().tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_running_means_equal_the_loop(seed) -> None:
+    source = Random(seed)
+    groups = torch.tensor([source.choice([0, 1, 1, 3]) for _ in range(seed)], dtype=torch.int64)
+    numbers = torch.tensor([source.uniform(-1, 1) for _ in range(seed)], dtype=torch.float32)
+    if seed == 5:
+        numbers[2] = math.nan
+    before = torch.tensor([0.5, source.uniform(-1, 1), 0.25, math.nan, math.nan])
+    told = numbers, groups, before, 0.7
+    results = [form(*told) for form in (folding.readable_followed_means, fast.followed_means)]
+    expected = loop.followed_means(numbers.tolist(), groups.tolist(), before.tolist(), 0.7)
+    assert bits(results[0]) == bits(results[1])
+    assert results[0].tolist() == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_equal_the_loop(seed) -> None:
+    source, count = Random(seed), 2 * seed
+    sources = list(range(10, 10 + count))
+    targets = [source.choice([9, 2, 4]) for _ in sources]
+    given, counted = ([source.uniform(0, 3) for _ in sources] for _ in range(2))
+    parts = torch.tensor(sources).long(), torch.tensor(targets).long()
+    numbers = torch.tensor(given), torch.tensor(counted)
+    results = [form(*parts, *numbers, math.e) for form in (folding.readable_weighed, fast.weighed)]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    got = [part.tolist() for part in results[1]]
+    expected = loop.weighed(sources, targets, given, counted, math.e)
+    assert list(zip(got[0], got[1], strict=True)) == [fold[:2] for fold in expected]
+    assert got[2] == pytest.approx([fold[2] for fold in expected])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_rows_equal_the_loop(dtype, seed) -> None:
+    source, count = Random(seed), 3 * seed
+    lengths = torch.tensor([4, 0, 5, 3])
+    starts = torch.tensor([1, 6, 7, 15])
+    keys, values = torch.randn(2, 20, 5, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    sources, targets = ([source.randrange(12) for _ in range(count)] for _ in range(2))
+    weights = [[source.uniform(-2, 2) for _ in range(count)] for _ in range(2)]
+    folds = torch.tensor(sources).long(), torch.tensor(targets).long(), *map(torch.tensor, weights)
+    case = keys, values, starts, lengths, *folds
+    forms = (folding.readable_weighted_sums, fast.weighted_sums)
+    results = [form(*case) for form in forms]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    rows = [s + i for s, n in zip(starts.tolist(), lengths.tolist(), strict=True) for i in range(n)]
+    for stored, own, got in zip((keys, values), weights, results[1][1:], strict=True):
+        if sources:
+            expected = loop.weighted_sums(stored[rows].tolist(), sources, targets, own)
+            assert results[1][0].tolist() == list(expected)
+            torch.testing.assert_close(got, torch.tensor(list(expected.values())))
+
+
+def test_what_the_kernels_take() -> None:
+    few, many = torch.zeros(3), torch.zeros(fast.MOST_FOLDS + 1)
+    assert fast.serves(few) and not fast.serves(many) and not fast.serves(few.double())
+    rows = torch.zeros(6, 4)
+    assert fast.serves_rows(rows, rows, 3) and not fast.serves_rows(rows, rows, len(many))
+    assert not fast.serves_rows(rows.half(), rows.half(), 3)
+    assert not fast.serves_rows(rows.T, rows, 3) and not fast.serves_rows(rows, rows.T, 3)
