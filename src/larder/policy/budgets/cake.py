@@ -16,7 +16,6 @@ heads as the narrowest so far. While text is generated a layer keeps the share i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,20 +24,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.ledger import Ledger
 from larder.core.observation import Scored, Seen, Stage
 from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.ops.apportion import apportion
-from larder.ops.columns import gather_columns
 from larder.policy.aggregation.mean_variance import MeanVariance
 from larder.policy.budgets._selection import SHARE, evenly, needed, standing, with_share
 from larder.policy.budgets.base import Budget, check_size, over_in_all
+from larder.policy.preference import check_taus, of_last_queries, totals
 
 MOMENTS = MeanVariance()
-
-
-LEAST_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,7 @@ class Cake(Budget):
         check_size("cake", self.tokens, self.kept)
         if self.window < 1:
             raise BadParameter(f"cake.window must be at least 1 token, got {self.window}.")
-        for name, tau in (("tau1", self.tau1), ("tau2", self.tau2)):
-            if not LEAST_TAU <= tau < math.inf:
-                raise BadParameter(f"cake.{name} must be at least {LEAST_TAU}, got {tau}.")
+        check_taus("cake", self.tau1, self.tau2)
 
     def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
         """The layer's preference; nothing where its share stands already."""
@@ -131,27 +125,12 @@ class _Dispersion:
 
 def _dispersion(seen: Seen, window: int) -> tuple[float, float]:
     """Entropy and variance of the last queries' weights, over all entries before these queries."""
-    entries, voters = seen.entries, seen.query_positions[-window:]
-    positions = entries.packed_positions()
-    heads = gather_columns(
-        _Dispersion(),
-        seen.queries[:, -window:],
-        entries.keys,
-        torch.tensor(entries.starts),
-        torch.tensor(entries.lengths),
-        seen.layer.scaling,
-        query_positions=voters,
-        key_positions=positions,
-        bias=entries.columns.get(LOG_COUNT),
-    )
-    is_before = torch.split(positions < voters[0], list(entries.lengths))
-    sums = torch.stack(
-        [
-            head[:, before].double().sum(1).view(2, -1).sum(1)
-            for head, before in zip(heads, is_before, strict=True)
-        ]
-    ).sum(0)
-    return max(float(sums[0]), 0.0), float(sums[1])
+    before = seen.entries.packed_positions() < seen.query_positions[-window:][0]
+    heads = of_last_queries(_Dispersion(), seen, window)
+    marks = torch.split(before, list(seen.entries.lengths))
+    earlier = [head[:, own] for head, own in zip(heads, marks, strict=True)]
+    entropy, variance = totals(earlier, 2)
+    return max(entropy, 0.0), variance
 
 
 Part = Cake

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from larder.core.observation import Scored
 from larder.core.plan import Plan
+from larder.policy.budgets._joint import Joint
 from larder.policy.budgets._selection import best_per_head
-from larder.policy.budgets.base import Budget, check_size, over_in_all
 
 
 @dataclass(frozen=True)
-class Composite(Budget):
+class Composite(Joint):
     """Joint selection of rows over all layers; waits for the last layer.
 
     Args:
@@ -36,28 +36,16 @@ class Composite(Budget):
         kept: the same as a fraction of the context.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
-
-    def __post_init__(self) -> None:
-        check_size("composite", self.tokens, self.kept)
-
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
-
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        if len(ready) < len(quotas):
-            return {}
-        layers = sorted(ready)
-        total = sum(quotas[index] * len(ready[index].lengths) for index in layers)
-        rows = [_rows(ready[index]) for index in layers]
+    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
+        rows = [_rows(scored) for scored in ready.values()]
         worth, sizes = torch.cat([own for own, _ in rows]), torch.cat([size for _, size in rows])
         order = torch.argsort(worth, descending=True, stable=True)
         stays = torch.zeros_like(worth, dtype=torch.bool)
         stays[order] = sizes[order].cumsum(0) <= total
         counts = [int(part.sum()) for part in torch.split(stays, [len(own) for own, _ in rows])]
-        pairs = zip(layers, counts, strict=True)
-        return {index: best_per_head(ready[index], count) for index, count in pairs}
+        pairs = zip(ready.items(), counts, strict=True)
+        return {index: best_per_head(scored, count) for (index, scored), count in pairs}
 
 
 def _rows(scored: Scored) -> tuple[Float[Tensor, " S"], Int64[Tensor, " S"]]:

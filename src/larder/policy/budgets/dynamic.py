@@ -25,12 +25,12 @@ from larder.core.observation import Scored
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.ops.topk import top_mask
+from larder.policy.budgets._joint import Joint
 from larder.policy.budgets._selection import evenly, needed
-from larder.policy.budgets.base import Budget, check_size, over_in_all
 
 
 @dataclass(frozen=True)
-class Dynamic(Budget):
+class Dynamic(Joint):
     """Layer budgets by each layer's part of the best; waits for the last layer.
 
     Args:
@@ -40,28 +40,21 @@ class Dynamic(Budget):
         least: what a layer gets at least, in averages.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     most: float = 10.0
     least: float = 0.1
 
     def __post_init__(self) -> None:
-        check_size("dynamic", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 <= self.least <= 1:
             raise BadParameter(f"dynamic.least must be in [0, 1], got {self.least}.")
         if not 1 <= self.most < math.inf:
             raise BadParameter(f"dynamic.most must be 1 or more, got {self.most}.")
 
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
-
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        if len(ready) < len(quotas):
-            return {}
-        layers = sorted(ready)
-        pools = [quotas[index] * len(ready[index].lengths) for index in layers]
-        sizes = self._sizes([ready[index] for index in layers], pools)
-        return {i: evenly(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
+    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        pools = [quotas[index] * len(scored.lengths) for index, scored in ready.items()]
+        sizes = self._sizes(list(ready.values()), pools)
+        pairs = zip(ready.items(), sizes, strict=True)
+        return {index: evenly(scored, size) for (index, scored), size in pairs}
 
     def _sizes(self, layers: Sequence[Scored], pools: Sequence[int]) -> Sequence[int]:
         """Entries of each layer, all heads together.

@@ -15,11 +15,11 @@ import torch
 from larder.core.observation import Scored
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
-from larder.policy.budgets.base import Budget, check_size, over_in_all
+from larder.policy.budgets._joint import Joint
 
 
 @dataclass(frozen=True)
-class Global(Budget):
+class Global(Joint):
     """Joint selection over all layers and heads; waits for the last layer.
 
     Args:
@@ -27,24 +27,12 @@ class Global(Budget):
         kept: the same as a fraction of the context.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
-
-    def __post_init__(self) -> None:
-        check_size("global", self.tokens, self.kept)
-
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
-
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        if len(ready) < len(quotas):
-            return {}
-        layers = sorted(ready)
-        ranked = [ready[index].ranked() for index in layers]
-        count = sum(quotas[index] * len(ready[index].lengths) for index in layers)
+    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        ranked = [scored.ranked() for scored in ready.values()]
+        count = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         marks = torch.split(top_mask(torch.cat(ranked), count), [len(part) for part in ranked])
-        pairs = zip(layers, marks, strict=True)
-        return {index: Plan.from_mask(mark, ready[index].lengths) for index, mark in pairs}
+        pairs = zip(ready.items(), marks, strict=True)
+        return {index: Plan.from_mask(mark, scored.lengths) for (index, scored), mark in pairs}
 
 
 Part = Global

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from larder.core.observation import Scored
 from larder.core.plan import Plan
+from larder.policy.budgets._joint import Joint
 from larder.policy.budgets._selection import best_in_all, lifted
-from larder.policy.budgets.base import Budget, check_size, over_in_all
 
 SAFE = -1.0  # before every coverage
 
 
 @dataclass(frozen=True)
-class PrefixKV(Budget):
+class PrefixKV(Joint):
     """Layer budgets of equal coverage, joint selection within a layer; waits for the last layer.
 
     Scores count from a layer's least where some are below 0.
@@ -39,23 +39,11 @@ class PrefixKV(Budget):
         kept: the same as a fraction of the context.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
-
-    def __post_init__(self) -> None:
-        check_size("prefixkv", self.tokens, self.kept)
-
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
-
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        if len(ready) < len(quotas):
-            return {}
-        layers = sorted(ready)
-        total = sum(quotas[index] * len(ready[index].lengths) for index in layers)
-        before = [_covered_before(ready[index]) for index in layers]
-        sizes = _prefixes(before, total)
-        return {i: best_in_all(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
+    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
+        before = [_covered_before(scored) for scored in ready.values()]
+        pairs = zip(ready.items(), _prefixes(before, total), strict=True)
+        return {index: best_in_all(scored, size) for (index, scored), size in pairs}
 
 
 def _covered_before(scored: Scored) -> Tensor:

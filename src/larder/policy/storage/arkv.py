@@ -25,14 +25,13 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Inspected, Seen
 from larder.core.spec import LayerSpec
-from larder.ops.columns import CHUNK, gather_columns
+from larder.ops.columns import CHUNK
+from larder.policy.preference import check_taus, of_last_queries, totals
 from larder.policy.storage._tiers import Tier, Tiered
 from larder.policy.storage.quantized import check_codec
 
-LEAST_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 LEAST_VARIANCE = 1e-8  # of a weight over the queries, under the kurtosis
 
 
@@ -59,9 +58,7 @@ class ARKV(Tiered):
 
     def __post_init__(self) -> None:
         check_codec("arkv", self.bits, self.group)
-        for name, tau in (("tau1", self.tau1), ("tau2", self.tau2), ("tau3", self.tau3)):
-            if not LEAST_TAU <= tau < math.inf:
-                raise BadParameter(f"arkv.{name} must be at least {LEAST_TAU}, got {tau}.")
+        check_taus("arkv", self.tau1, self.tau2, self.tau3)
         if not 2 <= self.window <= CHUNK:
             raise BadParameter(f"arkv.window must be 2 to {CHUNK} tokens, got {self.window}.")
 
@@ -82,7 +79,8 @@ class ARKV(Tiered):
 
     def inspect(self, seen: Seen) -> Inspected:
         """The logarithm of the layer's preference."""
-        factors = zip(dispersion(seen, self.window), (self.tau1, self.tau2, self.tau3), strict=True)
+        sums = totals(of_last_queries(_Moments(), seen, self.window), 3)
+        factors = zip(sums, (self.tau1, self.tau2, self.tau3), strict=True)
         tiny = torch.finfo(torch.float64).tiny
         return Inspected(numbers=(sum(math.log(max(f, tiny)) / tau for f, tau in factors),))
 
@@ -110,25 +108,6 @@ class _Moments:
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "N S"]:
         del total
         return state[0].flatten(0, 1)
-
-
-def dispersion(seen: Seen, window: int) -> tuple[float, float, float]:
-    """Entropy, variance and kurtosis of the last queries' weights, over all entries and heads."""
-    entries = seen.entries
-    heads = gather_columns(
-        _Moments(),
-        seen.queries[:, -window:],
-        entries.keys,
-        torch.tensor(entries.starts),
-        torch.tensor(entries.lengths),
-        seen.layer.scaling,
-        query_positions=seen.query_positions[-window:],
-        key_positions=entries.packed_positions(),
-        bias=entries.columns.get(LOG_COUNT),
-    )
-    sums = [head.double().view(3, -1).sum(1) for head in heads]
-    totals = torch.stack(sums).sum(0)
-    return float(totals[0]), float(totals[1]), float(totals[2])
 
 
 Part = ARKV

@@ -25,13 +25,12 @@ from torch import Tensor
 
 from larder.core.codec import SCALE_BYTES, Codec
 from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Inspected, Scored, Seen
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Packed
-from larder.ops.columns import gather_columns
 from larder.policy.aggregation.max import Max
+from larder.policy.preference import of_last_queries
 from larder.policy.storage._tiers import Grades, Tier, Tiered, grades_of, shared_out
 from larder.policy.storage.quantized import check_codec
 
@@ -84,19 +83,8 @@ class QAQ(Tiered):
 
     def inspect(self, seen: Seen) -> Inspected:
         """How much each entry is looked at; the norm of the queries that do."""
-        entries = seen.entries
         queries = seen.queries[:, -self.window :]
-        heads = gather_columns(
-            Max(),
-            queries,
-            entries.keys,
-            torch.tensor(entries.starts),
-            torch.tensor(entries.lengths),
-            seen.layer.scaling,
-            query_positions=seen.query_positions[-self.window :],
-            key_positions=entries.packed_positions(),
-            bias=entries.columns.get(LOG_COUNT),
-        )
+        heads = of_last_queries(Max(), seen, self.window)
         norms = (queries.float() * seen.layer.scaling).square().sum(-1).flatten()
         weights = torch.cat([head.amax(0) for head in heads])
         return Inspected(weights=weights, numbers=(float(norms.quantile(NORM)),))
