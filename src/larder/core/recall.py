@@ -125,6 +125,8 @@ class Recall(ABC):
 
     # How many of the latest queries of a text the index wants to see when entries come.
     observed: ClassVar[int] = 0
+    # Names of the tallies whose columns it reads, where the cache keeps them.
+    tallies: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         name = public_name(type(self))
