@@ -1,0 +1,29 @@
+"""Sums over codes on a CPU: the tables of a kv head stay in the first-level cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from larder.ops.fast.decode import threads_worth_waking
+
+
+def serves(codes: Tensor) -> bool:
+    """Whether the kernel takes this call: contiguous CPU storage."""
+    return codes.device.type == "cpu" and codes.is_contiguous()
+
+
+def looked_up(
+    tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
+) -> Float[Tensor, "K R S"]:
+    """Safe from several threads at once."""
+    from larder.ops.fast import codes_kernels as kernels  # compiles: not before it is needed
+
+    heads, group, parts, _ = tables.shape
+    sums = np.empty((heads, group, length), np.float32)
+    threads = threads_worth_waking(heads * group * parts * length)
+    look_up = kernels.look_up_in_parallel if threads > 1 else kernels.look_up
+    look_up(tables.float().contiguous().numpy(), codes.numpy(), sums)
+    return torch.from_numpy(sums)
