@@ -51,7 +51,10 @@ class Tier:
         for length in self.lengths:
             starts.append(at + SLACK)
             at += SLACK + length
-        return Entries(*flat, torch.zeros(at, dtype=torch.int32), tuple(starts), self.lengths)
+        positions = [
+            part for length in self.lengths for part in (torch.zeros(SLACK), torch.arange(length))
+        ]
+        return Entries(*flat, torch.cat(positions).int(), tuple(starts), self.lengths)
 
     @property
     def _sides(self) -> tuple[list[Tensor], list[Tensor]]:

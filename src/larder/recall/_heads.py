@@ -48,7 +48,7 @@ def choose(
 
 def joined(scores: Float[Tensor, "H N"], kv_heads: int, rule: HeadRule) -> Float[Tensor, "K N"]:
     """The scores of a group, or of all heads, as one; for the rules that join scores."""
-    groups = scores.view(kv_heads, -1, scores.shape[1])  # [K, R, N]
+    groups = scores.view(kv_heads, len(scores) // kv_heads, scores.shape[1])  # [K, R, N]
     if rule is HeadRule.MAX:
         return groups.amax(1)
     if rule is HeadRule.SUM:

@@ -1,0 +1,137 @@
+"""Pages by what their best key could be at most: a box around the keys of each.
+
+Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (2024),
+arXiv:2406.10774, section 3.2: a page's smallest and largest number of every channel bound any
+product with its keys; every query head takes the pages of the highest bounds for itself, as the
+released evaluation does. Chen et al., "ArkVale: Efficient Generative LLM Inference with Recallable
+Key-Value Eviction" (2024), NeurIPS 2024, draws the box closer: around the middle of each channel,
+by the mean distance from it, which bounds most keys and not all; the mean over all query heads
+chooses one set for the layer, of pages of 32.
+
+What differs: a last page that is not full has a box of its own and competes, and both fill whatever
+number of pages is asked for (Quest takes no fewer than three).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from larder.core.observation import Entries
+from larder.core.recall import Found, Index, Recall
+from larder.core.spec import LayerSpec
+from larder.ops.search import page_bests
+from larder.recall._coming import known_layout
+from larder.recall._consecutive import ConsecutiveIndex, check_page
+from larder.recall._entries import by_group, only_owned
+from larder.recall._growing import fitting, grown
+from larder.recall._heads import HeadRule, choose
+
+
+class Digest(Enum):
+    """What stands for a page: all of its keys within bounds, or most of them."""
+
+    QUEST = "quest"
+    ARKVALE = "arkvale"
+
+
+RULES = {Digest.QUEST: HeadRule.OWN, Digest.ARKVALE: HeadRule.LAYER_MEAN}
+
+
+@dataclass(frozen=True)
+class Bounds(Recall):
+    """Pages of consecutive entries, by the highest product that their box allows.
+
+    Args:
+        page: entries of a page; ArkVale's are 32.
+        digest: how the box is drawn and whose bounds decide.
+    """
+
+    page: int = 16
+    digest: Digest = Digest.QUEST
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page("bounds", self.page)
+
+    def index(self, layer: LayerSpec) -> BoundsIndex:
+        return BoundsIndex(layer, self)
+
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+        index = BoundsIndex(layer, self)
+        index.restore(state)
+        return index
+
+
+class BoundsIndex(ConsecutiveIndex):
+    """Holds a box per page, in float32: two numbers per channel."""
+
+    def __init__(self, layer: LayerSpec, part: Bounds) -> None:
+        super().__init__(layer, part.page)
+        self._kind = part.digest
+        self._boxes = torch.zeros(layer.kv_heads, 0, 2 * layer.head_dim)  # highest, then lowest
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        self._boxes = grown(self._boxes, -(-max(entries.lengths) // self.page))
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            if now > before:
+                first = before // self.page
+                keys = entries.head_keys(head)[first * self.page :].float()
+                boxes = boxes_of(keys, self.page, self._kind)
+                self._boxes[head, first : first + len(boxes)] = boxes
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        asked = by_group(queries, self.layer)
+        sides = torch.cat([asked.clamp(min=0), asked.clamp(max=0)], dim=2)  # [K, R, 2D]
+        pages = max(self.counts)
+        scores = (sides @ self._boxes[:, :pages].transpose(1, 2)).flatten(0, 1)
+        return self._chosen(only_owned(scores, self.counts), count)
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        layout = known_layout(entries, self.paged.known)
+        return self._chosen(page_bests(queries, entries.keys, *layout, self.page), count)
+
+    def _chosen(self, scores: Float[Tensor, "H P"], count: int) -> Found:
+        return Found(choose(scores, self.layer.kv_heads, RULES[self._kind], count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self._boxes)
+
+    def state(self) -> dict[str, Tensor]:
+        return {**super().state(), "boxes": fitting(self._boxes, max(self.counts)).clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._boxes = state["boxes"].clone()
+
+
+def boxes_of(keys: Float[Tensor, "S D"], page: int, kind: Digest) -> Float[Tensor, "P E"]:
+    """The box of each page of some keys, the last of which need not be full."""
+    missing = -len(keys) % page
+    highest = _paged(keys, page, missing, -torch.inf).amax(1)
+    lowest = _paged(keys, page, missing, torch.inf).amin(1)
+    if kind is Digest.QUEST:
+        return torch.cat([highest, lowest], dim=1)
+    middle = (highest + lowest) / 2
+    away = (_paged(keys, page, missing, 0.0) - middle[:, None]).abs()
+    away[-1, page - missing :] = 0.0
+    held = torch.full((len(middle), 1), page)
+    held[-1] -= missing
+    radius = away.sum(1) / held
+    return torch.cat([middle + radius, middle - radius], dim=1)
+
+
+def _paged(
+    keys: Float[Tensor, "S D"], page: int, missing: int, filling: float
+) -> Float[Tensor, "P L D"]:
+    filled = pad(keys, (0, 0, 0, missing), value=filling)
+    return filled.view(-1, page, keys.shape[1])
+
+
+Part = Bounds

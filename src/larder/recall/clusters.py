@@ -1,0 +1,155 @@
+"""Entries by clusters of keys that point the same way: whole clusters until enough is found.
+
+Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression"
+(2024), arXiv:2412.03213, section 4: the keys of a kv head are clustered by cosine, centroids are
+the means of their keys; each query head ranks them by product and takes their entries, cluster by
+cluster, until its budget is full; the last cluster is trimmed.
+
+What differs: k-means begins with evenly spaced entries and takes a fixed number of rounds. New
+entries join the cluster of the nearest centroid, where the paper makes a few new clusters of every
+320 new ones; when a head has twice the entries that its clusters were made of, they are made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found
+from larder.core.spec import LayerSpec
+from larder.ops.search import top_rows
+from larder.recall._clustering import Nearness, clustered, nearest
+from larder.recall._entries import EntryIndex, EntryRecall, by_group, only_owned
+from larder.recall._growing import fitting, grown
+
+
+@dataclass(frozen=True)
+class Clusters(EntryRecall):
+    """Entries of the clusters whose centroids have the largest products.
+
+    Args:
+        size: entries per cluster, on average, when they are made.
+        iterations: rounds of k-means.
+    """
+
+    size: int = 80
+    iterations: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size < 1:
+            raise BadParameter(f"clusters.size must be at least 1 entry, got {self.size}.")
+        if self.iterations < 1:
+            raise BadParameter(f"clusters.iterations must be at least 1, got {self.iterations}.")
+
+    def index(self, layer: LayerSpec) -> ClustersIndex:
+        return ClustersIndex(layer, self)
+
+
+class ClustersIndex(EntryIndex):
+    """Holds the cluster of each entry, entries in the order of clusters, and the centroids."""
+
+    def __init__(self, layer: LayerSpec, part: Clusters) -> None:
+        super().__init__(layer)
+        self._part = part
+        heads = layer.kv_heads
+        self._made_of = torch.zeros(heads, dtype=torch.int64)
+        self._made = torch.zeros(heads, dtype=torch.int64)  # clusters of each head
+        self._centroids = torch.zeros(heads, 0, layer.head_dim)
+        self._sizes = torch.zeros(heads, 0, dtype=torch.int64)
+        self._labels = torch.zeros(heads, 0, dtype=torch.int32)
+        self._order = torch.zeros(heads, 0, dtype=torch.int32)
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        longest = max(entries.lengths)
+        self._labels, self._order = grown(self._labels, longest), grown(self._order, longest)
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            if now == before:
+                continue
+            if now >= max(2 * int(self._made_of[head]), 1):
+                self._make(head, entries.head_keys(head).float())
+            else:
+                self._join(head, entries.head_keys(head)[before:].float(), before)
+            self._sort(head, now)
+
+    def _make(self, head: int, keys: Float[Tensor, "S D"]) -> None:
+        count = max(len(keys) // self._part.size, 1)
+        self._centroids, self._sizes = grown(self._centroids, count), grown(self._sizes, count)
+        made = clustered(keys, count, self._part.iterations, Nearness.COSINE)
+        self._centroids[head, :count], self._labels[head, : len(keys)] = made
+        self._made_of[head], self._made[head] = len(keys), count
+
+    def _join(self, head: int, keys: Float[Tensor, "S D"], first: int) -> None:
+        centroids = self._centroids[head, : int(self._made[head])]
+        labels = nearest(keys, centroids, Nearness.COSINE)
+        self._labels[head, first : first + len(keys)] = labels
+
+    def _sort(self, head: int, length: int) -> None:
+        """Put entries in the order of their clusters, and of their numbers in each."""
+        labels = self._labels[head, :length].numpy().astype(np.uint16)  # sorted by radix
+        self._order[head, :length] = torch.from_numpy(np.argsort(labels, kind="stable"))
+        counts = np.bincount(labels, minlength=self._sizes.shape[1])
+        self._sizes[head] = torch.from_numpy(counts)
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        asked = by_group(queries, self.layer)
+        scores = (asked @ self._centroids.transpose(1, 2)).flatten(0, 1)
+        scores = only_owned(scores, tuple(self._made.tolist()))
+        return Found(self._entries_of(_ranked(scores), min(count, max(self.counts))))
+
+    def _entries_of(self, ranked: Int64[Tensor, "H C"], count: int) -> Int64[Tensor, "H P"]:
+        """The first entries of clusters, one cluster after the other."""
+        sizes = self._sizes.repeat_interleave(self.layer.group, 0)
+        firsts = (sizes.cumsum(1) - sizes).gather(1, ranked)  # in `order`, by rank
+        sizes = sizes.gather(1, ranked)
+        ends = sizes.cumsum(1)
+        slots = torch.arange(count).expand(len(ranked), -1).contiguous()
+        rank = torch.searchsorted(ends, slots, right=True)
+        beyond = rank == ranked.shape[1]
+        rank = rank.clamp(max=ranked.shape[1] - 1)
+        places = slots - (ends - sizes).gather(1, rank) + firsts.gather(1, rank)
+        heads = torch.arange(len(ranked)) // self.layer.group
+        found = self._order[heads[:, None], places.masked_fill(beyond, 0)].long()
+        return found.masked_fill(beyond, -1)
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        return Found(top_rows(self.logits(queries, entries), count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        tables = (self._centroids, self._sizes, self._labels, self._order)
+        return (*super().tensors(), self._made_of, self._made, *tables)
+
+    def state(self) -> dict[str, Tensor]:
+        clusters, longest = int(self._made.max()), max(self.counts)
+        return {
+            **super().state(),
+            "made_of": self._made_of.clone(),
+            "made": self._made.clone(),
+            "centroids": fitting(self._centroids, clusters).clone(),
+            "labels": fitting(self._labels, longest).clone(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._made_of, self._made = state["made_of"].clone(), state["made"].clone()
+        self._centroids, self._labels = state["centroids"].clone(), state["labels"].clone()
+        self._sizes = torch.zeros(self._centroids.shape[:2], dtype=torch.int64)
+        self._order = torch.zeros_like(self._labels)
+        for head, length in enumerate(self.paged.known):
+            if length:
+                self._sort(head, length)
+
+
+def _ranked(scores: Float[Tensor, "H C"]) -> Int64[Tensor, "H C"]:
+    """Clusters by falling score, of equals the lower number first; what a head lacks, last."""
+    return torch.sort(scores, dim=1, descending=True, stable=True).indices
+
+
+Part = Clusters

@@ -1,0 +1,150 @@
+"""Entries by the few pairs of rotated dimensions that say what the whole head would say.
+
+Wang et al., "FASA: Frequency-aware Sparse Attention" (2026), arXiv:2602.03152, section 3: RoPE cuts
+the product of query and key into a sum over pairs of dimensions, one per frequency. A pair's
+contextual agreement is the share of the best entries by the full product that are also among the
+best by the pair alone; the pairs of the highest mean agreement stand for the head, and the sum over
+them ranks all entries.
+
+What differs: the paper calibrates once per model, offline; here pairs are chosen per kv head, by
+all its query heads together, over the latest queries of the text that is read. Without queries the
+pairs in which keys are largest are taken, until there are some. Dimensions that are not turned are
+paired like the others. Every query head ranks for itself; the paper leaves groups open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found
+from larder.core.spec import LayerSpec
+from larder.ops.channels import channel_products
+from larder.ops.search import top_rows
+from larder.recall._entries import EntryIndex, EntryRecall, by_group, only_owned
+from larder.recall._growing import fitting, grown
+
+
+@dataclass(frozen=True)
+class Fasa(EntryRecall):
+    """Entries by products over the dominant pairs of dimensions.
+
+    Args:
+        pairs: that stand for a head.
+        agreeing: the best entries that a pair is compared on.
+    """
+
+    pairs: int = 16
+    agreeing: int = 256
+
+    observed: ClassVar[int] = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pairs < 1:
+            raise BadParameter(f"fasa.pairs must be at least 1, got {self.pairs}.")
+        if self.agreeing < 1:
+            raise BadParameter(f"fasa.agreeing must be at least 1 entry, got {self.agreeing}.")
+
+    def index(self, layer: LayerSpec) -> FasaIndex:
+        return FasaIndex(layer, self)
+
+
+class FasaIndex(EntryIndex):
+    """Holds the chosen dimensions of all keys, channel by channel, in the keys' type."""
+
+    def __init__(self, layer: LayerSpec, part: Fasa) -> None:
+        super().__init__(layer)
+        self._agreeing = part.agreeing
+        self._pairs = pairs_of(layer)  # [F, 2]
+        chosen = 2 * min(part.pairs, len(self._pairs))
+        self._chosen = torch.zeros(layer.kv_heads, chosen, dtype=torch.int64)
+        self._asked = torch.zeros(layer.kv_heads, dtype=torch.bool)  # who was chosen by queries
+        self._keys = torch.zeros(layer.kv_heads, chosen, 0)
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        self._keys = grown(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            first = before
+            if now and not self._asked[head] and (queries is not None or not before):
+                self._choose(head, entries.head_keys(head).float(), queries)
+                first = 0
+            fresh = entries.head_keys(head)[first:]
+            self._keys[head, :, first:now] = fresh[:, self._chosen[head]].T
+
+    def _choose(
+        self, head: int, keys: Float[Tensor, "S D"], queries: Float[Tensor, "H Q D"] | None
+    ) -> None:
+        if queries is None:
+            merits = keys[:, self._pairs].square().sum((0, 2))
+        else:
+            group = self.layer.group
+            asked = queries[head * group : (head + 1) * group].float().flatten(0, 1)
+            merits = agreements(asked, keys, self._pairs, self._agreeing)
+            self._asked[head] = True
+        best = top_rows(merits[None], self._chosen.shape[1] // 2)[0]
+        self._chosen[head] = self._pairs[best].flatten()
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        heads, group, known = self.layer.kv_heads, self.layer.group, self.paged.known
+        picks = self._chosen[:, None].expand(-1, group, -1)
+        asked = by_group(queries, self.layer).gather(2, picks)
+        columns = torch.arange(picks.shape[2]).expand(heads, group, -1)
+        scores = channel_products(self._keys, columns, asked, max(known))
+        return Found(top_rows(only_owned(scores.flatten(0, 1), known), count))
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        return Found(top_rows(self.logits(queries, entries), count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self._chosen, self._asked, self._keys, self._pairs)
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            **super().state(),
+            "chosen": self._chosen.clone(),
+            "asked": self._asked.clone(),
+            "keys": fitting(self._keys, max(self.counts), dim=2).clone(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._chosen, self._asked = state["chosen"].clone(), state["asked"].clone()
+        self._keys = state["keys"].clone()
+
+
+def pairs_of(layer: LayerSpec) -> Int64[Tensor, "F 2"]:
+    """Dimensions that are turned together, then neighbors among those that are not."""
+    turned = len(layer.radians) if layer.radians else 0
+    first = torch.arange(turned)
+    rest = torch.arange(2 * turned, layer.head_dim)
+    half = len(rest) // 2
+    rest = torch.stack([rest[:half], rest[half : 2 * half]], dim=1)
+    return torch.cat([torch.stack([first, first + turned], dim=1), rest])
+
+
+def agreements(
+    queries: Float[Tensor, "Q D"],
+    keys: Float[Tensor, "S D"],
+    pairs: Int64[Tensor, "F 2"],
+    agreeing: int,
+) -> Float[Tensor, " F"]:
+    """Of each pair, the mean share of best entries that it has in common with the full product."""
+    agreeing = min(agreeing, len(keys))
+    best = torch.zeros(len(queries), len(keys), dtype=torch.bool)
+    best.scatter_(1, top_rows(queries @ keys.T, agreeing), True)
+    merits = [
+        best.gather(1, top_rows(queries[:, pair] @ keys[:, pair].T, agreeing)).float().mean()
+        for pair in pairs
+    ]
+    return torch.stack(merits)
+
+
+Part = Fasa

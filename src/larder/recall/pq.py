@@ -1,0 +1,132 @@
+"""Entries by products with what their keys are rounded to: two codes per key.
+
+Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference" (2024),
+arXiv:2407.12820, section 3: the keys of a kv head are cut into two parts, each part clustered by
+k-means into 64; a query's products with all centroids are looked up for every key. Softmax of each
+query head, summed over the group; the highest entries are fetched.
+
+What differs: k-means begins with evenly spaced entries and takes a fixed number of rounds, where
+the paper takes as many as fit beside the computation. New entries take the nearest centroids, as
+in the paper; when a head has twice the entries that its centroids were made of, they are made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found
+from larder.core.spec import LayerSpec
+from larder.ops.codes import looked_up
+from larder.ops.search import top_rows
+from larder.recall._clustering import Nearness, clustered, nearest
+from larder.recall._entries import EntryIndex, EntryRecall, attention, only_owned, voted
+from larder.recall._growing import fitting, grown
+
+MOST_CODES = 256  # a code is a byte
+
+
+@dataclass(frozen=True)
+class PQ(EntryRecall):
+    """Entries by the attention that their rounded keys would have.
+
+    Args:
+        parts: that a key is cut into, each with a code.
+        centroids: of each part.
+        iterations: rounds of k-means.
+    """
+
+    parts: int = 2
+    centroids: int = 64
+    iterations: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parts < 1:
+            raise BadParameter(f"pq.parts must be at least 1, got {self.parts}.")
+        if not 1 <= self.centroids <= MOST_CODES:
+            raise BadParameter(
+                f"pq.centroids must be from 1 to {MOST_CODES}, got {self.centroids}."
+            )
+        if self.iterations < 1:
+            raise BadParameter(f"pq.iterations must be at least 1, got {self.iterations}.")
+
+    def index(self, layer: LayerSpec) -> PQIndex:
+        if layer.head_dim % self.parts:
+            raise BadParameter(
+                f"pq.parts must divide the head size of the model, {layer.head_dim}, "
+                f"got {self.parts}."
+            )
+        return PQIndex(layer, self)
+
+
+class PQIndex(EntryIndex):
+    """Holds a byte per part of each key, and the centroids in float32."""
+
+    def __init__(self, layer: LayerSpec, part: PQ) -> None:
+        super().__init__(layer)
+        self._part = part
+        shape = (layer.kv_heads, part.parts, part.centroids, layer.head_dim // part.parts)
+        self._centroids = torch.zeros(shape)
+        self._made_of = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._codes = torch.zeros(layer.kv_heads, part.parts, 0, dtype=torch.uint8)
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        self._codes = grown(self._codes, max(entries.lengths), dim=2)
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            if now >= max(2 * int(self._made_of[head]), 1):
+                self._made_of[head] = now
+                self._make(head, entries.head_keys(head).float())
+            elif now > before:
+                self._join(head, entries.head_keys(head)[before:].float(), before)
+
+    def _make(self, head: int, keys: Float[Tensor, "S D"]) -> None:
+        part = self._part
+        for p, points in enumerate(keys.chunk(part.parts, dim=1)):
+            made = clustered(
+                points.contiguous(), part.centroids, part.iterations, Nearness.DISTANCE
+            )
+            self._centroids[head, p], self._codes[head, p, : len(keys)] = made
+
+    def _join(self, head: int, keys: Float[Tensor, "S D"], first: int) -> None:
+        for p, points in enumerate(keys.chunk(self._part.parts, dim=1)):
+            codes = nearest(points, self._centroids[head, p], Nearness.DISTANCE)
+            self._codes[head, p, first : first + len(keys)] = codes
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        heads, parts, _, width = self._centroids.shape
+        asked = queries.float().view(heads, self.layer.group, parts, width).transpose(1, 2)
+        tables = (asked @ self._centroids.transpose(2, 3)).transpose(1, 2)  # [K, R, parts, C]
+        known = self.paged.known
+        logits = looked_up(tables * self.layer.scaling, self._codes, max(known)).flatten(0, 1)
+        return Found(top_rows(voted(attention(only_owned(logits, known)), known), count))
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        weights = attention(self.logits(queries, entries))
+        return Found(top_rows(voted(weights, self.paged.known), count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self._centroids, self._made_of, self._codes)
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            **super().state(),
+            "centroids": self._centroids.clone(),
+            "made_of": self._made_of.clone(),
+            "codes": fitting(self._codes, max(self.counts), dim=2).clone(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._centroids = state["centroids"].clone()
+        self._made_of = state["made_of"].clone()
+        self._codes = state["codes"].clone()
+
+
+Part = PQ

@@ -1,0 +1,114 @@
+"""Pages by a few channels of what their largest or smallest keys are: RocketKV's second stage.
+
+Behnam et al., "RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache
+Compression" (2025), arXiv:2502.14051, section 3.3: keys are digested in chunks by their largest and
+smallest numbers; of these, the channels in which a group's query is largest are read, the largest
+or the smallest number by the query's sign; softmax at SparQ's temperature, mean over the group, and
+the best chunks are attended to exactly. A ratio is split between the two sides: chunks of its root,
+rounded up, and as much fewer channels as is left.
+
+What differs: the first stage, which cuts the text once, is a scorer's work, so the ratio is a
+parameter and not what that stage left. A last chunk that is not full is digested as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found, Index, Recall
+from larder.core.spec import LayerSpec
+from larder.ops.channels import channel_products
+from larder.ops.search import page_bests, top_rows
+from larder.recall._coming import known_layout
+from larder.recall._consecutive import ConsecutiveIndex
+from larder.recall._entries import attention, by_group, only_owned, voted
+from larder.recall._growing import fitting, grown
+from larder.recall.bounds import Digest, boxes_of
+
+
+@dataclass(frozen=True)
+class Rocket(Recall):
+    """Chunks of consecutive entries, by attention to the side of their box that a query faces.
+
+    Args:
+        ratio: how many times fewer numbers are read than all keys have.
+    """
+
+    ratio: float = 16.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.ratio < math.inf:
+            raise BadParameter(f"rocket.ratio must be at least 1, got {self.ratio}.")
+
+    @property
+    def page(self) -> int:
+        """Entries of a chunk: the root of the ratio, rounded up; 1 where that is more than it."""
+        chunk = math.ceil(math.sqrt(self.ratio))
+        return chunk if chunk <= self.ratio else 1
+
+    def index(self, layer: LayerSpec) -> RocketIndex:
+        channels = int(layer.head_dim * self.page / self.ratio)
+        return RocketIndex(layer, self.page, max(channels, 1))
+
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+        index = self.index(layer)
+        index.restore(state)
+        return index
+
+
+class RocketIndex(ConsecutiveIndex):
+    """Holds the largest and smallest numbers of each chunk, channel by channel, in float32."""
+
+    def __init__(self, layer: LayerSpec, page: int, channels: int) -> None:
+        super().__init__(layer, page)
+        self._read = min(channels, layer.head_dim)
+        self._sides = torch.zeros(layer.kv_heads, 2 * layer.head_dim, 0)  # largest, then smallest
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        self._sides = grown(self._sides, -(-max(entries.lengths) // self.page), dim=2)
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            if now > before:
+                first = before // self.page
+                keys = entries.head_keys(head)[first * self.page :].float()
+                boxes = boxes_of(keys, self.page, Digest.QUEST)
+                self._sides[head, :, first : first + len(boxes)] = boxes.T
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        asked = by_group(queries, self.layer)
+        picks = top_rows(asked.abs().sum(1), self._read)[:, None].expand(-1, self.layer.group, -1)
+        read = asked.gather(2, picks)
+        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=torch.finfo(torch.float32).tiny)
+        sides = picks + self.layer.head_dim * (read < 0)
+        logits = channel_products(self._sides, sides, read, max(self.counts))
+        logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
+        return self._found(only_owned(logits.flatten(0, 1), self.counts), count)
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        layout = known_layout(entries, self.paged.known)
+        bests = page_bests(queries, entries.keys, *layout, self.page)
+        return self._found(bests.mul_(self.layer.scaling), count)
+
+    def _found(self, logits: Float[Tensor, "H P"], count: int) -> Found:
+        return Found(top_rows(voted(attention(logits), self.counts), count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self._sides)
+
+    def state(self) -> dict[str, Tensor]:
+        return {**super().state(), "sides": fitting(self._sides, max(self.counts), dim=2).clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._sides = state["sides"].clone()
+
+
+Part = Rocket

@@ -1,0 +1,102 @@
+"""Entries by the few channels in which the query is largest.
+
+Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference" (2023), arXiv:2312.04985,
+section 4, algorithm 1: the channels of the largest absolute numbers, summed over a group, are read
+of every key; their products, at a temperature for what they leave out, tell roughly how attention
+goes; the highest entries by its sum over the group are attended to exactly; what mass is missing
+goes to the mean value of all.
+
+What differs: shares and the mean are of parked entries alone, since what the fast tier always
+holds is attended to exactly. As in the paper, keys are held a second time, channel by channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found
+from larder.core.spec import LayerSpec
+from larder.ops.channels import channel_products
+from larder.ops.search import top_rows
+from larder.recall._entries import EntryIndex, EntryRecall, attention, by_group, only_owned, voted
+from larder.recall._growing import fitting, grown
+
+
+@dataclass(frozen=True)
+class SparQ(EntryRecall):
+    """Entries by attention over few channels, and the mean value for the rest.
+
+    Args:
+        channels: that are read of every key.
+    """
+
+    channels: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.channels < 1:
+            raise BadParameter(f"sparq.channels must be at least 1, got {self.channels}.")
+
+    def index(self, layer: LayerSpec) -> SparQIndex:
+        return SparQIndex(layer, self.channels)
+
+
+class SparQIndex(EntryIndex):
+    """Holds all keys once more, in their own type, and the sum of all values in float64."""
+
+    def __init__(self, layer: LayerSpec, channels: int) -> None:
+        super().__init__(layer)
+        self._read = min(channels, layer.head_dim)
+        self._keys = torch.zeros(layer.kv_heads, layer.head_dim, 0)
+        self._sums = torch.zeros(layer.kv_heads, layer.head_dim, dtype=torch.float64)
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        self._keys = grown(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            self._keys[head, :, before:now] = entries.head_keys(head)[before:].T
+            self._sums[head] += entries.head_values(head)[before:].double().sum(0)
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        asked = by_group(queries, self.layer)
+        picks = top_rows(asked.abs().sum(1), self._read)  # [K, N]
+        picks = picks[:, None].expand(-1, self.layer.group, -1)
+        read = asked.gather(2, picks)
+        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=torch.finfo(torch.float32).tiny)
+        known = self.paged.known
+        logits = channel_products(self._keys, picks, read, max(known))
+        logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
+        return self._found(only_owned(logits.flatten(0, 1), known), count)
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        return self._found(self.logits(queries, entries), count)
+
+    def _found(self, logits: Float[Tensor, "H M"], count: int) -> Found:
+        weights, known = attention(logits), self.paged.known
+        pages = top_rows(voted(weights, known), count)
+        each = pages.repeat_interleave(self.layer.group, 0)
+        share = weights.gather(1, each.clamp(min=0)).masked_fill(each < 0, 0.0).sum(1)
+        owned = torch.tensor(known)
+        share[(owned == 0).repeat_interleave(self.layer.group)] = 1.0  # there is nothing to mix in
+        mean = (self._sums / owned.clamp(min=1)[:, None]).float()
+        return Found(pages, share=share.clamp(max=1.0), mean=mean)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self._keys, self._sums)
+
+    def state(self) -> dict[str, Tensor]:
+        keys = fitting(self._keys, max(self.counts), dim=2).clone()
+        return {**super().state(), "keys": keys, "sums": self._sums.clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._keys, self._sums = state["keys"].clone(), state["sums"].clone()
+
+
+Part = SparQ

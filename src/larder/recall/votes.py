@@ -1,0 +1,123 @@
+"""Entries by the votes of all heads of a layer, chosen anew only when the query turns away.
+
+Wu et al., "TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via
+Dynamic Token-Level KV Cache Selection" (2024), arXiv:2411.02886, sections 4.1 and 4.2: every query
+head's softmax over the keys of its kv head is its vote; their sum chooses one set of tokens for all
+heads. While the cosine between the queries of all heads, taken as one vector, and those of the
+last choice is at least a threshold, that choice stands.
+
+What differs: the softmax has the model's own scaling. Votes are for positions, so that heads that
+park different tokens take, of the same ranking, those that they have. A choice is also made anew
+when another number of entries is asked for, or when a head's entries no longer filled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found
+from larder.core.spec import LayerSpec
+from larder.ops.search import top_rows
+from larder.recall._entries import EntryIndex, EntryRecall, attention, only_owned
+
+
+@dataclass(frozen=True)
+class Votes(EntryRecall):
+    """Entries by the attention of all query heads together.
+
+    Args:
+        threshold: the least cosine with the queries of the last choice at which it stands; 1 and
+            more chooses at every step.
+    """
+
+    threshold: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.threshold >= -1:
+            raise BadParameter(f"votes.threshold must be at least -1, got {self.threshold}.")
+
+    def index(self, layer: LayerSpec) -> VotesIndex:
+        return VotesIndex(layer, self.threshold)
+
+
+class VotesIndex(EntryIndex):
+    """Holds the last choice, the queries that it was made for, and how many were asked for."""
+
+    def __init__(self, layer: LayerSpec, threshold: float) -> None:
+        super().__init__(layer)
+        self._threshold = threshold
+        self._asked = torch.zeros(0)
+        self._count = 0
+        self._chosen = torch.zeros(layer.kv_heads, 0, dtype=torch.int64)
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        asked = queries.float().flatten()
+        if not self._stands(asked, count):
+            self._asked, self._count = asked.clone(), count
+            self._chosen = self.exact(queries, entries, count).pages
+        return Found(self._chosen)
+
+    def _stands(self, asked: Float[Tensor, " Q"], count: int) -> bool:
+        """Whether the last choice will do."""
+        if self._threshold >= 1 or count != self._count or not self._filled():
+            return False
+        norms = self._asked.norm() * asked.norm()
+        return bool(self._asked @ asked >= self._threshold * norms)
+
+    def _filled(self) -> bool:
+        """Whether every head has as many entries in the choice as it could have now."""
+        wanted = torch.tensor(self.paged.known).clamp(max=self._count)
+        return bool(((self._chosen >= 0).sum(1) == wanted).all())
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        weights, known = attention(self.logits(queries, entries)), self.paged.known
+        groups = weights.view(len(known), self.layer.group, weights.shape[1]).sum(1)  # [K, M]
+        return Found(top_rows(only_owned(_by_position(groups, entries, known), known), count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self._asked, self._chosen)
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            **super().state(),
+            "asked": self._asked.clone(),
+            "count": torch.tensor(self._count),
+            "chosen": self._chosen.clone(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._asked, self._chosen = state["asked"].clone(), state["chosen"].clone()
+        self._count = int(state["count"])
+
+
+def _by_position(
+    votes: Float[Tensor, "K M"], entries: Entries, known: tuple[int, ...]
+) -> Float[Tensor, "K M"]:
+    """The votes of all heads for the position of each entry."""
+    places = _places(entries, known, votes.shape[1])
+    if bool((places == places[:1]).all()):
+        return votes.sum(0).expand_as(votes).clone()
+    total = votes.new_zeros(int(places.max()) + 1)
+    for each, place in zip(votes, places, strict=True):
+        total.index_add_(0, place, each)
+    return total[places]
+
+
+def _places(entries: Entries, known: tuple[int, ...], longest: int) -> Int64[Tensor, "K M"]:
+    """Positions of the entries of each head; 0 behind its last, where votes are 0."""
+    places = torch.zeros(len(known), longest, dtype=torch.int64)
+    for head, length in enumerate(known):
+        places[head, :length] = entries.head_positions(head)[:length]
+    return places
+
+
+Part = Votes

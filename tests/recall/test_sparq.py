@@ -1,0 +1,43 @@
+"""SparQ equals the loop: entries, shares and means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import HEAD_DIM, a_layer
+from larder.core.errors import BadParameter
+from larder.recall.sparq import SparQ
+from ranks import assert_best, built, keys_of
+from references import sparq as loop
+
+LAYER = a_layer(kv_heads=2, group=2)
+
+
+@settings(max_examples=25)
+@given(
+    growths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
+    channels=st.sampled_from([1, 3, 8, 99]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_it_equals_the_loop(growths, channels, dtype, seed) -> None:
+    tier, index = built(SparQ(channels=channels), LAYER, growths, seed, dtype)
+    query, keys = tier.queries(), keys_of(tier)
+    for search, read in ((index.find, min(channels, HEAD_DIM)), (index.exact, HEAD_DIM)):
+        found = search(query, tier.entries(), 6)
+        weights = loop.weights(query.tolist(), keys, read, LAYER.scaling)
+        assert_best(found.pages, loop.scores(weights, LAYER.kv_heads), 6)
+        for h, own in enumerate(weights):
+            chosen = [entry for entry in found.pages[h // 2].tolist() if entry >= 0]
+            assert float(found.share[h]) == pytest.approx(loop.share(own, chosen), rel=1e-4)
+        for k, values in enumerate(tier.values):
+            mean = loop.mean_value(values.tolist(), HEAD_DIM)
+            assert found.mean[k].tolist() == pytest.approx(mean, rel=1e-4, abs=1e-5)
+
+
+def test_it_reads_at_least_a_channel() -> None:
+    with pytest.raises(BadParameter, match="sparq.channels must be at least 1, got 0"):
+        SparQ(channels=0)
