@@ -21,25 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from _cases import cases
-from _cells import (
-    SMALLER,
-    Cell,
-    Row,
-    all_cells,
-    commit_of_this,
-    estimate,
-    latest,
-    measure_all,
-    print_estimate,
-    rows_of,
-)
+from _cells import Cell, Row, latest, rows_of
 from _equal_bytes import Sizer
+from _running import DEMO, named, parser, run
 from _tables import Scale, report
 from jaxtyping import Float
 from torch import Tensor
 
-import larder.cli
 from larder import Engine, read_conversation
 from larder.bench.divergence import divergence
 from larder.core.errors import InputError
@@ -49,7 +37,6 @@ from larder.session.memory import Memory
 from larder.session.reading import Source, gather
 from larder.session.transcript import Transcript
 
-DEMO = Path(larder.cli.__path__[0]) / "demo"
 SCALES = (
     Scale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
     Scale("same", "Likeliest token is the same", digits=3),
@@ -63,31 +50,19 @@ def main() -> None:
         print(report({"all conversations": latest(rows_of(options.out))}, SCALES))
         return
     files = [file for path in options.data for file in _files(path)]
-    named = cases([name for name in options.policies.split(",") if name])
-    chosen = [case for case in named if not case.asks_first]
-    cells = list(all_cells(files, chosen, options.shares.split(",")))
+    chosen = [case for case in named(options) if not case.asks_first]
     engine = Engine.load(options.model, policy="full")
     sizer = Sizer(engine.loaded.decoder.spec)
     comparison = Comparison(engine, sizer, options.context, options.following)
-    if options.estimate:
-        print_estimate(estimate(cells, comparison.measure), cells)
-        return
-    measure_all(cells, comparison.measure, options.out, options.code)
+    run(options, files, chosen, comparison.measure)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, nargs="*", default=[DEMO], help="files or folders")
-    parser.add_argument("--model", default="seed")
-    parser.add_argument("--policies", default="", help="names of cases; all unless given")
-    parser.add_argument("--context", type=int, default=2000, help="tokens read, about")
-    parser.add_argument("--following", type=int, default=128, help="tokens compared at")
-    parser.add_argument("--shares", default=",".join(SMALLER))
-    parser.add_argument("--out", type=Path, default=Path("results/fidelity.jsonl"))
-    parser.add_argument("--code", default=commit_of_this(), help="label of the code that is run")
-    parser.add_argument("--estimate", action="store_true", help="only say how long it takes")
-    parser.add_argument("--report", action="store_true", help="only print the tables")
-    return parser.parse_args()
+    options = parser(__doc__, "fidelity")
+    options.add_argument("data", type=Path, nargs="*", default=[DEMO], help="files or folders")
+    options.add_argument("--context", type=int, default=2000, help="tokens read, about")
+    options.add_argument("--following", type=int, default=128, help="tokens compared at")
+    return options.parse_args()
 
 
 def _files(path: Path) -> list[Path]:

@@ -21,23 +21,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from _cases import cases
-from _cells import (
-    SMALLER,
-    Cell,
-    Row,
-    all_cells,
-    commit_of_this,
-    estimate,
-    latest,
-    measure_all,
-    print_estimate,
-    rows_of,
-)
+from _cells import Cell, Row, latest, rows_of
 from _equal_bytes import Sizer
+from _running import DEMO, named, parser, run
 from _tables import Scale, report
 
-import larder.cli
 from larder import Conversation, Engine, read_conversation
 from larder.bench.forced import Forced, force, parts_of
 from larder.bench.recite import KIND as RECITE
@@ -45,7 +33,6 @@ from larder.bench.recite import items_of
 from larder.core.conversation import Question
 from larder.session.memory import Memory
 
-DEMO = Path(larder.cli.__path__[0]) / "demo"
 KINDS = "lifelog,mixed,bookings,needles,recite"
 SCALES = (
     Scale("exact", "Exact match", digits=2),
@@ -61,27 +48,14 @@ def main() -> None:
         groups["all but recite"] = [row for row in rows if _kind(row) != RECITE]
         print(report(groups, SCALES))
         return
-    chosen = cases([name for name in options.policies.split(",") if name])
-    cells = list(all_cells(_files(options), chosen, options.shares.split(",")))
-    scorer = Scorer.load(options.model)
-    if options.estimate:
-        print_estimate(estimate(cells, scorer.measure), cells)
-        return
-    measure_all(cells, scorer.measure, options.out, options.code)
+    run(options, _files(options), named(options), Scorer.load(options.model).measure)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, nargs="?", default=DEMO)
-    parser.add_argument("--model", default="seed")
-    parser.add_argument("--policies", default="", help="names of cases; all unless given")
-    parser.add_argument("--kinds", default=f"{KINDS},conversation", type=lambda t: t.split(","))
-    parser.add_argument("--shares", default=",".join(SMALLER))
-    parser.add_argument("--out", type=Path, default=Path("results/presets.jsonl"))
-    parser.add_argument("--code", default=commit_of_this(), help="label of the code that is run")
-    parser.add_argument("--estimate", action="store_true", help="only say how long it takes")
-    parser.add_argument("--report", action="store_true", help="only print the tables")
-    return parser.parse_args()
+    options = parser(__doc__, "presets")
+    options.add_argument("data", type=Path, nargs="?", default=DEMO)
+    options.add_argument("--kinds", default=f"{KINDS},conversation", type=lambda t: t.split(","))
+    return options.parse_args()
 
 
 def _files(options: argparse.Namespace) -> list[Path]:
