@@ -153,50 +153,74 @@ def encoded(
     Raises:
         CacheError: numbers beyond float16 were to be rounded.
     """
-    rows = _padded(counts).to(numbers.device)
-    own = torch.repeat_interleave(torch.arange(len(counts)), counts).to(numbers.device)
+    groups = _Groups.of(counts, numbers.device)
     none = numbers.new_empty(0, manner.channels)
     channels, factors = none.short(), none.half()
     if manner.channels < manner.head_dim:
-        channels = _heaviest(
-            weights if len(weights) else _energy(numbers, own, len(counts)), manner
-        )
-        numbers = numbers.gather(1, channels[own])
+        weighed = weights if len(weights) else _energy(numbers, groups)
+        channels = _heaviest(weighed, manner)
+        numbers = numbers.gather(1, channels[groups.own])
     if not manner.bits:
         stored, spots = numbers.to(dtype).clone(), numbers.new_empty(0, dtype=torch.int32)
         shared = none.half(), none.half(), channels.short(), factors
         return Rounded(manner, stored, *shared, spots, spots.half())
     if manner.balance:
-        factors = _factors(weights if len(weights) else numbers[rows].abs().amax(1), manner)
-        numbers = numbers / factors[own].to(numbers.dtype)
+        weighed = weights if len(weights) else numbers[groups.rows].abs().amax(1)
+        factors = _factors(weighed, manner)
+        numbers = numbers / factors[groups.own].to(numbers.dtype)
     check_range(numbers)
-    far, calm = _held_apart(numbers, rows, counts, manner)
-    lows, highs = _ends(calm, rows, manner)
-    offsets, scales = grid(lows, highs, manner.bits)
+    return _on_grids(numbers, groups, manner, channels.short(), factors)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Rows that lie group after group.
+
+    Args:
+        counts: rows of each group, in host memory.
+        rows: those of every group; smaller groups repeat their last, which changes no range.
+        own: the group of each row.
+    """
+
+    counts: Int64[Tensor, " G"]
+    rows: Int64[Tensor, "G n"]
+    own: Int64[Tensor, " N"]
+
+    @staticmethod
+    def of(counts: Int64[Tensor, " G"], device: torch.device) -> _Groups:
+        longest = int(counts.max()) if len(counts) else 1
+        steps = torch.arange(longest).minimum((counts - 1)[:, None])
+        rows = starts_of(counts)[:, None] + steps
+        own = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        return _Groups(counts, rows.to(device), own.to(device))
+
+
+def _on_grids(
+    numbers: Float[Tensor, "N W"],
+    groups: _Groups,
+    manner: Manner,
+    channels: Int16[Tensor, "G1 W1"],
+    factors: Float16[Tensor, "G2 W2"],
+) -> Rounded:
+    """Numbers that were thinned and divided already, those that stand out held apart."""
+    far, calm = _held_apart(numbers, groups, manner)
+    offsets, scales = grid(*_ends(calm, groups.rows, manner), manner.bits)
     if manner.sharing is Sharing.CHANNEL:
-        codes = codes_of(calm, offsets[own], scales[own], manner.bits)
+        codes = codes_of(calm, offsets[groups.own], scales[groups.own], manner.bits)
     else:
         spread = _repeated(offsets, manner), _repeated(scales, manner)
         codes = codes_of(calm, *spread, manner.bits)
     stored = packed(codes.masked_fill(far, 0), manner.bits)
     spots = far.flatten().nonzero().flatten()
     strays = numbers.flatten()[spots].half()
-    shared = offsets, scales, channels.short(), factors
+    shared = offsets, scales, channels, factors
     return Rounded(manner, stored, *shared, spots.int(), strays)
 
 
-def _padded(counts: Int64[Tensor, " G"]) -> Int64[Tensor, "G n"]:
-    """Rows of every group; smaller groups repeat their last, which changes no range."""
-    longest = int(counts.max()) if len(counts) else 1
-    steps = torch.arange(longest).minimum((counts - 1)[:, None])
-    return starts_of(counts)[:, None] + steps
-
-
-def _energy(
-    numbers: Float[Tensor, "N D"], own: Int64[Tensor, " N"], groups: int
-) -> Float[Tensor, "G D"]:
+def _energy(numbers: Float[Tensor, "N D"], groups: _Groups) -> Float[Tensor, "G D"]:
     """The sum of squares of each channel in each group."""
-    return numbers.new_zeros(groups, numbers.shape[1]).index_add_(0, own, numbers.square())
+    sums = numbers.new_zeros(len(groups.counts), numbers.shape[1])
+    return sums.index_add_(0, groups.own, numbers.square())
 
 
 def _heaviest(weights: Float[Tensor, "G D"], manner: Manner) -> Int64[Tensor, "G W"]:
@@ -213,22 +237,19 @@ def _factors(weights: Float[Tensor, "G D"], manner: Manner) -> Float16[Tensor, "
 
 
 def _held_apart(
-    numbers: Float[Tensor, "N W"],
-    rows: Int64[Tensor, "G n"],
-    counts: Int64[Tensor, " G"],
-    manner: Manner,
+    numbers: Float[Tensor, "N W"], groups: _Groups, manner: Manner
 ) -> tuple[Tensor, Float[Tensor, "N W"]]:
     """Which numbers are held apart, and all numbers with medians in their places."""
+    rows, counts = groups.rows, groups.counts
     far = torch.zeros_like(numbers, dtype=torch.bool)
     limits = torch.tensor([manner.far(count) for count in counts.tolist()])
     if not len(counts) or not int(limits.max()):
         return far, numbers
     true = (torch.arange(rows.shape[1]) < counts[:, None]).to(rows.device)[:, :, None]
     if manner.sharing is Sharing.CHANNEL:
-        own = torch.repeat_interleave(torch.arange(len(counts)), counts).to(rows.device)
         ordered = numbers[rows].masked_fill(~true, torch.inf).sort(dim=1).values  # [G, n, W]
         middle = ((counts - 1) // 2).to(rows.device)
-        middles = ordered[torch.arange(len(rows), device=rows.device), middle][own]
+        middles = ordered[torch.arange(len(rows), device=rows.device), middle][groups.own]
     else:
         middles = _repeated(_pieces(numbers, manner).median(2).values, manner)
     distances = (numbers - middles).abs()
