@@ -12,7 +12,7 @@ from larder.engine.answer import Answer
 from larder.engine.chat_view import ChatFigures, EpisodeView, Outcome
 from larder.engine.decoding import Tend, untended
 from larder.engine.engine import Engine, unheard
-from larder.engine.reply import Reply, check_fits
+from larder.engine.reply import check_fits
 from larder.engine.sampling import Sampling
 from larder.models.passes import Row
 from larder.prefill.base import Progress, silent
@@ -117,7 +117,7 @@ class Chat:
             cache.compact()
         cabinet.refresh()
         self.outcome = Outcome(drawer.number, filed.number, cabinet.state.refreshes - before)
-        return _answer(text, reply, drawer, len(prompt), held_bytes)
+        return reply.answer(text, drawer.match, len(prompt), held_bytes)
 
     @property
     def turns(self) -> tuple[Exchange, ...]:
@@ -246,20 +246,3 @@ def _policy(engine: Engine, log: Log) -> Policy:
     else:
         tokens = resolve_open(policy, sizes.budget, spec)
     return policy.filled(tokens, sizes.block)
-
-
-def _answer(
-    text: str, reply: Reply, drawer: Drawer, question_tokens: int, held_bytes: int
-) -> Answer:
-    match = drawer.match
-    episode, similarity = (None, None) if match is None else (match.episode, match.similarity)
-    return Answer(
-        question=text,
-        text=reply.text,
-        ids=reply.ids,
-        episode=episode,
-        similarity=similarity,
-        decode_seconds=reply.seconds,
-        question_tokens=question_tokens,
-        held_bytes=held_bytes,
-    )

@@ -138,17 +138,7 @@ class Engine:
         finally:
             cache.truncate(mark)
             cache.compact()
-        episode, similarity = (None, None) if match is None else (match.episode, match.similarity)
-        return Answer(
-            question=question,
-            text=reply.text,
-            ids=reply.ids,
-            episode=episode,
-            similarity=similarity,
-            decode_seconds=reply.seconds,
-            question_tokens=len(prompt),
-            held_bytes=held_bytes,
-        )
+        return reply.answer(question, match, len(prompt), held_bytes)
 
     @cached_property
     def desk(self) -> Desk:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError
+from larder.engine.answer import Answer
 from larder.engine.decoding import Limits, Tend, generate, untended
 from larder.engine.sampling import Sampling
 from larder.engine.streaming import TextStream
 from larder.models.decoder import Decoder
+from larder.session.matching import Match
 from larder.session.transcript import Scribe
 
 
@@ -28,6 +30,26 @@ class Reply:
     text: str
     ids: tuple[int, ...]
     seconds: float
+
+    def answer(
+        self, question: str, match: Match | None, question_tokens: int, held_bytes: int
+    ) -> Answer:
+        """It as the answer to a question.
+
+        Args:
+            match: the episode that answered; None where there are none.
+            question_tokens, held_bytes: as in `Answer`.
+        """
+        return Answer(
+            question=question,
+            text=self.text,
+            ids=self.ids,
+            episode=None if match is None else match.episode,
+            similarity=None if match is None else match.similarity,
+            decode_seconds=self.seconds,
+            question_tokens=question_tokens,
+            held_bytes=held_bytes,
+        )
 
 
 @dataclass(frozen=True)
