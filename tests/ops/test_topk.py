@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder.ops import topk
-from larder.ops.fast import choice
-from larder.ops.topk import readable_top_of_heads, top_of_heads
+from larder.ops.fast import choice, selection
+from larder.ops.topk import (
+    readable_top_masks,
+    readable_top_of_heads,
+    top_masks,
+    top_of_heads,
+)
 
 levels = st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5000001, 2.0, torch.inf])
 heads = st.lists(st.lists(levels, max_size=9), min_size=1, max_size=4)
@@ -46,6 +51,32 @@ def test_what_is_spared_stands_above_the_others(scores, count, source) -> None:
     for form in (top_of_heads, readable_top_of_heads):
         kept = form(packed, tuple(map(len, scores)), count, marks)
         assert kept.tolist() == by_sorting(raised, count)
+
+
+near = st.sampled_from([0.25, 0.25 + 2**-24, 0.25 + 2**-23]) | st.floats(width=32, allow_nan=False)
+
+
+@given(
+    st.lists(st.tuples(levels | near, levels | near), min_size=1, max_size=12), st.integers(0, 13)
+)
+def test_both_masks_equal_a_sort(pairs: list[tuple[float, float]], count: int) -> None:
+    rows = [[pair[row] for pair in pairs] for row in range(2)]
+    for form in (top_masks, readable_top_masks):
+        marks = form(torch.tensor(rows), count)
+        assert torch.nonzero(marks.flatten()).flatten().tolist() == by_sorting(rows, count)
+
+
+def test_a_zero_is_a_zero_whatever_its_sign() -> None:
+    for form in (top_masks, readable_top_masks):
+        assert form(torch.tensor([[-0.0, 0.0, -1.0, 0.0]]), 2).tolist() == [
+            [True, True] + [False] * 2
+        ]
+
+
+def test_what_the_counting_kernel_takes() -> None:
+    rows = torch.zeros(2, 4)
+    assert selection.serves(rows, 3) and not selection.serves(rows.double(), 3)
+    assert not selection.serves(rows, 0) and not selection.serves(rows, 4)
 
 
 @pytest.mark.parametrize("gone", [0, 1, choice.MOST_GONE, choice.MOST_GONE + 1])

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.ops.fast import choice
+from larder.ops.fast import choice, selection
 
 
 def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
@@ -15,7 +15,17 @@ def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
 
 
 def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
-    """`top_mask` of every row."""
+    """`top_mask` of every row.
+
+    The readable form is here, the fast one, for host memory, in `larder.ops.fast.selection`.
+    """
+    if selection.serves(scores, count):
+        return selection.top_masks(scores, count)
+    return readable_top_masks(scores, count)
+
+
+def readable_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
+    """`top_masks` for every device and any count."""
     rejected = scores.shape[1] - max(count, 0)
     if rejected <= 0:
         return torch.ones_like(scores, dtype=torch.bool)

@@ -25,7 +25,7 @@ class Sum(Aggregation):
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
         del first, total
-        state[0].add_(weights.sum(1))
+        state[0].add_(weights[:, 0] if weights.shape[1] == 1 else weights.sum(1))
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
         del total

@@ -35,9 +35,7 @@ class LayerMean(HeadRule):
     ) -> list[Float[Tensor, " _"]]:
         del layer, facts
         if _alike(entries):
-            total = statistics[0].new_zeros(entries.lengths[0])
-            for head in statistics:
-                total += head.mean(0)
+            total = torch.stack(list(statistics)).mean(1).sum(0)  # of [K, R, S]
             return [total / len(statistics)] * len(statistics)
         places = places_of(entries)
         own = [head.mean(0) for head in statistics]
@@ -49,9 +47,8 @@ def _alike(entries: Entries) -> bool:
     """Whether all heads hold the same positions, as they do under budgets per head."""
     if len(set(entries.lengths)) > 1:
         return False
-    first = entries.head_positions(0)
-    others = range(1, len(entries.lengths))
-    return all(torch.equal(first, entries.head_positions(head)) for head in others)
+    places = entries.packed_positions().view(len(entries.lengths), -1)
+    return bool((places[1:] == places[0]).all())
 
 
 Part = LayerMean

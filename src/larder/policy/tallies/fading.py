@@ -34,6 +34,9 @@ class Fading(Tally):
 
 
 def _faded(state: State, votes: Votes) -> State:
+    if len(votes.times) == 1:
+        weights = votes.weights[0]
+        return KEEPS * state[0] + weights, torch.maximum(KEEPS * state[1], weights)
     ages = (votes.times[-1] - votes.times).to(torch.float32)[:, None]
     left = votes.weights * KEEPS**ages  # [c, S]
     kept = KEEPS ** len(votes.times)

@@ -1,0 +1,29 @@
+"""Moments in host memory: one reading of the columns."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def serves(numbers: Tensor) -> bool:
+    """Whether the kernel takes this call: float32 in host memory."""
+    return numbers.device.type == "cpu" and numbers.dtype is torch.float32
+
+
+def joined_by_one(
+    count: Float[Tensor, " S"],
+    mean: Float[Tensor, " S"],
+    spread: Float[Tensor, " S"],
+    numbers: Float[Tensor, " S"],
+    counted: Bool[Tensor, " S"],
+) -> tuple[Float[Tensor, " S"], Float[Tensor, " S"], Float[Tensor, " S"]]:
+    """Safe from several threads at once."""
+    from larder.ops.fast import moments_kernels as kernels  # compiles: not before it is needed
+
+    joined = torch.empty(3, len(numbers))
+    told = (part.detach().contiguous().numpy() for part in (count, mean, spread, numbers, counted))
+    kernels.join(*told, joined.numpy())
+    total, average, around = joined
+    return total, average, around

@@ -1,0 +1,56 @@
+"""The inner loops of selection, compiled by numba at their first call.
+
+Only `larder.ops.fast.selection` imports this module, and only when it is about to select. The score
+at the edge is found by its bits, some at a time from the highest down: three counts over a row, in
+which no score is moved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from larder.ops.fast.decode_kernels import compiled_as_written
+
+STEPS = ((21, 11), (10, 11), (0, 10))  # lowest bit and number of the bits that are counted
+SIGN = np.uint32(1 << 31)
+
+
+@compiled_as_written
+def order(scores, ranks):
+    """Unsigned numbers that ascend as the scores do; both zeros are one."""
+    numbers = (scores + np.float32(0.0)).view(np.uint32)
+    for s in range(scores.size):
+        ranks[s] = ~numbers[s] if numbers[s] & SIGN else numbers[s] | SIGN
+
+
+@compiled_as_written
+def edge_of(ranks, count):
+    """The lowest of the `count` highest ranks, and how many of its equals are among these."""
+    edge = np.uint32(0)
+    wanted = count
+    for low, width in STEPS:
+        above = np.uint32(low + width)
+        counts = np.zeros(1 << width, np.int64)
+        for s in range(ranks.size):
+            if above == 32 or ranks[s] >> above == edge >> above:
+                counts[(ranks[s] >> np.uint32(low)) & np.uint32((1 << width) - 1)] += 1
+        place = counts.size - 1
+        while counts[place] < wanted:
+            wanted -= counts[place]
+            place -= 1
+        edge |= np.uint32(place) << np.uint32(low)
+    return edge, wanted
+
+
+@compiled_as_written
+def mark_best(scores, count, marks):
+    """Mark the `count` highest scores of each row, of equals the first; 0 < count < row length."""
+    ranks = np.empty(scores.shape[1], np.uint32)
+    for row in range(scores.shape[0]):
+        order(scores[row], ranks)
+        edge, wanted = edge_of(ranks, count)
+        for s in range(ranks.size):
+            marks[row, s] = ranks[s] > edge
+            if ranks[s] == edge and wanted > 0:
+                marks[row, s] = True
+                wanted -= 1
