@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from references.lloyd import Vector, dot
-from references.recalling import largest
 
 
 def pairs(head_dim: int, turned: int) -> list[tuple[int, int]]:
@@ -24,7 +23,13 @@ def agreement(
 ) -> float:
     total = 0.0
     for query in queries:
-        full = set(largest([dot(query, key) for key in keys], agreeing))
-        alone = set(largest([score(query, key, [pair]) for key in keys], agreeing))
+        full = best([dot(query, key) for key in keys], agreeing)
+        alone = best([score(query, key, [pair]) for key in keys], agreeing)
         total += len(full & alone) / len(full)
     return total / len(queries)
+
+
+def best(numbers: Sequence[float], count: int) -> set[int]:
+    """Places of the largest, equals of the last of them included."""
+    least = sorted(numbers, reverse=True)[:count][-1]
+    return {place for place, number in enumerate(numbers) if number >= least}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from larder.core.errors import BadParameter
@@ -44,7 +44,7 @@ class Fasa(EntryRecall):
     pairs: int = 16
     agreeing: int = 256
 
-    observed: ClassVar[int] = 32
+    observed: ClassVar[int] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,14 +137,18 @@ def agreements(
     agreeing: int,
 ) -> Float[Tensor, " F"]:
     """Of each pair, the mean share of best entries that it has in common with the full product."""
-    agreeing = min(agreeing, len(keys))
-    best = torch.zeros(len(queries), len(keys), dtype=torch.bool)
-    best.scatter_(1, top_rows(queries @ keys.T, agreeing), True)
-    merits = [
-        best.gather(1, top_rows(queries[:, pair] @ keys[:, pair].T, agreeing)).float().mean()
-        for pair in pairs
-    ]
+    full = among_best(queries @ keys.T, agreeing)
+    merits: list[Tensor] = []
+    for pair in pairs:
+        alone = among_best(queries[:, pair] @ keys[:, pair].T, agreeing)
+        merits.append(((full & alone).sum(1) / full.sum(1)).mean())
     return torch.stack(merits)
+
+
+def among_best(scores: Float[Tensor, "Q S"], count: int) -> Bool[Tensor, "Q S"]:
+    """Marks what is no worse than the `count`-th best of its row."""
+    least = torch.topk(scores, min(count, scores.shape[1])).values[:, -1:]
+    return scores >= least
 
 
 Part = Fasa
