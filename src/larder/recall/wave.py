@@ -1,0 +1,194 @@
+"""Clusters of keys, the best fetched, the next estimated by their centroids, the rest left out.
+
+Chen et al., "RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference" (2025),
+arXiv:2505.02922, section 4: k-means within segments of the text, centroids of length 1 while it
+iterates over keys less their mean, about 16 entries to a cluster. Softmax over centroids, summed
+over a group, ranks clusters. A cluster that is only estimated counts as many times its centroid as
+it has entries, with their mean value. New entries become clusters when there are 1,024 of them.
+
+What differs: k-means begins with evenly spaced entries. A cluster larger than a page is cut into
+pages of its own centroids, equally full, in the order of time. New entries that are no clusters yet
+stand in pages of entries that follow each other, ranked like all others, where the paper always
+attends to them. Centroids are ranked as released: by softmax without their counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Estimate, Found, Index, Recall
+from larder.core.spec import LayerSpec
+from larder.ops.search import page_bests, top_rows
+from larder.recall._coming import check_coming, known_layout
+from larder.recall._consecutive import check_page
+from larder.recall._entries import attention, by_group, only_owned, voted
+from larder.recall._growing import fitting, grown
+from larder.recall._scattered import Scattered, cut_clusters
+
+
+@dataclass(frozen=True)
+class Wave(Recall):
+    """Pages of clusters, and centroids for those that come next.
+
+    Args:
+        page: the most entries of a page.
+        size: entries per cluster, on average.
+        segment: entries that are clustered together at most.
+        update: new entries that make a segment of their own.
+        iterations: rounds of k-means.
+        estimated: the share of all pages that is estimated, in [0, 1].
+    """
+
+    page: int = 16
+    size: int = 16
+    segment: int = 8192
+    update: int = 1024
+    iterations: int = 10
+    estimated: float = 0.232
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page("wave", self.page)
+        for name in ("size", "segment", "update", "iterations"):
+            if (value := getattr(self, name)) < 1:
+                raise BadParameter(f"wave.{name} must be at least 1, got {value}.")
+        if self.segment < self.update:
+            raise BadParameter(
+                f"wave.segment must be at least wave.update, {self.update}, got {self.segment}."
+            )
+        if not 0 <= self.estimated <= 1:
+            raise BadParameter(f"wave.estimated must be in [0, 1], got {self.estimated}.")
+
+    def index(self, layer: LayerSpec) -> Index:
+        return WaveIndex(layer, self)
+
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+        index = WaveIndex(layer, self)
+        index.restore(state)
+        return index
+
+
+class WaveIndex(Index):
+    """Holds the entries of each page, and its mean key and value in float32."""
+
+    def __init__(self, layer: LayerSpec, part: Wave) -> None:
+        self.layer = layer
+        self.page = part.page
+        self._part = part
+        heads = layer.kv_heads
+        self._paged = Scattered(heads, part.page)
+        self._settled = torch.zeros(heads, 2, dtype=torch.int64)  # entries in clusters, their pages
+        self._keys = torch.zeros(heads, 0, layer.head_dim)
+        self._values = torch.zeros(heads, 0, layer.head_dim)
+
+    def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
+        known = self._paged.known
+        check_coming(entries, known, self.layer.index)
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            if now > before:
+                self._grow(head, entries)
+
+    def _grow(self, head: int, entries: Entries) -> None:
+        """Make clusters of what has waited long enough, and pages of the rest."""
+        part, now = self._part, entries.lengths[head]
+        done, kept = self._settled[head].tolist()
+        orders: list[Tensor] = []
+        firsts: list[Tensor] = []
+        at, pages = done, kept
+        while (waiting := (now - at) // part.update * part.update) > 0:
+            keys = entries.head_keys(head)[at : at + min(waiting, part.segment)].float()
+            order, first = self._clusters(keys)
+            orders.append(order + at)
+            firsts.append(first + at)
+            at, pages = at + len(keys), pages + len(first)
+        orders.append(torch.arange(at, now))
+        firsts.append(torch.arange(at, now, self.page))
+        self._settled[head] = torch.tensor([at, pages])
+        self._paged.replace(head, kept, done, torch.cat(orders), torch.cat(firsts))
+        self._average(head, kept, entries)
+
+    def _clusters(
+        self, keys: Float[Tensor, "S D"]
+    ) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
+        """Entries in the order of clusters, and where pages begin in it."""
+        count = max(len(keys) // self._part.size, 1)
+        centered = keys - keys.mean(0)
+        return cut_clusters(centered, count, self._part.iterations, self.page)
+
+    def _average(self, head: int, stale: int, entries: Entries) -> None:
+        most = self._paged.width
+        self._keys, self._values = grown(self._keys, most), grown(self._values, most)
+        order, fills = self._paged.behind(head, stale)
+        for table, rows in (
+            (self._keys, entries.head_keys(head)),
+            (self._values, entries.head_values(head)),
+        ):
+            means = torch.segment_reduce(rows[order].float(), "mean", lengths=fills, axis=0)
+            table[head, stale : stale + len(fills)] = means
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        centroids = self._keys[:, : max(self.counts)].transpose(1, 2)
+        logits = (by_group(queries, self.layer) @ centroids).flatten(0, 1)
+        weights = attention(only_owned(logits.mul_(self.layer.scaling), self.counts))
+        return self._found(voted(weights, self.counts), count)
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        known = self._paged.known
+        logits = page_bests(queries, entries.keys, *known_layout(entries, known))
+        mass = voted(attention(logits.mul_(self.layer.scaling)), known)
+        scores = torch.zeros(len(known), max(self.counts))
+        scores.scatter_add_(1, self._paged.page_of(), mass.clamp(min=0.0))
+        return self._found(only_owned(scores, self.counts), count)
+
+    def _found(self, scores: Float[Tensor, "K N"], count: int) -> Found:
+        next_ones = math.ceil(self._part.estimated * scores.shape[1])
+        ranked = top_rows(scores, count + next_ones)
+        estimate = self._estimate(ranked[:, count:]) if ranked.shape[1] > count else None
+        return Found(ranked[:, :count], estimate)
+
+    def _estimate(self, pages: Int64[Tensor, "K E"]) -> Estimate:
+        heads, missing = torch.arange(len(pages))[:, None], pages < 0
+        some = pages.clamp(min=0)
+        log_counts = self._paged.fills(pages).float().log()  # -inf of none
+        keys, values = self._keys[heads, some], self._values[heads, some]
+        keys[missing], values[missing] = 0.0, 0.0
+        return Estimate(keys, values, log_counts)
+
+    def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
+        return self._paged.contents(pages)
+
+    def versions(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
+        return self._paged.versions(pages)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self._paged.counts
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self._paged.tensors(), self._settled, self._keys, self._values)
+
+    def state(self) -> dict[str, Tensor]:
+        most = max(self.counts)
+        return {
+            **self._paged.state(),
+            "settled": self._settled.clone(),
+            "keys": fitting(self._keys, most).clone(),
+            "values": fitting(self._values, most).clone(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Become the index that `state` came from."""
+        self._paged.restore(state)
+        self._settled = state["settled"].clone()
+        self._keys, self._values = state["keys"].clone(), state["values"].clone()
+
+
+Part = Wave
