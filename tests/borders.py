@@ -1,12 +1,31 @@
-"""Which modules have the types at their borders checked while tests run."""
+"""Which modules have the types at their borders checked while tests run, and how.
+
+As `jaxtyping.install_import_hook` with beartype, at a fraction of its time: that one compiles two
+checks of every function at import and checks the arguments of a call twice, with a scope for
+dimension names around functions that name none. Here a function gets its check at its first call.
+"""
 
 from __future__ import annotations
 
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from inspect import isasyncgenfunction, isgeneratorfunction
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, get_args, get_type_hints
+
+from beartype import beartype
+from jaxtyping import AbstractArray, jaxtyped
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "larder"
 # Kernels are compiled by numba, which cannot compile a function wrapped in a type check.
 UNCHECKED = "larder.ops.fast"
+MARK = "__checked__"  # what the decorator is called in the modules
 
 
 def checked_modules(package: Path, unchecked: str) -> list[str]:
@@ -20,3 +39,115 @@ def checked_modules(package: Path, unchecked: str) -> list[str]:
         stems = {entry.stem for entry in folder.iterdir() if not entry.stem.startswith(("_", "."))}
         modules += [f"{prefix}.{stem}" for stem in sorted(stems - {skipped[depth]})]
     return modules
+
+
+def check_imports(modules: Sequence[str]) -> None:
+    """From now on these modules, and what lies in them, are imported with their types checked."""
+    sys.meta_path.insert(0, Finder(modules))
+
+
+def checked(target: Any) -> Any:
+    """A function that refuses wrong types, or a dataclass that refuses to be made of them."""
+    if isinstance(target, type):
+        if is_dataclass(target) and "__init__" in vars(target):
+            target.__init__ = checked(target.__init__)
+        return target
+    if not isinstance(target, FunctionType) or not target.__annotations__:
+        return target
+    if isgeneratorfunction(target) or isasyncgenfunction(target):
+        return jaxtyped(target, typechecker=beartype)
+    return _when_called(target)
+
+
+class Finder(MetaPathFinder):
+    """Finds as the path does, and has some modules loaded with checks."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.modules = set(modules)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        words = fullname.split(".")
+        if not any(".".join(words[:n]) in self.modules for n in range(1, len(words) + 1)):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class Loader(SourceFileLoader):
+    """Loads a module with every function and class in it decorated; nothing is kept on disk."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        tree = ast.parse(self.get_data(path), path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                node.decorator_list.append(_mark(node))  # nearest, before others hide the types
+            elif isinstance(node, ast.ClassDef):
+                node.decorator_list.insert(0, _mark(node))  # last, when dataclass has done its work
+        return compile(tree, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, MARK, checked)
+        super().exec_module(module)
+
+
+def _mark(node: ast.FunctionDef | ast.ClassDef) -> ast.expr:
+    return ast.copy_location(ast.Name(MARK, ast.Load()), node)
+
+
+def _when_called(function: FunctionType) -> Callable[..., Any]:
+    """At its first call a function's module is whole, so every name in its types is known."""
+    strict: Callable[..., Any] | None = None
+
+    @wraps(function)
+    def guarded(*args: Any, **named: Any) -> Any:
+        nonlocal strict
+        if strict is None:
+            strict = _strict(function)
+        return strict(*args, **named)
+
+    return guarded
+
+
+def _strict(function: FunctionType) -> Callable[..., Any]:
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError:  # imported for type checkers alone: jaxtyping lets any value pass there
+        return jaxtyped(function, typechecker=beartype)
+    resolved = FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    resolved.__kwdefaults__ = function.__kwdefaults__
+    resolved.__qualname__ = function.__qualname__
+    resolved.__module__ = function.__module__
+    resolved.__annotations__ = hints
+    strict = beartype(resolved)
+    return _scoped(strict) if any(map(_names_dimensions, hints.values())) else strict
+
+
+def _scoped(strict: Callable[..., Any]) -> Callable[..., Any]:
+    """Dimension names stand for the same sizes within one call, and within no other."""
+
+    def scoped(*args: Any, **named: Any) -> Any:
+        with jaxtyped("context"):
+            return strict(*args, **named)
+
+    return scoped
+
+
+def _names_dimensions(hint: Any) -> bool:
+    if isinstance(hint, type) and issubclass(hint, AbstractArray):
+        return True
+    for given in get_args(hint):
+        parts = given if isinstance(given, list) else [given]  # a Callable's are a list
+        if any(map(_names_dimensions, parts)):
+            return True
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -124,6 +125,11 @@ def head_numbers(count: int) -> tuple[float, ...]:
 def some_columns(rows: int, seed: int = 0) -> dict[str, Tensor]:
     """A number in (0, 1) per row in every column that a tally keeps, or who reads."""
     source = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(rows, generator=source) for name in kept_columns()}
+
+
+@cache
+def kept_columns() -> list[str]:
+    """Finding the parts of a family reads what every installed package offers: once is enough."""
     tallies = [TALLIES.load(name) for name in TALLIES.names()]
-    names = sorted({SURPRISE, *(name for tally in tallies for name in tally.columns)})
-    return {name: torch.rand(rows, generator=source) for name in names}
+    return sorted({SURPRISE, *(name for tally in tallies for name in tally.columns)})

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,16 +18,15 @@ os.environ.setdefault("NUMBA_NUM_THREADS", KERNEL_THREADS)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
-from borders import PACKAGE, UNCHECKED, checked_modules
+from borders import PACKAGE, UNCHECKED, check_imports, checked_modules
 
 SEED = 0
-jaxtyping.install_import_hook(checked_modules(PACKAGE, UNCHECKED), "beartype.beartype")
+check_imports(checked_modules(PACKAGE, UNCHECKED))
 
 # The same examples on every run and no deadline: a slow machine is not a failure.
 # `--hypothesis-profile=thorough` looks further, at other examples every time.
@@ -39,7 +39,9 @@ settings.load_profile("larder")
 def seeded() -> None:
     random.seed(SEED)
     np.random.seed(SEED)
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
+    if torch.cuda.is_available():  # without, torch remembers who seeded it: a stack for every test
+        torch.cuda.manual_seed_all(SEED)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,10 +53,18 @@ def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
+@pytest.fixture(scope="session")
+def numbers() -> Iterator[int]:
+    """No two of them are the same."""
+    return count()
+
+
 @pytest.fixture(autouse=True)
-def larder_home(session_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def larder_home(
+    session_home: Path, numbers: Iterator[int], monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """The test's own LARDER_HOME, which does not exist until something is kept."""
-    home = tmp_path / "larder-home"
+    home = session_home / f"test-{next(numbers)}"
     monkeypatch.setenv("LARDER_HOME", str(home))
     return home
 

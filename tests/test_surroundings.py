@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import random
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from borders import PACKAGE, UNCHECKED, checked_modules
+from borders import PACKAGE, UNCHECKED, checked, checked_modules
 
 
 def test_the_network_is_out_of_reach() -> None:
@@ -26,9 +30,11 @@ def test_this_machine_is_in_reach() -> None:
         socket.create_connection(server.getsockname(), timeout=5).close()
 
 
-def test_home_is_the_tests_own(larder_home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("turn", [1, 2])
+def test_home_is_the_tests_own(larder_home: Path, session_home: Path, turn: int) -> None:
     assert Path(os.environ["LARDER_HOME"]) == larder_home
-    assert larder_home.is_relative_to(tmp_path)
+    assert larder_home.parent == session_home
+    larder_home.mkdir()  # nothing is there, of the other turn neither
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -42,6 +48,42 @@ def test_wrong_types_are_noticed() -> None:
 
     with pytest.raises(Exception, match=r"role|str"):
         Message(role=3, content="")  # type: ignore[arg-type]
+
+
+def paired(keys: Float[Tensor, "S D"], values: Float[Tensor, "S D"]) -> Float[Tensor, " S"]:
+    return keys[:, 0] + values[: len(keys), 0]
+
+
+def cut(keys: Float[Tensor, "S D"]) -> Float[Tensor, "S D"]:
+    return keys[1:]
+
+
+def each(keys: Float[Tensor, "S D"], count: int) -> Iterator[Float[Tensor, " D"]]:
+    yield from keys[:count]
+
+
+@dataclass(frozen=True)
+class Pair:
+    keys: Float[Tensor, "S D"]
+    values: Float[Tensor, "S D"]
+
+
+def test_dimension_names_stand_for_one_size_within_a_call() -> None:
+    for target in (paired, Pair):
+        strict = checked(target)
+        strict(torch.ones(3, 2), torch.ones(3, 2))
+        strict(torch.ones(4, 5), torch.ones(4, 5))
+        for keys, values in (((3, 2), (4, 2)), ((3, 2), (3, 1)), ((3,), (3,))):
+            with pytest.raises(Exception, match=r"keys|values"):
+                strict(torch.ones(keys), torch.ones(values))
+
+
+def test_results_and_generators_are_checked() -> None:
+    with pytest.raises(Exception, match="return"):
+        checked(cut)(torch.ones(3, 2))
+    assert len([*checked(each)(torch.ones(3, 2), 2)]) == 2
+    with pytest.raises(Exception, match="count"):
+        [*checked(each)(torch.ones(3, 2), "2")]
 
 
 def test_every_module_but_the_kernels_is_checked() -> None:
