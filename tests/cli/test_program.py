@@ -41,9 +41,14 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="this system has none")
-@pytest.mark.parametrize("buffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words", [("policy", "list"), ("policy", "list", "--json"), ("--version",)]
+    ("words", "buffered"),
+    [
+        # More than a buffer holds, so that writing fails and not the last flush.
+        (("policy", "list"), ""),
+        (("policy", "list", "--json"), "1"),
+        *((words, buffered) for words in (("--version",), ("--help",)) for buffered in ("", "1")),
+    ],
 )
 def test_a_full_disk_is_one_line(words: tuple[str, ...], buffered: str) -> None:
     with FULL_DISK.open("w") as out:
@@ -73,10 +78,10 @@ def test_streams_that_are_closed(closed: str, code: int) -> None:
 def test_a_reader_that_has_gone_is_told_nothing() -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    for buffered in ("", "1"):
+    for buffered, words in (("", ("policy", "list")), ("1", ("--help",))):
         environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
         done = subprocess.run(
-            command("policy", "list"),
+            command(*words),
             stdout=writes,
             stderr=subprocess.PIPE,
             check=False,
