@@ -17,6 +17,7 @@ from larder.ops.fast.decode_kernels import (
     compiled,
     compiled_parallel,
     join_spans,
+    scale,
     score,
     weigh,
 )
@@ -239,7 +240,7 @@ def attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, 
             peaks[p] = -np.inf
             masses[p] = 0.0
             outs[p] = 0.0
-            scaled[:] = queries[h] * scaling
+            scale(queries[h], scaling, scaled)
             own = peaks[p], masses[p], outs[p]
             for g in range(begin, end):
                 group, start, count = layout[g]
@@ -268,5 +269,5 @@ def attend_in_parallel(queries, keys, values, biases, layout, groups, scaling, b
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in numba.prange(bounds.size - 1):
         case = queries, keys, values, biases, layout, groups, scaling, bounds
-        attend_span(*case, s, (peaks, masses, outs))
+        attend_span(*case, np.int64(s), (peaks, masses, outs))
     return join_spans(groups, bounds, peaks, masses, outs)

@@ -58,7 +58,9 @@ def read_floats(stored, first, count, scratch):
     """Whole blocks are read where they lie."""
     if count == ROWS:
         return stored[first : first + ROWS]
-    scratch[:count] = stored[first : first + count]
+    for b in range(count):
+        for d in range(stored.shape[1]):
+            scratch[b, d] = stored[first + b, d]
     scratch[count:] = 0.0
     return scratch
 
@@ -184,6 +186,14 @@ def attend_rows(
 
 
 @compiled
+def scale(queries, scaling, scaled):
+    """Queries times the scaling, one by one: copies of arrays take numba seconds to compile."""
+    for n in range(queries.shape[0]):
+        for d in range(queries.shape[1]):
+            scaled[n, d] = queries[n, d] * scaling
+
+
+@compiled
 def attend_span(
     queries,
     keys,
@@ -215,7 +225,7 @@ def attend_span(
         offset += lengths[h]
         if begin < end:
             p = span + h
-            scaled[:] = queries[h] * scaling
+            scale(queries[h], scaling, scaled)
             sums = peaks[p], masses[p], outs[p]
             attend_rows(scaled, keys, values, biases, logits, begin, end, *sums, scratch, weights)
 
@@ -274,5 +284,5 @@ def attend_in_parallel(queries, keys, values, biases, logits, starts, lengths, s
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in numba.prange(bounds.size - 1):
         case = queries, keys, values, biases, logits, starts, lengths, scaling, bounds
-        attend_span(*case, s, peaks, masses, outs)
+        attend_span(*case, np.int64(s), peaks, masses, outs)  # unsigned, it is compiled again
     return join_spans(lengths, bounds, peaks, masses, outs)

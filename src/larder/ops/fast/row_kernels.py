@@ -17,6 +17,7 @@ from larder.ops.fast.decode_kernels import (
     compiled_parallel,
     exponentials,
     float_rows,
+    scale,
     score,
 )
 
@@ -82,7 +83,7 @@ def raise_share(queries, keys, biases, starts, lengths, scaling, pieces, first, 
     for p in range(first, stop):
         h, offset = pieces[p]
         count = min(PIECE, lengths[h] - offset)
-        scaled[:] = queries[h] * scaling
+        scale(queries[h], scaling, scaled)
         raise_piece(
             scaled,
             keys,
