@@ -49,6 +49,35 @@ def test_weights_equal_the_loop(seed) -> None:
     assert got[2] == pytest.approx([fold[2] for fold in expected])
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_alike_enough_equals_the_loop(seed) -> None:
+    source, count = Random(seed), 2 * seed
+    heads = sorted(source.choice([0, 1, 3]) for _ in range(count))
+    targets = [source.choice([-1, 4 * head, 4 * head + 1]) for head in heads]
+    likeness = torch.tensor([source.uniform(-1, 1) for _ in heads], dtype=torch.float32)
+    given, before = likeness + 2, torch.tensor([math.nan, 0.5, -0.5, -0.5])
+    parts = (torch.tensor(part).long() for part in (range(20, 20 + count), targets, heads))
+    case = *parts, likeness, given, math.e, before, 0.7, 0.125
+    (tau, folds), (other, others) = (
+        form(*case) for form in (folding.readable_alike_folds, fast.alike_folds)
+    )
+    assert bits(tau) == bits(other)
+    assert all(torch.equal(*pair) for pair in zip(folds, others, strict=True))
+    found = [place for place, target in enumerate(targets) if target >= 0]
+    numbers = likeness.tolist()
+    own = [numbers[place] for place in found], [heads[place] for place in found]
+    taus = loop.followed_means(*own, before.tolist(), 0.7)
+    assert other.tolist() == pytest.approx(taus, abs=1e-6, nan_ok=True)
+    alike = [place for place in found if numbers[place] >= taus[heads[place]] - 0.125]
+    shares = [numbers[place] + 2 for place in alike]
+    told = [20 + place for place in alike], [targets[place] for place in alike]
+    expected = loop.weighed(*told, shares, shares, math.e)
+    assert others[2].tolist() == pytest.approx([fold[2] for fold in expected])
+    assert list(zip(*(part.tolist() for part in others[:2]), strict=True)) == [
+        fold[:2] for fold in expected
+    ]
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_rows_equal_the_loop(dtype, seed) -> None:

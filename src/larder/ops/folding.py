@@ -102,6 +102,51 @@ def readable_weighed(
     return torch.cat([sources, into]), torch.cat([targets, into]), weights
 
 
+def alike_folds(
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    heads: Int64[Tensor, " F"],
+    likeness: Float[Tensor, " F"],
+    given: Float[Tensor, " F"],
+    own: float,
+    before: Float[Tensor, " K"],
+    rate: float,
+    slack: float,
+) -> tuple[Float[Tensor, " K"], Rows]:
+    """A threshold per head that follows how alike sources are to targets, and who is above it.
+
+    Args:
+        targets: -1 where there is none: such a source counts nowhere.
+        given, own: as in `weighed`, where sources also count as what they are given.
+        before, rate: as in `followed_means`, of the likeness.
+        slack: by how much a source may lie below the threshold.
+
+    Returns:
+        The new thresholds, and the folds of those that are alike enough.
+    """
+    case = sources, targets, heads, likeness, given, own, before, rate, slack
+    return fast.alike_folds(*case) if fast.serves(likeness) else readable_alike_folds(*case)
+
+
+def readable_alike_folds(
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    heads: Int64[Tensor, " F"],
+    likeness: Float[Tensor, " F"],
+    given: Float[Tensor, " F"],
+    own: float,
+    before: Float[Tensor, " K"],
+    rate: float,
+    slack: float,
+) -> tuple[Float[Tensor, " K"], Rows]:
+    """`alike_folds` for every device."""
+    found = targets >= 0
+    moved = readable_followed_means(likeness[found], heads[found], before, rate)
+    alike = found & (likeness >= moved[heads] - slack)
+    shares = given[alike]
+    return moved, readable_weighed(sources[alike], targets[alike], shares, shares, own)
+
+
 def weighted_sums(
     keys: Float[Tensor, "C D"],
     values: Float[Tensor, "C D"],

@@ -78,7 +78,7 @@ class Joining:
         """As gathered from the only query, whose logits attention has left behind."""
         entries = seen.entries
         weights = logit_shares(logits, *entries.layout)
-        state = self.aggregation.start(torch.zeros_like(weights))
+        state = self.aggregation.start(weights)
         self.aggregation.fold(state, weights[:, None], 0, 1)
         statistics = self.aggregation.finish(state, 1)
         return [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]

@@ -64,6 +64,30 @@ def weighed(
     return torch.from_numpy(froms), torch.from_numpy(intos), torch.from_numpy(weights)
 
 
+def alike_folds(
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    heads: Int64[Tensor, " F"],
+    likeness: Float[Tensor, " F"],
+    given: Float[Tensor, " F"],
+    own: float,
+    before: Float[Tensor, " K"],
+    rate: float,
+    slack: float,
+) -> tuple[
+    Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
+]:
+    """The same bits as `readable_alike_folds`."""
+    from larder.ops.fast import folding_kernels as kernels
+
+    moved = torch.empty(len(before))
+    told = (part.contiguous().numpy() for part in (sources, targets, heads, likeness, given))
+    numbers = (np.float32(number) for number in (rate, 1 - rate, slack, own))
+    rows = kernels.settle(*told, before.contiguous().numpy(), *numbers, moved.numpy())
+    froms, intos, weights = (torch.from_numpy(part) for part in rows)
+    return moved, (froms, intos, weights)
+
+
 def weighted_sums(
     keys: Float[Tensor, "C D"],
     values: Float[Tensor, "C D"],

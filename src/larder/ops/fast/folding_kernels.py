@@ -63,6 +63,17 @@ def weigh(sources, targets, given, counted, own):
 
 
 @compiled_as_written
+def settle(sources, targets, heads, likeness, given, before, rate, rest, slack, own, moved):
+    """Thresholds moved to the likeness of what was found, and the folds of what is alike enough."""
+    alike = targets >= 0
+    follow(likeness[alike], heads[alike], before, rate, rest, moved)
+    for f in range(alike.size):
+        alike[f] = alike[f] and likeness[f] >= moved[heads[f]] - slack
+    shares = given[alike]
+    return weigh(sources[alike], targets[alike], shares, shares, own)
+
+
+@compiled_as_written
 def add_row(stored, row, weight, scratch, sums):
     """Add a stored row, by its weight."""
     numbers = float_rows(stored, row, 1, scratch)[0]

@@ -28,7 +28,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries, Scored
 from larder.core.plan import Folds, Plan
 from larder.core.types import Variant
-from larder.ops.folding import followed_means, means_of, moved_towards, weighed
+from larder.ops.folding import alike_folds, followed_means, means_of, moved_towards, weighed
 from larder.ops.marking import places_unmarked
 from larder.ops.nearest import nearest_rows
 from larder.policy.compensation._rejected import heads_of, marked
@@ -89,15 +89,19 @@ class FoldEma(Compensation):
         if not len(gone):
             return plan
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
+        heads, before = heads_of(gone, entries), entries.scalars[TAU]
         likeness, nearest = nearest_rows(rows, *entries.layout, stays, gone)
-        heads = heads_of(gone, entries)
+        if self._is_published:
+            found, given = (gone, nearest, heads, likeness), likeness.exp()
+            tau, folds = alike_folds(*found, given, math.e, before, self.beta, TIE)
+            scalars = {**plan.scalars, TAU: tau}
+            return replace(plan, folds=Folds(*folds, folds[2]), scalars=scalars)
         compared = nearest >= 0
         if not bool(compared.all()):  # a head that keeps nothing has nothing to compare with
             parts = gone, likeness, nearest, heads
             gone, likeness, nearest, heads = (part[compared] for part in parts)
         if not len(gone):
             return plan
-        before = entries.scalars[TAU]
         if self.variant is Variant.CODE:
             judged, mean = _by_rank(likeness, heads, len(entries.lengths))
             tau = moved_towards(before, mean.expand(len(entries.lengths)), self.beta)
@@ -109,6 +113,12 @@ class FoldEma(Compensation):
                 gone, nearest, likeness = gone[alike], nearest[alike], likeness[alike]
         folds = self._folds(gone, nearest, likeness)
         return replace(plan, folds=folds, scalars={**plan.scalars, TAU: tau})
+
+    @property
+    def _is_published(self) -> bool:
+        """Whether threshold and weights are the paper's, which are found in one go."""
+        paper = Threshold.EMA, Weights.EXPONENTIAL
+        return self.variant is not Variant.CODE and (self.threshold, self.weights) == paper
 
     def _folds(
         self,
