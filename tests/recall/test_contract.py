@@ -20,13 +20,16 @@ GROWTHS = st.lists(
     st.tuples(*[st.sampled_from([0, 1, 2, 15, 16, 17, 40, 90])] * 2), min_size=1, max_size=4
 )
 # Where the defaults are for texts that are longer than those of tests.
-SMALL = {"clusters": {"size": 4}}
+SMALL = {"clusters": {"size": 4}, "graph": {"least": 8, "links": 4}}
 # Entries that come later join a cluster, whose centroid does not go to them: so many are looked at.
 ENOUGH = {"clusters": 60}
+NEEDS = {"graph": "usearch"}  # packages that may be missing
 PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
 
 
 def part(name: str) -> Recall:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     return RECALLS.load(name)(**SMALL.get(name, {}))
 
 
@@ -153,6 +156,33 @@ def test_a_key_that_stands_out_is_found(name) -> None:
         held = index.contents(search(query, tier.entries(), ENOUGH.get(name, 12)).pages)
         for row, entries in enumerate(held.flatten(1).tolist()):
             assert tier.lengths[row * LAYER.kv_heads // len(held)] - 1 in entries
+
+
+@PARTS
+def test_more_pages_never_cover_less(name) -> None:
+    tier, index = grown(name, [(150, 60), (40, 9)])
+    query, weights = tier.queries(), []
+    for h, own in enumerate(query):
+        weights.append(torch.softmax(own @ tier.keys[h // LAYER.group].T, 0))
+    for search in (index.find, index.exact):
+        before = torch.zeros(LAYER.query_heads)
+        for count in (1, 2, 3, 5, 8, 13, 30, 60, 200):
+            held = index.contents(search(query, tier.entries(), count).pages).flatten(1)
+            sets = held.repeat_interleave(LAYER.query_heads // len(held), 0)
+            covered = [w[s[s >= 0]].sum() for w, s in zip(weights, sets, strict=True)]
+            assert bool((torch.stack(covered) >= before - 1e-6).all())
+            before = torch.stack(covered)
+        if search == index.exact or name != "graph":  # a walk may end before it saw all
+            assert torch.allclose(before, torch.ones(LAYER.query_heads), atol=1e-5)
+
+
+@PARTS
+def test_the_same_is_found_again(name) -> None:
+    found = []
+    for _ in range(2):
+        tier, index = grown(name, [(150, 60), (40, 9)])
+        found.append(index.find(tier.queries(), tier.entries(), 5).pages)
+    assert torch.equal(*found)
 
 
 @PARTS

@@ -1,0 +1,219 @@
+"""Entries by walking a graph of keys, with real queries of the text as signposts.
+
+Liu et al., "RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval"
+(2024), arXiv:2409.10516, section 3.2: queries are not spread like keys, so that a graph of keys
+that are near each other leads them astray; the index is therefore built from the exact nearest keys
+of the queries of the prompt. It names Chen et al., "RoarGraph: A Projected Bipartite Graph for
+Efficient Cross-Modal Approximate Nearest Neighbor Search" (2024), arXiv:2408.08933, whose graph
+links a key to keys that answer the same query.
+
+What is followed: the bipartite half of it. Every observed query keeps its exact nearest keys; a new
+query goes to the observed ones of the largest cosine, and their keys are candidates. What differs:
+these are not projected into edges between keys, since the library (usearch, a hierarchical graph
+over inner products) takes no edges of ours; the walk through its graph adds its own candidates, and
+all candidates are ranked by their true products. Only the latest queries are observed. New entries
+are looked at one by one until there are as many as the graph has; then it is built anew. Each query
+head searches for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from larder.core.errors import BadParameter, DependencyError
+from larder.core.observation import Entries
+from larder.core.recall import Found
+from larder.core.spec import LayerSpec
+from larder.ops.search import page_bests, top_rows
+from larder.recall._entries import EntryIndex, EntryRecall, by_group
+
+EDGES = 16  # of each key in the graph, twice as many on its lowest level
+VIEW = 64  # keys that are kept in view while a key finds its place
+GUIDES = 8  # observed queries that a new one goes to
+
+
+@dataclass(frozen=True)
+class Graph(EntryRecall):
+    """Entries by approximate search for the largest products.
+
+    Args:
+        beam: keys that a walk through the graph keeps in view; more where more are asked for.
+        links: nearest keys that every observed query keeps.
+        least: entries of which the first graph is made; fewer are looked at one by one.
+    """
+
+    beam: int = 128
+    links: int = 32
+    least: int = 1024
+
+    observed: ClassVar[int] = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beam", "links", "least"):
+            if (value := getattr(self, name)) < 1:
+                raise BadParameter(f"graph.{name} must be at least 1, got {value}.")
+
+    def index(self, layer: LayerSpec) -> GraphIndex:
+        """
+        Raises:
+            DependencyError: the package that makes graphs is not installed.
+        """
+        return GraphIndex(layer, self)
+
+
+class GraphIndex(EntryIndex):
+    """Holds a graph per kv head, keys included, in bfloat16, and observed queries with links."""
+
+    def __init__(self, layer: LayerSpec, part: Graph) -> None:
+        super().__init__(layer)
+        self._part = part
+        self._make = _library()
+        self._graphs: list[Any] = [None] * layer.kv_heads
+        self._in_graph = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._signs = torch.zeros(layer.kv_heads, 0, layer.head_dim)  # observed, of length 1
+        self._links = torch.zeros(layer.kv_heads, 0, part.links, dtype=torch.int32)
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        grew = False
+        for head, (built, now) in enumerate(
+            zip(self._in_graph.tolist(), entries.lengths, strict=True)
+        ):
+            if now - built >= max(built, self._part.least):
+                self._build(head, entries.head_keys(head))
+                grew = True
+        if queries is not None and (grew or not self._signs.shape[1]):
+            seen = queries.float().reshape(self.layer.kv_heads, -1, self.layer.head_dim)
+            self._signs = normalize(seen, dim=-1)
+            grew = True
+        if grew:
+            self._link(entries)
+
+    def _build(self, head: int, keys: Float[Tensor, "S D"]) -> None:
+        graph = self._make(
+            ndim=keys.shape[1],
+            metric="ip",
+            dtype="bf16",
+            connectivity=EDGES,
+            expansion_add=VIEW,
+            expansion_search=self._part.beam,
+        )
+        # One thread, so that the same keys make the same graph.
+        graph.add(np.arange(len(keys)), keys.float().contiguous().numpy(), threads=1)
+        self._graphs[head], self._in_graph[head] = graph, len(keys)
+
+    def _link(self, entries: Entries) -> None:
+        """The exact nearest keys of every observed query; -1 behind the last."""
+        links = torch.full((*self._signs.shape[:2], self._part.links), -1, dtype=torch.int32)
+        for head, signs in enumerate(self._signs):
+            best = top_rows(signs @ entries.head_keys(head).float().T, self._part.links)
+            links[head, :, : best.shape[1]] = best.int()
+        self._links = links
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        asked = by_group(queries, self.layer)
+        scores = self._late(queries, entries)
+        for head, built in enumerate(self._in_graph.tolist()):
+            rows = scores[head * self.layer.group : (head + 1) * self.layer.group]
+            self._score(self._linked(head, asked[head]), asked[head], entries, head, rows)
+            if built:
+                walked = self._walked(head, asked[head], min(count, built))
+                self._score(walked, asked[head], entries, head, rows)
+        return Found(top_rows(scores, count))
+
+    def _late(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
+        """Products with the entries that are in no graph; -inf for those that are."""
+        known, built = self.paged.known, self._in_graph.tolist()
+        starts = torch.tensor(entries.starts) + self._in_graph
+        late = page_bests(queries, entries.keys, starts, torch.tensor(known) - self._in_graph)
+        scores = torch.full((len(queries), max(known)), -torch.inf)
+        group = self.layer.group
+        for head, (length, first) in enumerate(zip(known, built, strict=True)):
+            own = slice(head * group, (head + 1) * group)
+            scores[own, first:length] = late[own, : length - first]
+        return scores
+
+    def _linked(self, head: int, asked: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:
+        """Keys that answered the observed queries which are most like the new ones."""
+        guides = top_rows(asked @ self._signs[head].T, GUIDES)
+        return self._links[head][guides].flatten(1).long()
+
+    def _walked(self, head: int, asked: Float[Tensor, "R D"], count: int) -> Int64[Tensor, "R C"]:
+        """Keys that the graph finds."""
+        graph = self._graphs[head]
+        graph.expansion_search = max(self._part.beam, count)
+        found = [graph.search(row, count, threads=1).keys for row in asked.numpy()]
+        walked = torch.full((len(found), count), -1)
+        for row, keys in zip(walked, found, strict=True):
+            row[: len(keys)] = torch.from_numpy(keys.astype(np.int64))
+        return walked
+
+    def _score(
+        self,
+        candidates: Int64[Tensor, "R C"],
+        asked: Float[Tensor, "R D"],
+        entries: Entries,
+        head: int,
+        scores: Float[Tensor, "R M"],
+    ) -> None:
+        """Write the true products of candidates in their places."""
+        if self.paged.known[head] and candidates.shape[1]:
+            some = candidates.clamp(min=0)
+            keys = entries.keys[some + entries.starts[head]].float()
+            products = (keys @ asked[..., None])[..., 0]
+            scores.scatter_reduce_(
+                1, some, products.masked_fill(candidates < 0, -torch.inf), "amax"
+            )
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        return Found(top_rows(self.logits(queries, entries), count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        # Graphs lie in the library's own memory: tensors of their size that hold nothing.
+        graphs = tuple(
+            torch.empty(graph.memory_usage, dtype=torch.uint8, device="meta")
+            for graph in self._graphs
+            if graph is not None
+        )
+        return (*super().tensors(), self._in_graph, self._signs, self._links, *graphs)
+
+    def state(self) -> dict[str, Tensor]:
+        graphs = {
+            f"graph{head}": torch.frombuffer(graph.save(), dtype=torch.uint8).clone()
+            for head, graph in enumerate(self._graphs)
+            if graph is not None
+        }
+        held = {"in_graph": self._in_graph, "signs": self._signs, "links": self._links}
+        held = {name: tensor.clone() for name, tensor in held.items()}
+        return {**super().state(), **held, **graphs}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._in_graph = state["in_graph"].clone()
+        self._signs, self._links = state["signs"].clone(), state["links"].clone()
+        for head, built in enumerate(self._in_graph.tolist()):
+            if built:
+                stored = state[f"graph{head}"].numpy().tobytes()
+                self._graphs[head] = self._make.restore(stored)
+
+
+def _library() -> Any:
+    try:
+        from usearch.index import Index
+    except ImportError as error:
+        raise DependencyError(
+            "recall graph needs the package usearch, which is not installed; "
+            'run `pip install "larder[graph]"`, or take the recall `dci`.'
+        ) from error
+    return Index
+
+
+Part = Graph
