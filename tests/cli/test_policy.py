@@ -9,24 +9,38 @@ import pytest
 
 from commands import Run, complaint, document
 from larder.cli.citations import Citation, citations
-from larder.cli.parts import part_names, part_pages, preset_pages
+from larder.cli.parts import page_of, part_names, part_pages, preset_pages
 from larder.core.family import Family
+from larder.core.recall import RECALLS
 from larder.session.policy import FAMILIES, Policy
 from larder.session.presets import PRESETS
 
+KNOWN = {**FAMILIES, "recall": RECALLS}
 CITING = [
     (slot, name)
-    for slot in ("session", "schedule", "scorer", "budget", "compensation", "storage", "timing")
-    for name in FAMILIES[slot].names()
+    for slot in (
+        "session",
+        "schedule",
+        "scorer",
+        "budget",
+        "compensation",
+        "storage",
+        "timing",
+        "recall",
+    )
+    for name in KNOWN[slot].names()
 ]
 
 
-NOT_ON_ARXIV = ("CaM: Cache Merging for Memory-efficient LLMs Inference",)
+NOT_ON_ARXIV = (
+    "CaM: Cache Merging for Memory-efficient LLMs Inference",
+    "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction",
+)
 
 
 @pytest.mark.parametrize(("slot", "name"), CITING)
 def test_every_citation_of_a_part_is_found(slot: str, name: str) -> None:
-    text = docstring(FAMILIES[slot], name)
+    text = docstring(KNOWN[slot], name)
     found = citations(text)
     # Counted apart from the pattern that finds them: a quoted title with a year behind it.
     assert len(found) == len(re.findall(r'"\s+\(\d{4}\)', text))
@@ -38,6 +52,13 @@ def test_every_citation_of_a_part_is_found(slot: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["snapkv", "keydiff", "reconstruct", "patched"])
 def test_scorers_with_a_paper_name_it(name: str) -> None:
     assert citations(docstring(FAMILIES["scorer"], name))
+
+
+@pytest.mark.parametrize("name", RECALLS.names())
+def test_what_a_family_shares_is_told_of_every_part(name: str) -> None:
+    page = page_of(RECALLS.load(name), "recall")
+    assert all(field.meaning for field in page.fields)
+    assert {"tokens", "dense"} < {field.name for field in page.fields}
 
 
 def docstring(family: Family, name: str) -> str:

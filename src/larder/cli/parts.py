@@ -116,7 +116,9 @@ def _first_sentence(text: str) -> str:
 
 
 def _fields(kind: Any) -> tuple[Field, ...]:
-    meanings = _meanings(inspect.getdoc(kind) or "")
+    meanings: dict[str, str] = {}
+    for base in reversed(kind.__mro__):  # what a family shares is told by its base
+        meanings |= _meanings(inspect.cleandoc(base.__doc__ or ""))
     return tuple(
         Field(f.name, _type(f.type), _default(f), meanings.get(f.name, ""))
         for f in fields(kind)

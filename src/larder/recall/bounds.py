@@ -1,7 +1,7 @@
 """Pages by what their best key could be at most: a box around the keys of each.
 
 Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (2024),
-arXiv:2406.10774, section 3.2: a page's smallest and largest number of every channel bound any
+arXiv:2406.10774: a page's smallest and largest number of every channel bound any
 product with its keys; every query head takes the pages of the highest bounds for itself, as the
 released evaluation does. Chen et al., "ArkVale: Efficient Generative LLM Inference with Recallable
 Key-Value Eviction" (2024), NeurIPS 2024, draws the box closer: around the middle of each channel,

@@ -1,7 +1,7 @@
 """Entries by clusters of keys that point the same way: whole clusters until enough is found.
 
 Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression"
-(2024), arXiv:2412.03213, section 4: the keys of a kv head are clustered by cosine, centroids are
+(2024), arXiv:2412.03213: the keys of a kv head are clustered by cosine, centroids are
 the means of their keys; each query head ranks them by product and takes their entries, cluster by
 cluster, until its budget is full; the last cluster is trimmed.
 

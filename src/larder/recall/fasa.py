@@ -1,6 +1,6 @@
 """Entries by the few pairs of rotated dimensions that say what the whole head would say.
 
-Wang et al., "FASA: Frequency-aware Sparse Attention" (2026), arXiv:2602.03152, section 3: RoPE cuts
+Wang et al., "FASA: Frequency-aware Sparse Attention" (2026), arXiv:2602.03152: RoPE cuts
 the product of query and key into a sum over pairs of dimensions, one per frequency. A pair's
 contextual agreement is the share of the best entries by the full product that are also among the
 best by the pair alone; the pairs of the highest mean agreement stand for the head, and the sum over

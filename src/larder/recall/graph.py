@@ -1,7 +1,7 @@
 """Entries by walking a graph of keys, with real queries of the text as signposts.
 
 Liu et al., "RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval"
-(2024), arXiv:2409.10516, section 3.2: queries are not spread like keys, so that a graph of keys
+(2024), arXiv:2409.10516: queries are not spread like keys, so that a graph of keys
 that are near each other leads them astray; the index is therefore built from the exact nearest keys
 of the queries of the prompt. It names Chen et al., "RoarGraph: A Projected Bipartite Graph for
 Efficient Cross-Modal Approximate Nearest Neighbor Search" (2024), arXiv:2408.08933, whose graph

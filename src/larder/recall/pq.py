@@ -1,7 +1,7 @@
 """Entries by products with what their keys are rounded to: two codes per key.
 
 Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference" (2024),
-arXiv:2407.12820, section 3: the keys of a kv head are cut into two parts, each part clustered by
+arXiv:2407.12820: the keys of a kv head are cut into two parts, each part clustered by
 k-means into 64; a query's products with all centroids are looked up for every key. Softmax of each
 query head, summed over the group; the highest entries are fetched.
 

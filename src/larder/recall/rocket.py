@@ -1,7 +1,7 @@
 """Pages by a few channels of what their largest or smallest keys are: RocketKV's second stage.
 
 Behnam et al., "RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache
-Compression" (2025), arXiv:2502.14051, section 3.3: keys are digested in chunks by their largest and
+Compression" (2025), arXiv:2502.14051: keys are digested in chunks by their largest and
 smallest numbers; of these, the channels in which a group's query is largest are read, the largest
 or the smallest number by the query's sign; softmax at SparQ's temperature, mean over the group, and
 the best chunks are attended to exactly. A ratio is split between the two sides: chunks of its root,

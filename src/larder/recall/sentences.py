@@ -1,7 +1,7 @@
 """Sentences by the product of the query with their mean key.
 
 Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (2025),
-arXiv:2504.00970, section 3: texts are cut at punctuation, each head keeps the mean key of every
+arXiv:2504.00970: texts are cut at punctuation, each head keeps the mean key of every
 sentence, sentences are ranked for every query head and their tokens taken, sentence after
 sentence.
 

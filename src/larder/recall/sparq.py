@@ -1,7 +1,7 @@
 """Entries by the few channels in which the query is largest.
 
 Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference" (2023), arXiv:2312.04985,
-section 4, algorithm 1: the channels of the largest absolute numbers, summed over a group, are read
+algorithm 1: the channels of the largest absolute numbers, summed over a group, are read
 of every key; their products, at a temperature for what they leave out, tell roughly how attention
 goes; the highest entries by its sum over the group are attended to exactly; what mass is missing
 goes to the mean value of all.

@@ -1,7 +1,7 @@
 """Entries by the votes of all heads of a layer, chosen anew only when the query turns away.
 
 Wu et al., "TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via
-Dynamic Token-Level KV Cache Selection" (2024), arXiv:2411.02886, sections 4.1 and 4.2: every query
+Dynamic Token-Level KV Cache Selection" (2024), arXiv:2411.02886: every query
 head's softmax over the keys of its kv head is its vote; their sum chooses one set of tokens for all
 heads. While the cosine between the queries of all heads, taken as one vector, and those of the
 last choice is at least a threshold, that choice stands.

@@ -1,7 +1,7 @@
 """Clusters of keys, the best fetched, the next estimated by their centroids, the rest left out.
 
 Chen et al., "RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference" (2025),
-arXiv:2505.02922, section 4: k-means within segments of the text, centroids of length 1 while it
+arXiv:2505.02922: k-means within segments of the text, centroids of length 1 while it
 iterates over keys less their mean, about 16 entries to a cluster. Softmax over centroids, summed
 over a group, ranks clusters. A cluster that is only estimated counts as many times its centroid as
 it has entries, with their mean value. New entries become clusters when there are 1,024 of them.
