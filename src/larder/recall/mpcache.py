@@ -1,0 +1,138 @@
+"""Pages by one product each, first of large ones, then of the small ones within the best.
+
+Zeng et al., "MPCache: MPC-Friendly KV Cache Eviction for Efficient Private Large Language Model
+Inference" (2025), arXiv:2501.06807: neighboring tokens are clusters, and each is digested by a
+point between its largest and smallest numbers, 0.6 of the way up, whose product with the query is
+linear and stands for the bound of what is inside. Coarse clusters narrow the search, fine ones
+within them are ranked.
+
+What differs: the paper's first cut of the text is a scorer's work, its sharing of a choice between
+layers the cache's. How many coarse clusters stay is not known to us: a parameter, and never fewer
+than hold what is asked for. All fine digests are multiplied at once, which on a plain machine is
+quicker than gathering some, and those outside the coarse clusters are left out. Every query head
+chooses for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found, Index, Recall
+from larder.core.spec import LayerSpec
+from larder.ops.search import page_bests, top_rows
+from larder.recall._coming import known_layout
+from larder.recall._consecutive import ConsecutiveIndex, check_page
+from larder.recall._entries import by_group, only_owned
+from larder.recall._growing import fitting, grown
+from larder.recall.bounds import Digest, boxes_of
+
+
+@dataclass(frozen=True)
+class MPCache(Recall):
+    """Pages of consecutive entries, by a point in their box, coarse to fine.
+
+    Args:
+        page: entries of a page.
+        coarse: pages of a coarse cluster.
+        kept: the share of coarse clusters that stay, in (0, 1].
+        slant: how far up between lowest and highest the point is, in [0, 1].
+    """
+
+    page: int = 16
+    coarse: int = 4
+    kept: float = 0.5
+    slant: float = 0.6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page("mpcache", self.page)
+        if self.coarse < 1:
+            raise BadParameter(f"mpcache.coarse must be at least 1 page, got {self.coarse}.")
+        if not 0 < self.kept <= 1:
+            raise BadParameter(f"mpcache.kept must be in (0, 1], got {self.kept}.")
+        if not 0 <= self.slant <= 1:
+            raise BadParameter(f"mpcache.slant must be in [0, 1], got {self.slant}.")
+
+    def index(self, layer: LayerSpec) -> Index:
+        return MPCacheIndex(layer, self)
+
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+        index = MPCacheIndex(layer, self)
+        index.restore(state)
+        return index
+
+
+class MPCacheIndex(ConsecutiveIndex):
+    """Holds a point per page and one per coarse cluster, in float32."""
+
+    def __init__(self, layer: LayerSpec, part: MPCache) -> None:
+        super().__init__(layer, part.page)
+        self._part = part
+        self._fine = torch.zeros(layer.kv_heads, 0, layer.head_dim)
+        self._coarse = torch.zeros(layer.kv_heads, 0, layer.head_dim)
+
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        self._fine = self._points(self._fine, entries, known, self.page)
+        self._coarse = self._points(self._coarse, entries, known, self.page * self._part.coarse)
+
+    def _points(
+        self, table: Float[Tensor, "K P D"], entries: Entries, known: tuple[int, ...], size: int
+    ) -> Float[Tensor, "K L D"]:
+        """The table with the points of all clusters that are new or have grown."""
+        table = grown(table, -(-max(entries.lengths) // size))
+        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+            if now > before:
+                first = before // size
+                keys = entries.head_keys(head)[first * size :].float()
+                highest, lowest = boxes_of(keys, size, Digest.QUEST).chunk(2, dim=1)
+                points = torch.lerp(lowest, highest, self._part.slant)
+                table[head, first : first + len(points)] = points
+        return table
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        asked, pages = by_group(queries, self.layer), max(self.counts)
+        fine = (asked @ self._fine[:, :pages].transpose(1, 2)).flatten(0, 1)
+        stays = self._stays(asked, count).repeat_interleave(self._part.coarse, 1)[:, :pages]
+        return Found(top_rows(only_owned(fine.masked_fill(~stays, -torch.inf), self.counts), count))
+
+    def _stays(self, asked: Float[Tensor, "K R D"], count: int) -> Bool[Tensor, "H C"]:
+        """The coarse clusters that each query head looks into."""
+        owned = tuple(-(-pages // self._part.coarse) for pages in self.counts)
+        scores = (asked @ self._coarse[:, : max(owned)].transpose(1, 2)).flatten(0, 1)
+        least = -(-count // self._part.coarse) + 1  # the last one may not be full
+        kept = [max(math.ceil(self._part.kept * each), least) for each in owned]
+        ranked = top_rows(only_owned(scores, owned), max(kept))
+        allowed = torch.tensor(kept).repeat_interleave(self.layer.group)[:, None]
+        ranked = ranked.masked_fill(torch.arange(ranked.shape[1]) >= allowed, -1)
+        stays = torch.zeros(len(scores), max(owned) + 1, dtype=torch.bool)
+        return stays.scatter_(1, ranked + 1, True)[:, 1:]
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        layout = known_layout(entries, self.paged.known)
+        return Found(top_rows(page_bests(queries, entries.keys, *layout, self.page), count))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self._fine, self._coarse)
+
+    def state(self) -> dict[str, Tensor]:
+        most = max(self.counts)
+        return {
+            **super().state(),
+            "fine": fitting(self._fine, most).clone(),
+            "coarse": fitting(self._coarse, -(-most // self._part.coarse)).clone(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self._fine, self._coarse = state["fine"].clone(), state["coarse"].clone()
+
+
+Part = MPCache
