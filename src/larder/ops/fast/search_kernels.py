@@ -61,25 +61,27 @@ def search_in_parallel(queries, stored, starts, lengths, page, pieces, bests):
 
 
 @compiled
-def rank(value, number, values, numbers, held):
-    """Put a number into a list sorted by falling value; how many the list holds then.
+def above(value, number, other, its_number):
+    """Whether one comes before another: by its value, of equals by its number."""
+    return value > other or (value == other and number < its_number)
 
-    Equals stay in the order in which they come. The last falls out of a full list.
+
+@compiled
+def rank(value, number, values, numbers, held):
+    """Put a number into a list of the best; how many the list holds then.
+
+    The last falls out of a full list.
     """
     if held == values.size:
-        if held == 0 or value <= values[held - 1]:
+        if held == 0 or not above(value, number, values[held - 1], numbers[held - 1]):
             return held
         held -= 1
-    low, high = 0, held
-    while low < high:
-        middle = (low + high) // 2
-        if values[middle] >= value:
-            low = middle + 1
-        else:
-            high = middle
-    for at in range(held, low, -1):
-        values[at], numbers[at] = values[at - 1], numbers[at - 1]
-    values[low], numbers[low] = value, number
+    at = held
+    while at > 0 and above(value, number, values[at - 1], numbers[at - 1]):
+        at -= 1
+    for place in range(held, at, -1):
+        values[place], numbers[place] = values[place - 1], numbers[place - 1]
+    values[at], numbers[at] = value, number
     return held + 1
 
 

@@ -1,0 +1,290 @@
+"""Searching trees of keys, and adding to them: readable forms, and the choice of the fast ones.
+
+What the arrays of a tree mean stands in `larder.ops.fast.dci_kernels`; the fast forms, for float32
+and bfloat16 on a CPU, are in `larder.ops.fast.dci`. Both visit the same pages; they may differ
+where two products are equal but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from larder.ops.fast import dci as fast
+
+Array = Shaped[np.ndarray, "..."]
+
+
+def search(
+    queries: Float[Tensor, "H D"],
+    keys: Float[Tensor, "C D"],
+    starts: Array,
+    tree: tuple[Array, ...],
+    bases: Array,
+    levels: Array,
+    beams: Array,
+    count: int,
+) -> tuple[Array, Array]:
+    """The best pages [H, count] for each query, -1 behind the last, and how many keys were seen."""
+    form = fast.search if fast.serves(keys) else readable_search
+    return form(queries, keys, starts, tree, bases, levels, beams, count)
+
+
+def readable_search(
+    queries: Float[Tensor, "H D"],
+    keys: Float[Tensor, "C D"],
+    starts: Array,
+    tree: tuple[Array, ...],
+    bases: Array,
+    levels: Array,
+    beams: Array,
+    count: int,
+) -> tuple[Array, Array]:
+    """`search`, query by query and page by page."""
+    ranked = np.full((len(queries), count), -1, np.int64)
+    seen = np.zeros(len(queries), np.int64)
+    for number, query in enumerate(queries.float()):
+        head = number * len(starts) // len(queries)
+        one = _Head.of(tree, bases, head, keys[int(starts[head]) :])
+        met = [
+            page
+            for level in one.descend(query, int(levels[head]), int(beams[head]))
+            for page in level
+        ]
+        best = sorted(met, key=lambda page: (-max(page[1]), page[0]))[:count]
+        ranked[number, : len(best)] = [page for page, _ in best]
+        seen[number] = sum(len(products) for _, products in met)
+    return ranked, seen
+
+
+def insert(
+    targets: Array,
+    known: Array,
+    keys: Float[Tensor, "C D"],
+    starts: Array,
+    squares: Array,
+    direction: Array,
+    tree: tuple[Array, ...],
+    bases: Array,
+    levels: Array,
+    beams: Array,
+    counts: Array,
+) -> None:
+    """Give new entries a page in standing trees, which have room.
+
+    Args:
+        targets: the level of each new entry [K, N], -1 behind the last of a head.
+        known: how many entries each head had.
+        counts: live pages and cells of each head [K, 2]; brought up to date.
+    """
+    form = fast.insert if fast.serves(keys) else readable_insert
+    form(targets, known, keys, starts, squares, direction, tree, bases, levels, beams, counts)
+
+
+def readable_insert(
+    targets: Array,
+    known: Array,
+    keys: Float[Tensor, "C D"],
+    starts: Array,
+    squares: Array,
+    direction: Array,
+    tree: tuple[Array, ...],
+    bases: Array,
+    levels: Array,
+    beams: Array,
+    counts: Array,
+) -> None:
+    """`insert`, entry by entry."""
+    for head, first in enumerate(known.tolist()):
+        one = _Head.of(tree, bases, head, keys[int(starts[head]) :])
+        for at, target in enumerate(targets[head].tolist()):
+            if target >= 0:
+                sphere = float(squares[head]), direction
+                where = int(levels[head]), target, int(beams[head])
+                one.insert(first + at, *where, *sphere, counts[head])
+
+
+def parents(
+    keys: Float[Tensor, "S D"],
+    entries: Array,
+    square: float,
+    pages: dict[str, Array],
+    cells: dict[str, Array],
+    levels: int,
+    target: int,
+    beam: int,
+) -> Array:
+    """The cell of the nearest lifted entry one level above `target`, for each of some entries."""
+    if fast.serves(keys):
+        held = pages["members"], pages["fills"], pages["nexts"]
+        tree = held, tuple(cells.values())
+        return fast.parents(keys, entries, square, *tree, levels, target, beam)
+    own = pages | {"versions": np.zeros(0)} | cells
+    one = _Head(**own, keys=keys)
+    found = [
+        one.nearest_cell(keys[entry].float(), square, levels, target, beam) for entry in entries
+    ]
+    return np.array(found, np.int64)
+
+
+def projections(keys: Float[Tensor, "S D"], square: float, direction: Array) -> Array:
+    """Where lifted keys lie along a direction [D + 1]."""
+    along = np.empty(len(keys), np.float32)
+    for first in range(0, len(keys), 1 << 14):
+        some = keys[first : first + (1 << 14)].float()
+        tails = (square - some.square().sum(-1)).clamp(min=0).sqrt()
+        lifted = some @ torch.from_numpy(direction[:-1]) + tails * float(direction[-1])
+        along[first : first + (1 << 14)] = lifted.numpy()
+    return along
+
+
+def digests(means: Float[Tensor, "U D"]) -> tuple[Array, Array]:
+    """Rows as 8-bit numbers, and what to multiply them by."""
+    scales = means.abs().amax(1) / 127
+    divisors = scales.masked_fill(scales == 0, 1.0)
+    return (means / divisors[:, None]).round().to(torch.int8).numpy(), scales.numpy()
+
+
+@dataclass
+class _Head:
+    """The tree of one head: views of its arrays, and its keys by entry number."""
+
+    members: Array
+    fills: Array
+    versions: Array
+    nexts: Array
+    lows: Array
+    tiers: Array
+    firsts: Array
+    centers: Array
+    scales: Array
+    means: Array
+    _: KW_ONLY
+    keys: Tensor
+
+    @classmethod
+    def of(cls, tree: tuple[Array, ...], bases: Array, head: int, keys: Tensor) -> _Head:
+        (low, end), (first, stop) = bases[:, head : head + 2]
+        views = [array[low:end] for array in tree[:6]] + [array[first:stop] for array in tree[6:]]
+        return cls(*views, keys=keys)
+
+    def descend(
+        self, query: Tensor, levels: int, beam: int, square: float = -1.0, above: int = -1
+    ) -> Iterator[list[tuple[int, list[float]]]]:
+        """Level by level, the pages of the best cells, and the products of what is in them.
+
+        Args:
+            square: of the sphere, where products are those of lifted keys.
+            above: the first level that is not wanted.
+        """
+        cells = [0]
+        for level in range(levels - 1, above, -1):
+            met = [
+                (page, self._products(query, page, level, square)) for page in self._pages(cells)
+            ]
+            yield met
+            cells = self._best(query, met, beam, square) if level else []
+
+    def nearest_cell(self, key: Tensor, square: float, levels: int, target: int, beam: int) -> int:
+        """The cell of the nearest lifted entry on the level above `target`."""
+        found = [(0.0, 0)]
+        for met in self.descend(key, levels, beam, square, target):
+            found = [
+                (-product, int(cell))
+                for page, products in met
+                for product, cell in zip(products, self.members[page], strict=False)
+            ]
+        return min(found)[1]
+
+    def insert(
+        self,
+        entry: int,
+        levels: int,
+        target: int,
+        beam: int,
+        square: float,
+        direction: Array,
+        counts: Array,
+    ) -> None:
+        """Give one entry a page."""
+        cell = self.nearest_cell(self.keys[entry].float(), square, levels, target, beam)
+        number = entry
+        if target > 0:
+            number, counts[1] = int(counts[1]), counts[1] + 1
+            self.firsts[number], self.centers[number] = -1, entry
+            mean, scale = digests(self.keys[entry : entry + 1].float())
+            self.means[number], self.scales[number] = mean[0, : self.means.shape[1]], scale[0]
+        page = int(self.firsts[cell])
+        if page < 0:
+            page, counts[0] = int(counts[0]), counts[0] + 1
+            self._open(page, cell, target)
+        along = float(self._projected([entry], square, direction)[0])
+        while self.nexts[page] >= 0 and self.lows[self.nexts[page]] <= along:
+            page = int(self.nexts[page])
+        held = self.members[page, : self.fills[page]].tolist()
+        if len(held) < self.members.shape[1]:
+            self.lows[page] = min(self.lows[page], along) if held else along
+            self._fill(page, [*held, number])
+            return
+        entries = [int(self.centers[n]) if target else n for n in (*held, number)]
+        alongs = self._projected(entries, square, direction).tolist()
+        order = sorted(zip(alongs, (*held, number), strict=True))
+        fresh, counts[0] = int(counts[0]), counts[0] + 1
+        self.nexts[fresh], self.nexts[page] = self.nexts[page], fresh
+        self.tiers[fresh] = target
+        half = (len(order) + 1) // 2
+        for side, part in ((page, order[:half]), (fresh, order[half:])):
+            self.lows[side] = part[0][0]
+            self._fill(side, [n for _, n in part])
+
+    def _best(
+        self, query: Tensor, met: list[tuple[int, list[float]]], beam: int, square: float
+    ) -> list[int]:
+        """The most promising of the cells that were met: by their means, where a query asks."""
+        found = [
+            (product, int(cell))
+            for page, products in met
+            for product, cell in zip(products, self.members[page], strict=False)
+        ]
+        if square < 0 and self.means.shape[1]:
+            mean = {cell: torch.from_numpy(self.means[cell]).float() for _, cell in found}
+            found = [(float(mean[c] @ query) * float(self.scales[c]), c) for _, c in found]
+        return [cell for _, cell in sorted(found, key=lambda each: (-each[0], each[1]))[:beam]]
+
+    def _pages(self, cells: Iterable[int]) -> Iterator[int]:
+        for cell in cells:
+            page = int(self.firsts[cell])
+            while page >= 0:
+                yield page
+                page = int(self.nexts[page])
+
+    def _products(self, query: Tensor, page: int, level: int, square: float) -> list[float]:
+        members = self.members[page, : self.fills[page]]
+        rows = self.keys[torch.from_numpy(self.centers[members] if level else members).long()]
+        products = rows.float() @ query
+        if square >= 0:
+            tails = (square - rows.float().square().sum(-1)).clamp(min=0).sqrt()
+            own = max(square - float(query.square().sum()), 0.0)
+            products = products + tails * math.sqrt(own)
+        return products.tolist()
+
+    def _projected(self, entries: list[int], square: float, direction: Array) -> Array:
+        return projections(self.keys[torch.tensor(entries)], square, direction)
+
+    def _open(self, page: int, cell: int, level: int) -> None:
+        self.firsts[cell] = page
+        self.fills[page], self.nexts[page], self.tiers[page] = 0, -1, level
+
+    def _fill(self, page: int, members: list[int]) -> None:
+        """Contents that differ are a new version."""
+        before = self.members[page].tolist()
+        self.members[page] = -1
+        self.members[page, : len(members)] = members
+        self.fills[page] = len(members)
+        self.versions[page] += int(self.members[page].tolist() != before)

@@ -1,0 +1,146 @@
+"""Building the tree of one head from all of its keys, level by level from the top."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.ops import dci
+from larder.recall._dci_forest import CELLS, MOST_LEVELS, Array, Built
+
+MOST_PAIRS = 1 << 22  # products held at once: 16 MiB
+CHUNK = 1 << 14  # keys widened at once
+EXACT = 4096  # entries of a level up to which every pair is compared for the nearest
+
+
+def build(
+    keys: Float[Tensor, "S D"],
+    targets: Array,
+    upcoming: int,
+    square: float,
+    direction: Array,
+    page: int,
+    beam: int,
+    mean_dim: int,
+) -> Built:
+    """
+    Args:
+        targets: the level of each entry, 0 the finest; no level is empty.
+        upcoming: that of the next.
+        square: the squared radius of the sphere that keys are lifted to.
+        direction: along which entries of a cell are sorted, in lifted space.
+        beam: how widely the nearest entry of a level larger than `EXACT` is searched for.
+        mean_dim: how many numbers of the mean of each cell are kept: all or none.
+    """
+    count = len(targets)
+    sizes = np.bincount(targets, minlength=MOST_LEVELS)
+    levels = int(np.count_nonzero(sizes))
+    upper = np.nonzero(targets > 0)[0]
+    upper = upper[np.argsort(-targets[upper], kind="stable")]
+    cell_of = np.full(count, -1, np.int64)
+    cell_of[upper] = 1 + np.arange(len(upper))
+    centers = np.concatenate([[0], upper]).astype(np.int32)
+    growing = _Growing(page, len(centers))
+    alongs = dci.projections(keys, square, direction)
+    parent_of = np.zeros(count, np.int64)
+    blank = np.zeros(len(centers), np.float32), np.zeros((len(centers), 0), np.int8)
+    for level in range(levels - 1, -1, -1):
+        own = np.nonzero(targets == level)[0]
+        above = np.nonzero(targets == level + 1)[0]
+        parents = np.zeros(len(own), np.int64)
+        if EXACT < len(above):
+            cells = dict(zip(CELLS, (growing.firsts, centers, *blank), strict=True))
+            tree = growing.pages(), cells
+            parents = dci.parents(keys, own, square, *tree, levels, level, beam)
+        elif len(above):
+            parents = cell_of[above[nearest(keys, own, above, square)]]
+        parent_of[own] = parents
+        members = cell_of[own] if level else own
+        growing.add(level, parents, members, alongs[own])
+    means, scales = dci.digests(_means(keys, targets, parent_of, cell_of, len(centers)))
+    cells = dict(zip(CELLS, (growing.firsts, centers, scales, means[:, :mean_dim]), strict=True))
+    return Built(growing.pages(), cells, levels, sizes, upcoming, square, count)
+
+
+def nearest(keys: Float[Tensor, "S D"], own: Array, above: Array, square: float) -> Array:
+    """Which of `above` is nearest to each of `own`, all lifted to the sphere: every pair."""
+    theirs, tails = _lifted(keys, above, square)
+    found = np.empty(len(own), np.int64)
+    step = max(MOST_PAIRS // len(above), 1)
+    for first in range(0, len(own), step):
+        some, mine = _lifted(keys, own[first : first + step], square)
+        products = torch.addmm(torch.outer(mine, tails), some, theirs.T)
+        found[first : first + step] = products.argmax(1).numpy()
+    return found
+
+
+def _lifted(keys: Float[Tensor, "S D"], rows: Array, square: float) -> tuple[Tensor, Tensor]:
+    """Keys, and what the lifted dimension adds: c times the numbers of the paper."""
+    some = keys[torch.from_numpy(rows)].float()
+    return some, (square - some.square().sum(-1)).clamp(min=0).sqrt()
+
+
+def _means(
+    keys: Float[Tensor, "S D"], targets: Array, parent_of: Array, cell_of: Array, cells: int
+) -> Float[Tensor, "U D"]:
+    """Of each cell: the mean of all entries under its own, and of that."""
+    sums = torch.zeros(cells, keys.shape[1])
+    counts = torch.zeros(cells)
+    for level in range(int(targets.max(initial=0)) + 1):
+        for own in np.array_split(np.nonzero(targets == level)[0], 1 + len(keys) // CHUNK):
+            rows, below = keys[torch.from_numpy(own)].float(), torch.from_numpy(cell_of[own])
+            number = torch.ones(len(own))
+            if level:
+                sums[below] += rows
+                counts[below] += 1
+                rows, number = sums[below], counts[below]
+            above = torch.from_numpy(parent_of[own])
+            sums.index_add_(0, above, rows)
+            counts.index_add_(0, above, number)
+    return sums / counts.clamp(min=1)[:, None]
+
+
+class _Growing:
+    """The pages of a tree while it is built."""
+
+    def __init__(self, page: int, cells: int) -> None:
+        self._page = page
+        self.firsts = np.full(cells, -1, np.int32)
+        self._levels: list[dict[str, Array]] = []
+        self._count = 0
+
+    def add(self, level: int, parents: Array, members: Array, alongs: Array) -> None:
+        """Divide the members of each cell into pages of even size, in the order of `alongs`."""
+        order = np.lexsort((members, alongs, parents))
+        cells, starts, sizes = np.unique(parents[order], return_index=True, return_counts=True)
+        pages = -(-sizes // self._page)
+        even, longer = sizes // pages, sizes % pages
+        ranks = np.arange(len(order)) - np.repeat(starts, sizes)
+        wide, edge = np.repeat(even + 1, sizes), np.repeat(longer * (even + 1), sizes)
+        late = ranks - edge
+        narrow = np.repeat(even, sizes)
+        within = np.where(late < 0, ranks // wide, np.repeat(longer, sizes) + late // narrow)
+        slots = np.where(late < 0, ranks % wide, late % narrow)
+        firsts = self._count + np.cumsum(pages) - pages
+        total = int(pages.sum())
+        rows = np.repeat(firsts, sizes) + within - self._count
+        made = {
+            "members": np.full((total, self._page), -1, np.int32),
+            "fills": np.bincount(rows, minlength=total).astype(np.int16),
+            "nexts": np.arange(self._count + 1, self._count + total + 1, dtype=np.int32),
+            "lows": np.zeros(total, np.float32),
+            "tiers": np.full(total, level, np.int8),
+        }
+        made["members"][rows, slots] = members[order]
+        made["nexts"][firsts + pages - 1 - self._count] = -1
+        made["lows"][rows[slots == 0]] = alongs[order][slots == 0]
+        self.firsts[cells] = firsts
+        self._levels.append(made)
+        self._count += total
+
+    def pages(self) -> dict[str, Array]:
+        """All pages so far."""
+        names = self._levels[0]
+        return {name: np.concatenate([made[name] for made in self._levels]) for name in names}

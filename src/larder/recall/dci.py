@@ -1,0 +1,223 @@
+"""A tree of keys whose leaves are the pages: the index of IceCache.
+
+Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
+(2026), arXiv:2604.10539, sections 2 and D. Keys are lifted to [k / c, sqrt(1 - |k|^2 / c^2)],
+so that the key nearest to [q / |q|, 0] is the one with the largest product. Every entry lives on
+one level of a tree; its parent is the nearest entry of the level above, and what shares a parent is
+a cell. The entries of a cell, sorted along one random direction, are divided evenly into pages. A
+search goes down from the top and looks at every entry of the best cells of each level; pages are
+found by the best entry that was seen in them, on whatever level.
+
+    variant   levels                    cells of a level      judged by        pages of
+    paper     at random, one ratio      as code               their entry      each query head
+    code      counted, 0.01 then 0.2    max(30, 0.0015 n)     their entry      a kv head
+    larder    counted, 1/32 then 0.2    max(24, 0.375 n^0.5)  their mean       a kv head
+
+Pages of a kv head are those of its query heads, interleaved. The paper gives neither its ratio nor
+how wide it searches. The width of the released code grows with n, and its cells are of 100 entries:
+from 20,000 on it looks at 15 % of all keys. Ours are small, and the mean of all entries under a
+cell, in 8 bits, says better than one of them what is in it.
+
+What differs from paper and code in every variant: c is 1.05 times the largest norm and fixed until
+a larger key than that comes, when the tree is built anew, as it is when it has twice the entries
+that it was built of. Until then a tree gets no higher, means stay, and a new entry takes no
+children from others. Inside a visited cell every entry is scored; the code stops at 80 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Entries
+from larder.core.recall import Found, Index, Recall
+from larder.core.spec import LayerSpec
+from larder.core.types import Variant
+from larder.ops import dci
+from larder.ops.search import bests_by_page, interleaved, page_bests, top_rows
+from larder.recall._coming import check_coming, known_layout
+from larder.recall._consecutive import check_page
+from larder.recall._dci_build import build
+from larder.recall._dci_forest import Array, Forest
+from larder.recall._dci_levels import Levels
+
+MARGIN = 1.05  # of the radius, over the largest norm
+GROWTH = 2  # times the entries that a tree was built of: it is built anew
+PARENT_BEAM = 16  # cells of each level that are looked at for the parent of a new entry
+
+
+@dataclass(frozen=True)
+class Dci(Recall):
+    """A tree per kv head.
+
+    Args:
+        page: the most entries of a page.
+        variant: whom it follows; see above.
+        first, further: how much of level 0, and of each level above it, the next level is; 0 for
+            what the variant has.
+        beam: cells of each level that a search looks into; 0 for what the variant has.
+        seed: of the direction, and of levels at random.
+    """
+
+    page: int = 16
+    variant: Variant = Variant.LARDER
+    first: float = 0.0
+    further: float = 0.0
+    beam: int = 0
+    seed: int = 0
+
+    ratios: ClassVar[Mapping[Variant, tuple[float, float]]] = {
+        Variant.LARDER: (1 / 32, 0.2),
+        Variant.CODE: (0.01, 0.2),
+        Variant.PAPER: (0.03, 0.03),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page("dci", self.page)
+        for name, ratio in (("first", self.first), ("further", self.further)):
+            if not 0 <= ratio <= 0.5:
+                raise BadParameter(f"dci.{name} must lie in (0, 0.5], or be 0, got {ratio}.")
+        if self.beam < 0:
+            raise BadParameter(f"dci.beam must be at least 0 cells, got {self.beam}.")
+
+    def index(self, layer: LayerSpec) -> Index:
+        return DciIndex(self, layer)
+
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+        index = DciIndex(self, layer)
+        index.forest.restore(state)
+        return index
+
+    def width(self, entries: int) -> int:
+        """How many cells of each level a search over so many entries looks into."""
+        if self.beam:
+            return self.beam
+        if self.variant is Variant.LARDER:
+            return max(24, math.ceil(0.375 * math.sqrt(entries)))
+        return max(30, int(0.0015 * entries))
+
+
+class DciIndex(Index):
+    """The trees of one layer."""
+
+    def __init__(self, part: Dci, layer: LayerSpec) -> None:
+        self.page = part.page
+        self._mean_dim = layer.head_dim if part.variant is Variant.LARDER else 0
+        self.forest = Forest(layer.kv_heads, part.page, self._mean_dim)
+        self._part, self._layer = part, layer
+        first, further = part.ratios[part.variant]
+        self._levels = Levels(
+            part.first or first,
+            part.further or further,
+            part.variant is Variant.PAPER,
+            (part.seed, layer.index),
+        )
+        drawn = np.random.default_rng(part.seed).normal(size=layer.head_dim + 1)
+        self._direction = (drawn / np.linalg.norm(drawn)).astype(np.float32)
+
+    def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
+        forest = self.forest
+        check_coming(entries, tuple(forest.known.tolist()), self._layer.index)
+        coming = np.array(entries.lengths) - forest.known
+        grows = np.array(entries.lengths) >= GROWTH * np.maximum(forest.built, 1)
+        for head in np.nonzero(coming)[0].tolist():
+            own = entries.head_keys(head)
+            square = _largest(own[int(forest.known[head]) :])
+            if grows[head] or square > forest.squares[head]:
+                self._build(head, own)
+                coming[head] = 0
+        if bool(coming.any()):
+            self._insert(entries, coming)
+        forest.known[:] = entries.lengths
+        forest.peaks = np.maximum(forest.peaks, forest.counts[:, 0])
+
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        ranked, _ = self.search(queries, entries, count)
+        if self._part.variant is Variant.PAPER:
+            return Found(ranked)
+        return Found(interleaved(ranked, self._layer.kv_heads, count))
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        layout = known_layout(entries, tuple(self.forest.known.tolist()))
+        scores = page_bests(queries, entries.keys, *layout)
+        bests = bests_by_page(scores, self._page_of(scores.shape[1]), max(self.counts))
+        ranked = top_rows(bests, count)
+        if self._part.variant is Variant.PAPER:
+            return Found(ranked)
+        return Found(interleaved(ranked, self._layer.kv_heads, count))
+
+    def search(
+        self, queries: Float[Tensor, "H D"], entries: Entries, count: int
+    ) -> tuple[Int64[Tensor, "H P"], Int64[Tensor, " H"]]:
+        """The best pages of each query head, and how many keys were looked at for them."""
+        forest = self.forest
+        layout = np.array(entries.starts), forest.tree, forest.bases, forest.levels
+        beams = np.array([self._part.width(n) for n in forest.known.tolist()])
+        ranked, seen = dci.search(queries, entries.keys, *layout, beams, count)
+        return torch.from_numpy(ranked), torch.from_numpy(seen)
+
+    def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
+        return self.forest.contents(pages)
+
+    def versions(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
+        versions = torch.from_numpy(self.forest.look("versions", pages)).long()
+        return versions.masked_fill(pages < 0, 0)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.forest.counts[:, 0].tolist())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.forest.tensors(), torch.from_numpy(self._direction))
+
+    def state(self) -> dict[str, Tensor]:
+        return self.forest.state()
+
+    def _build(self, head: int, keys: Float[Tensor, "S D"]) -> None:
+        square = MARGIN**2 * _largest(keys)
+        targets, upcoming = self._levels.of_all(len(keys), head)
+        shape = self._direction, self.page, PARENT_BEAM, self._mean_dim
+        built = build(keys, targets, upcoming, square, *shape)
+        self.forest.replace(head, built)
+
+    def _insert(self, entries: Entries, coming: Array) -> None:
+        forest = self.forest
+        targets = np.full((len(coming), int(coming.max())), -1, np.int64)
+        for head in np.nonzero(coming)[0].tolist():
+            targets[head, : coming[head]] = self._levels.of_more(forest, head, int(coming[head]))
+        cells = forest.counts[:, 1] + (targets > 0).sum(1)
+        forest.reserve(forest.counts[:, 0] + coming, cells)
+        beams = np.full(len(coming), PARENT_BEAM)
+        sphere = forest.squares, self._direction
+        layout = forest.tree, forest.bases, forest.levels, beams, forest.counts
+        starts = np.array(entries.starts)
+        dci.insert(targets, forest.known, entries.keys, starts, *sphere, *layout)
+
+    def _page_of(self, entries: int) -> Int64[Tensor, "K S"]:
+        """The page of each entry; -1 where a head has no such entry."""
+        page_of = np.full((len(self.counts), entries), -1, np.int64)
+        for head, count in enumerate(self.counts):
+            held = self.forest.entries_of(head, count)
+            pages, slots = np.nonzero(held >= 0)
+            page_of[head, held[pages, slots]] = pages
+        return torch.from_numpy(page_of)
+
+
+def _largest(keys: Float[Tensor, "S D"]) -> float:
+    """The largest norm, squared."""
+    parts = keys.split(1 << 14)
+    return max(
+        (float(part.float().square().sum(-1).max()) for part in parts if len(part)), default=0.0
+    )
+
+
+Part = Dci

@@ -1,0 +1,219 @@
+"""The tree of keys: its parts equal the loop, and its search finds what there is."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from builders import a_layer
+from larder.core.errors import BadParameter
+from larder.core.types import Variant
+from larder.ops import dci as ops
+from larder.ops.fast import dci as fast
+from larder.recall import _dci_build
+from larder.recall._dci_levels import Levels
+from larder.recall.dci import Dci, DciIndex
+from references import dci as loop
+from tiers import Tier, pages_of
+
+LAYER = a_layer(kv_heads=2, group=2)
+SMALL = Dci(page=4, first=0.2, further=0.3)
+TABLE = {
+    (5000, 0.01): [4936, 50, 11, 3],
+    (5000, 0.03): [4816, 145, 30, 7, 2],
+    (20000, 0.01): [19751, 198, 40, 9, 2],
+    (20000, 0.03): [19275, 579, 116, 24, 5, 1],
+    (128000, 0.01): [126416, 1265, 254, 51, 11, 3],
+    (128000, 0.03): [123369, 3702, 741, 149, 30, 7, 2],
+}
+
+
+def grown(part: Dci, lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Tier, DciIndex]:
+    tier = Tier(LAYER, seed)
+    index = DciIndex(part, LAYER)
+    for each in lengths:
+        tier.grow(each)
+        index.add(tier.entries())
+    return tier, index
+
+
+@pytest.mark.parametrize(("count", "first"), TABLE)
+def test_level_sizes_equal_the_table(count, first) -> None:
+    targets, _ = Levels(first, 0.2, False, (0,)).of_all(count, 0)
+    assert np.bincount(targets).tolist() == TABLE[count, first]
+
+
+@given(count=st.integers(0, 400), first=st.sampled_from([0.02, 0.1, 1 / 3]))
+def test_levels_equal_the_loop(count, first) -> None:
+    targets, _ = Levels(first, 0.25, False, (0,)).of_all(count, 0)
+    assert targets.tolist() == loop.levels(count, first, 0.25)
+
+
+def test_levels_at_random_have_the_ratio() -> None:
+    levels = Levels(0.1, 0.25, True, (3, 1))
+    targets, _ = levels.of_all(40000, 0)
+    sizes = np.bincount(targets)
+    assert 3700 < sizes[1:].sum() < 4300
+    assert 900 < sizes[2:].sum() < 1100
+    assert ((levels.of_all(10000, 0)[0] > 0) == (targets[:10000] > 0)).all()
+    assert ((levels.of_all(10000, 1)[0] > 0) != (targets[:10000] > 0)).any()
+
+
+@given(seed=st.integers(0, 2**31))
+def test_lifted_distance_orders_as_the_product(seed) -> None:
+    drawn = np.random.default_rng(seed).normal(size=(13, 5)).tolist()
+    query, keys = drawn[0], drawn[1:]
+    radius = 1.05 * max(loop.dot(key, key) ** 0.5 for key in keys)
+    near = sorted(keys, key=lambda k: loop.distance(loop.asked(query), loop.lifted(k, radius)))
+    assert near == sorted(keys, key=lambda k: -loop.dot(query, k))
+
+
+@settings(max_examples=10)
+@given(count=st.sampled_from([1, 2, 17, 60, 90]), seed=st.integers(0, 2**31))
+def test_a_built_tree_equals_the_loop(count, seed) -> None:
+    tier = Tier(LAYER, seed)
+    tier.keys = [torch.randn(count, LAYER.head_dim) for _ in range(2)]
+    tier.values = tier.keys
+    index = DciIndex(SMALL, LAYER)
+    index.add(tier.entries())
+    direction = index.tensors()[-1].tolist()
+    for head, pages in enumerate(pages_of(index, tier.lengths)):
+        keys = tier.keys[head].double().tolist()
+        radius = 1.05 * max(loop.dot(key, key) ** 0.5 for key in keys)
+        ours = {tuple(sorted(contents)) for _, contents in pages}
+        assert ours == loop.pages(keys, radius, direction, 4, (0.2, 0.3))
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.tuples(*[st.sampled_from([0, 1, 5, 33, 70])] * 2), min_size=1, max_size=4),
+    variant=st.sampled_from(Variant),
+    seed=st.integers(0, 2**31),
+)
+def test_a_search_without_limit_is_exact(lengths, variant, seed) -> None:
+    tier, index = grown(Dci(page=4, first=0.2, beam=10**6, variant=variant), lengths, seed)
+    query = tier.queries()
+    found, wanted = (s(query, tier.entries(), 5).pages for s in (index.find, index.exact))
+    assert listed(found) == listed(wanted)
+
+
+def listed(pages: Tensor) -> list[list[int]]:
+    return [[page for page in row if page >= 0] for row in pages.tolist()]
+
+
+def readable(index: DciIndex, tier: Tier, query: Tensor, count: int) -> Tensor:
+    entries, forest = tier.entries(), index.forest
+    layout = np.array(entries.starts), forest.tree, forest.bases, forest.levels
+    beams = np.full(2, 3)
+    form = (query, entries.keys, *layout, beams, count)
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(ops.readable_search(*form), fast.search(*form), strict=True)
+    )
+    return torch.from_numpy(fast.search(*form)[0])
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.tuples(*[st.sampled_from([0, 1, 30, 70])] * 2), min_size=1, max_size=3),
+    seed=st.integers(0, 2**31),
+)
+def test_the_kernel_searches_as_the_readable_form(lengths, seed) -> None:
+    tier, index = grown(SMALL, lengths, seed)
+    assert readable(index, tier, tier.queries(), 6).shape == (4, 6)
+
+
+@pytest.mark.parametrize("part", [SMALL, Dci(page=1, first=0.3), Dci(variant=Variant.CODE, page=2)])
+def test_the_kernel_inserts_as_the_readable_form(part, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, index = grown(part, [(60, 40)])
+    twin = copy.deepcopy(index)
+    tier.grow((50, 30))
+    index.add(tier.entries())
+    assert index.forest.built.tolist() == [60, 40]
+    with monkeypatch.context() as patch:
+        patch.setattr(fast, "serves", lambda keys: False)
+        twin.add(tier.entries())
+    ours, theirs = index.state(), twin.state()
+    assert all(torch.allclose(ours[name].double(), theirs[name].double()) for name in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_finds_keys_of_half_the_bytes(dtype) -> None:
+    tier = Tier(LAYER, 0, dtype)
+    index = DciIndex(Dci(page=4, first=0.2, beam=10**6), LAYER)
+    for lengths in ((60, 40), (20, 20)):
+        tier.grow(lengths)
+        index.add(tier.entries())
+    query = tier.queries()
+    found, wanted = (s(query, tier.entries(), 5).pages for s in (index.find, index.exact))
+    assert torch.equal(found, wanted)
+
+
+def test_a_level_too_large_for_all_pairs_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, index = grown(SMALL, [(200, 150)])
+    monkeypatch.setattr(_dci_build, "EXACT", 0)
+    _, searched = grown(Dci(page=4, first=0.2, further=0.3), [(200, 150)])
+    pairs = [set(map(lambda p: p[1], pages)) for pages in pages_of(index, tier.lengths)]
+    found = [set(map(lambda p: p[1], pages)) for pages in pages_of(searched, tier.lengths)]
+    assert pairs == found
+
+
+def test_threads_share_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dci_build, "EXACT", 0)
+    lengths = [(900, 700), (300, 200)]
+    tier, alone = grown(SMALL, lengths)
+    monkeypatch.setattr(fast, "MOST_ALONE", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        _, shared = grown(SMALL, lengths)
+        query = tier.queries()
+        both = [index.search(query, tier.entries(), 12)[0] for index in (alone, shared)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(value, shared.state()[name]) for name, value in alone.state().items())
+    assert torch.equal(*both)
+
+
+def test_a_key_beyond_the_sphere_builds_anew() -> None:
+    tier, index = grown(SMALL, [(60, 40)])
+    tier.grow((1, 0), scale=100.0)
+    index.add(tier.entries())
+    assert index.forest.built.tolist() == [61, 40]
+    assert float(index.forest.squares[0]) > 10 * float(index.forest.squares[1])
+
+
+def test_twice_the_entries_build_anew() -> None:
+    tier, index = grown(SMALL, [(60, 40), (59, 40)])
+    assert index.forest.built.tolist() == [60, 80]
+    tier.grow((1, 0))
+    index.add(tier.entries())
+    assert index.forest.built.tolist() == [120, 80]
+
+
+def test_pages_do_not_overflow_and_a_full_one_is_halved() -> None:
+    tier, index = grown(Dci(page=4, first=0.01), [(3, 0)])
+    tier.keys[0] = torch.cat([tier.keys[0], tier.keys[0][:2] * 0.5])
+    tier.values[0] = tier.keys[0]
+    index.add(tier.entries())
+    assert sorted(len(held) for _, held in pages_of(index, tier.lengths)[0]) == [2, 3]
+
+
+def test_digests_stay_below_sixteen_bytes_a_key() -> None:
+    layer = a_layer(kv_heads=2, group=2)
+    tier, index = Tier(layer), DciIndex(Dci(), layer)
+    tier.grow((6000, 5000))
+    index.add(tier.entries())
+    assert sum(tensor.nbytes for tensor in index.tensors()) / 11000 < 16
+
+
+@pytest.mark.parametrize("wrong", [{"page": 0}, {"first": 0.7}, {"further": -0.1}, {"beam": -1}])
+def test_parameters_are_checked(wrong) -> None:
+    with pytest.raises(BadParameter, match=f"dci.{next(iter(wrong))} must"):
+        Dci(**wrong)
