@@ -11,7 +11,7 @@ from numba.extending import overload
 
 from larder.ops.fast.decode_kernels import compiled, compiled_parallel
 
-SPAN = 2048  # columns whose sums stay in the first-level cache while channels pass by
+SPAN = 1024  # columns whose sums stay in the first-level cache while channels pass by
 
 
 def float_span(stored, first, stop, scratch):
@@ -31,23 +31,48 @@ def read_floats(stored, first, stop, scratch):
 
 def widen_bfloats(stored, first, stop, scratch):
     """A bfloat16 is the upper half of a float32."""
-    bits = scratch.view(np.uint32)
-    for c in range(stop - first):
-        bits[c] = np.uint32(stored[first + c]) << np.uint32(16)
-    return scratch[: stop - first]
+    halves = stored[first:stop]
+    bits = scratch[: halves.size].view(np.uint32)
+    for c in range(halves.size):
+        bits[c] = np.uint32(halves[c]) << np.uint32(16)
+    return scratch[: halves.size]
+
+
+@compiled
+def same(picks, g, n, stop):
+    """Whether a query head reads the same rows as the one before it."""
+    for m in range(n, stop):
+        if picks[g, m] != picks[g - 1, m]:
+            return False
+    return True
+
+
+@compiled
+def add_four(weights, a, b, c, d, out):
+    """Four rows in one passage over the sums."""
+    for i in range(out.size):
+        out[i] += weights[0] * a[i] + weights[1] * b[i] + weights[2] * c[i] + weights[3] * d[i]
 
 
 @compiled
 def add_span(table, picks, weights, first, stop, sums):
     """The sums of one span of columns, for all query heads of a kv head."""
-    scratch = np.empty(SPAN, np.float32)
-    for g in range(picks.shape[0]):
-        out = sums[g, first:stop]
-        out[:] = np.float32(0.0)
-        for n in range(picks.shape[1]):
-            row, weight = float_span(table[picks[g, n]], first, stop, scratch), weights[g, n]
-            for c in range(out.size):
-                out[c] += weight * row[c]
+    scratch = np.empty((4, SPAN), np.float32)
+    four = np.empty(4, np.float32)
+    group, count = picks.shape
+    sums[:, first:stop] = np.float32(0.0)
+    for n in range(0, count, 4):
+        some = min(4, count - n)
+        for g in range(group):
+            if g == 0 or not same(picks, g, n, n + some):
+                # Where fewer than four are left, the last is read again and counts for nothing.
+                a = float_span(table[picks[g, n]], first, stop, scratch[0])
+                b = float_span(table[picks[g, n + min(1, some - 1)]], first, stop, scratch[1])
+                c = float_span(table[picks[g, n + min(2, some - 1)]], first, stop, scratch[2])
+                d = float_span(table[picks[g, n + min(3, some - 1)]], first, stop, scratch[3])
+            four[:] = np.float32(0.0)
+            four[:some] = weights[g, n : n + some]
+            add_four(four, a, b, c, d, sums[g, first:stop])
 
 
 @compiled

@@ -86,13 +86,63 @@ def rank(value, number, values, numbers, held):
 
 
 @compiled
+def worse(value, number, other, other_number):
+    """Whether one score is below another; of equals the later is."""
+    return value < other or (value == other and number > other_number)
+
+
+@compiled
+def sink(values, numbers, held):
+    """Let the top of a heap find its place; the worst comes to the top."""
+    value, number, at = values[0], numbers[0], 0
+    while 2 * at + 1 < held:
+        child = 2 * at + 1
+        next_one = child + 1
+        if next_one < held and worse(
+            values[next_one], numbers[next_one], values[child], numbers[child]
+        ):
+            child = next_one
+        if not worse(values[child], numbers[child], value, number):
+            break
+        values[at], numbers[at] = values[child], numbers[child]
+        at = child
+    values[at], numbers[at] = value, number
+
+
+@compiled
+def rise(values, numbers, at):
+    """Let what was put at the end of a heap find its place."""
+    value, number = values[at], numbers[at]
+    while at > 0:
+        parent = (at - 1) // 2
+        if not worse(value, number, values[parent], numbers[parent]):
+            break
+        values[at], numbers[at] = values[parent], numbers[parent]
+        at = parent
+    values[at], numbers[at] = value, number
+
+
+@compiled
 def choose_row(scores, best):
-    """Numbers of the highest scores of one row."""
+    """Numbers of the highest scores of one row, by a heap that is emptied from the worst on."""
+    if best.size == 0:
+        return
     values = np.empty(best.size, np.float32)
     held = 0
     for n in range(scores.size):
-        if scores[n] != -np.inf:
-            held = rank(scores[n], n, values, best, held)
+        score = scores[n]
+        if held < best.size:
+            if score != -np.inf:
+                values[held], best[held] = score, n
+                rise(values, best, held)
+                held += 1
+        elif score > values[0]:
+            values[0], best[0] = score, n
+            sink(values, best, held)
+    for last in range(held - 1, 0, -1):
+        values[0], values[last] = values[last], values[0]
+        best[0], best[last] = best[last], best[0]
+        sink(values, best, last)
 
 
 @compiled
