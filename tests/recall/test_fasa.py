@@ -66,9 +66,11 @@ def test_pairs_are_chosen_anew_when_the_first_queries_come_and_then_stay() -> No
     assert index.state()["chosen"][0].tolist() == [2, 5]
     tier.grow((9, 3))
     seen = torch.stack([tier.queries() for _ in range(3)], 1)
+    seen[..., [2, 5]] = 0.0  # so that another pair agrees
     for each in (index, whole):
         each.add(tier.entries(), seen)
     chosen = index.state()["chosen"]
+    assert chosen[0].tolist() != [2, 5]
     for name, stated in index.state().items():
         assert torch.equal(stated, whole.state()[name])
     tier.grow((100, 100))

@@ -25,7 +25,7 @@ def agreement(
     for query in queries:
         full = best([dot(query, key) for key in keys], agreeing)
         alone = best([score(query, key, [pair]) for key in keys], agreeing)
-        total += len(full & alone) / len(full)
+        total += len(full & alone) / max(len(full), len(alone))
     return total / len(queries)
 
 

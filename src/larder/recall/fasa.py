@@ -141,7 +141,8 @@ def agreements(
     merits: list[Tensor] = []
     for pair in pairs:
         alone = among_best(queries[:, pair] @ keys[:, pair].T, agreeing)
-        merits.append(((full & alone).sum(1) / full.sum(1)).mean())
+        most = torch.maximum(full.sum(1), alone.sum(1))  # a pair that tells nothing marks all
+        merits.append(((full & alone).sum(1) / most).mean())
     return torch.stack(merits)
 
 

@@ -167,11 +167,10 @@ class GraphIndex(EntryIndex):
         """Write the true products of candidates in their places."""
         if self.paged.known[head] and candidates.shape[1]:
             some = candidates.clamp(min=0)
-            keys = entries.keys[some + entries.starts[head]].float()
-            products = (keys @ asked[..., None])[..., 0]
-            scores.scatter_reduce_(
-                1, some, products.masked_fill(candidates < 0, -torch.inf), "amax"
-            )
+            rows = entries.keys.index_select(0, some.flatten() + entries.starts[head])
+            keys = rows.float().view(*some.shape, asked.shape[1])  # [R, C, D]
+            products = (keys * asked[:, None]).sum(2).masked_fill_(candidates < 0, -torch.inf)
+            scores.scatter_reduce_(1, some, products, "amax")
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
         return Found(top_rows(self.logits(queries, entries), count))
