@@ -11,7 +11,7 @@ found by the best entry that was seen in them, on whatever level.
     variant   levels                    cells of a level      judged by        pages of
     paper     at random, one ratio      as code               their entry      each query head
     code      counted, 0.01 then 0.2    max(30, 0.0015 n)     their entry      a kv head
-    larder    counted, 1/32 then 0.2    max(24, 0.375 n^0.5)  their mean       a kv head
+    larder    counted, 1/32 then 0.2    max(24, 0.5 n^0.5)    their mean       a kv head
 
 Pages of a kv head are those of its query heads, interleaved. The paper gives neither its ratio nor
 how wide it searches. The width of the released code grows with n, and its cells are of 100 entries:
@@ -102,7 +102,7 @@ class Dci(Recall):
         if self.beam:
             return self.beam
         if self.variant is Variant.LARDER:
-            return max(24, math.ceil(0.375 * math.sqrt(entries)))
+            return max(24, math.ceil(0.5 * math.sqrt(entries)))
         return max(30, int(0.0015 * entries))
 
 

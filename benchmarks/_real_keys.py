@@ -1,0 +1,97 @@
+"""Real keys and queries: a conversation is read, then asked, and every layer recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder import read_conversation
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.conversation import Conversation
+from larder.core.spec import LayerSpec
+from larder.core.types import Mode
+from larder.models.loading import load
+from larder.models.passes import Recorded, Row
+from larder.session.transcript import Scribe
+
+BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one layer made of a text and of the questions asked behind it.
+
+    Args:
+        keys: of the text, post-RoPE.
+        queries: of the last token of each question and of the tokens of its answer.
+        latest: queries of the last tokens of the text.
+    """
+
+    layer: LayerSpec
+    keys: Float[Tensor, "K S D"]
+    queries: Float[Tensor, "H Q D"]
+    latest: Float[Tensor, "H Q D"]
+
+
+def kept(path: Path, tokens: int, asked: int, folder: Path) -> list[Heard]:
+    """As `heard`, from a file in a folder if it is there, and left there."""
+    file = folder / f"{path.stem}-{tokens}-{asked}.pt"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save([vars(each) for each in heard(path, tokens, asked)], file)
+    return [Heard(**each) for each in torch.load(file, weights_only=False)]
+
+
+def heard(path: Path, tokens: int, asked: int) -> list[Heard]:
+    """All layers, for the last `tokens` tokens of a conversation and `asked` of its questions.
+
+    A conversation that is shorter is read over and over.
+    """
+    loaded = load("seed")
+    scribe = Scribe(loaded.tokenizer)
+    conversation = read_conversation(path)
+    ids = scribe.write(conversation).ids
+    ids = (ids * (1 + tokens // len(ids)))[-tokens:]
+    cache = SequenceCache(loaded.decoder.spec, Form.DENSE)
+    cache.reserve(tokens)
+    keys: dict[int, list[Tensor]] = {}
+    queries: dict[int, list[Tensor]] = {}
+
+    latest: dict[int, Tensor] = {}
+
+    def hear(_: int, layer: int, made: Recorded) -> None:
+        keys.setdefault(layer, []).append(made.keys.float())
+        latest[layer] = made.queries.float()
+
+    for start in range(0, tokens, BLOCK):
+        loaded.decoder.read([Row(cache, ids[start : start + BLOCK])], Mode.APPEND, hear)
+    for question, answer in _exchanges(scribe, conversation, asked):
+
+        def listen(_: int, layer: int, made: Recorded, first: int = len(question) - 1) -> None:
+            queries.setdefault(layer, []).append(made.queries[:, first:].float())
+
+        loaded.decoder.read([Row(cache, question + answer)], Mode.SCRATCH, listen)
+    return [
+        Heard(
+            layer,
+            torch.cat(keys[layer.index], 1),
+            torch.cat(queries[layer.index], 1),
+            latest[layer.index],
+        )
+        for layer in loaded.decoder.spec.layers
+    ]
+
+
+def _exchanges(
+    scribe: Scribe, conversation: Conversation, asked: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Questions, evenly taken, and their answers as the model would write them."""
+    step = max(len(conversation.questions) // asked, 1)
+    return [
+        (scribe.question(question.question), scribe.answer(question.answer))
+        for question in conversation.questions[::step][:asked]
+    ]
