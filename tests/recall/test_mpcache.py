@@ -13,6 +13,7 @@ from larder.recall.mpcache import MPCache
 from ranks import assert_best, built, keys_of
 from references import flat
 from references import mpcache as loop
+from tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 
@@ -39,6 +40,19 @@ def test_it_equals_the_loop(growths, page, coarse, kept, count, dtype, seed) -> 
         assert told == pytest.approx(best, rel=1e-4, abs=1e-4)
     exact = [flat.bests(own, keys[h // 2], page) for h, own in enumerate(query.tolist())]
     assert_best(index.exact(query, tier.entries(), count).pages, exact, count)
+
+
+def test_a_short_head_looks_into_no_more_clusters_than_it_may() -> None:
+    tier = Tier(LAYER)
+    tier.grow((60, 8))
+    for head, heights in enumerate(([0.0] * 60, [5.0, -20.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0])):
+        tier.keys[head] = torch.zeros(len(heights), LAYER.head_dim)
+        tier.keys[head][:, 0] = torch.tensor(heights)
+    index = MPCache(page=1, coarse=2, kept=0.1).index(LAYER)
+    index.add(tier.entries())
+    query = torch.zeros(LAYER.query_heads, LAYER.head_dim)
+    query[:, 0] = 1.0
+    assert index.find(query, tier.entries(), 1).pages[2:].tolist() == [[6], [6]]
 
 
 @pytest.mark.parametrize(

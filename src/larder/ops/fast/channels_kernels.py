@@ -55,6 +55,18 @@ def add_four(weights, a, b, c, d, out):
 
 
 @compiled
+def four_rows(table, places, first, stop, scratch):
+    """Rows at four places; where fewer are left, the last is read again."""
+    last = min(4, places.size) - 1
+    return (
+        float_span(table[places[0]], first, stop, scratch[0]),
+        float_span(table[places[min(1, last)]], first, stop, scratch[1]),
+        float_span(table[places[min(2, last)]], first, stop, scratch[2]),
+        float_span(table[places[min(3, last)]], first, stop, scratch[3]),
+    )
+
+
+@compiled
 def add_span(table, picks, weights, first, stop, sums):
     """The sums of one span of columns, for all query heads of a kv head."""
     scratch = np.empty((4, SPAN), np.float32)
@@ -63,14 +75,11 @@ def add_span(table, picks, weights, first, stop, sums):
     sums[:, first:stop] = np.float32(0.0)
     for n in range(0, count, 4):
         some = min(4, count - n)
+        a, b, c, d = four_rows(table, picks[0, n:], first, stop, scratch)
         for g in range(group):
-            if g == 0 or not same(picks, g, n, n + some):
-                # Where fewer than four are left, the last is read again and counts for nothing.
-                a = float_span(table[picks[g, n]], first, stop, scratch[0])
-                b = float_span(table[picks[g, n + min(1, some - 1)]], first, stop, scratch[1])
-                c = float_span(table[picks[g, n + min(2, some - 1)]], first, stop, scratch[2])
-                d = float_span(table[picks[g, n + min(3, some - 1)]], first, stop, scratch[3])
-            four[:] = np.float32(0.0)
+            if g > 0 and not same(picks, g, n, n + some):
+                a, b, c, d = four_rows(table, picks[g, n:], first, stop, scratch)
+            four[:] = np.float32(0.0)  # a row that was read again counts for nothing
             four[:some] = weights[g, n : n + some]
             add_four(four, a, b, c, d, sums[g, first:stop])
 
