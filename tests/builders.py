@@ -9,11 +9,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from larder.cache.sequence import Form
 from larder.core.ledger import SURPRISE
 from larder.core.observation import Entries, Seen
 from larder.core.plan import Plan
+from larder.core.recall import Parking
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.policy.planner import TALLIES
+from larder.recall.flat import Flat
 
 HEAD_DIM = 8
 RADIANS = (1.0, 0.3, 0.07)  # the last two dimensions are not turned
@@ -27,6 +30,11 @@ def a_layer(
 
 def a_spec(*layers: LayerSpec, dtype: torch.dtype = torch.float32) -> ModelSpec:
     return ModelSpec(layers, dtype, torch.device("cpu"))
+
+
+def parking_of(form: Form) -> Parking | None:
+    """How a cache of that form finds parked entries again: all of them; None where none are."""
+    return Parking(Flat(tokens=1000, page=4, dense=0)) if form is Form.TIERED else None
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,14 @@ from larder.cache.compact import Compact
 from larder.cache.dense import Dense
 from larder.cache.graded import Graded
 from larder.cache.ragged import Ragged
+from larder.cache.tiered import Tiered
 from larder.cache.window import Window
 from larder.core.codec import Codec
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Plan
+from larder.core.recall import Parking
 from larder.core.spec import LayerSpec
+from larder.recall.flat import Flat
 from references.cache.compact import CompactLoop
 from references.cache.dense import DenseLoop
 from references.cache.ragged import RaggedLoop
@@ -45,6 +48,7 @@ class Kind:
         ledger: what it remembers; the numbers stay 0 or NaN unless a test writes them.
         codecs: of its grades; they change no number, so that it must equal the loop.
         grades: given to the entries of a filled store in turn.
+        parks: whether what plans reject is attended to all the same.
     """
 
     store: Callable[[LayerSpec, torch.dtype, torch.device], Store]
@@ -55,6 +59,7 @@ class Kind:
     codecs: tuple[Codec, ...] = ()
     grades: tuple[int, ...] = (0,)
     window: int | None = None
+    parks: bool = False
 
 
 # In groups of three and two, numbers as they are.
@@ -64,6 +69,10 @@ LEDGER = Ledger(("mass", LOG_COUNT, "age"), ("threshold", "mean"))
 
 def a_graded(ledger: Ledger) -> Callable[[LayerSpec, torch.dtype, torch.device], Store]:
     return lambda *form: Graded(*form, ledger, LOSSLESS)
+
+
+def a_tiered(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> Store:
+    return Tiered(layer, dtype, device, Ledger(), Parking(Flat(tokens=8, page=4, dense=0)))
 
 
 KINDS = {
@@ -77,6 +86,7 @@ KINDS = {
     "coded": Kind(
         a_graded(LEDGER), RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS, (0, 0, 1, 0, 2, 1)
     ),
+    "tiered": Kind(a_tiered, RaggedLoop, Plans.NONE, parks=True),
     "window": Kind(Window, WindowLoop, Plans.NONE, window=6),
 }
 SHAPES = {"grouped": (2, 2), "multi_query": (1, 3), "multi_head": (3, 1)}  # K, R

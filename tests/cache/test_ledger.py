@@ -226,7 +226,8 @@ def test_stores_without_a_ledger_hold_nothing_and_say_so(subject) -> None:
     store, _ = subject.filled()
     before, entries = store.state(), store.entries()
     assert not entries.columns and not entries.scalars
-    assert before.keys() <= {"keys", "values", "positions", "lengths"}
+    if not subject.kind.parks:
+        assert before.keys() <= {"keys", "values", "positions", "lengths"}
     with pytest.raises(CacheError, match="'?mass"):
         store.note({"mass": torch.zeros(len(entries.positions))})
     store.note({})

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from builders import a_layer, a_plan, a_spec, draw
+from builders import a_layer, a_plan, a_spec, draw, parking_of
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.types import Mode
@@ -39,7 +39,7 @@ def read(
 
 
 def filled(form: Form) -> SequenceCache:
-    cache = SequenceCache(SPEC, form)
+    cache = SequenceCache(SPEC, form, parking=parking_of(form))
     read(cache, 14)
     for index in (0, 2):
         heads = LAYERS[index].kv_heads

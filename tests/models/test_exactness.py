@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from builders import parking_of
 from larder.cache.sequence import Form, SequenceCache
 from larder.models.loading import adopt, load
 from larder.models.tiny import tiny
@@ -17,7 +18,7 @@ READ, DECODED = 45, 32
 
 def through_larder(decoder, form: Form, ids, block: int) -> torch.Tensor:
     """Blocks of a context, then single tokens."""
-    cache = SequenceCache(decoder.spec, form)
+    cache = SequenceCache(decoder.spec, form, parking=parking_of(form))
     context = read_on(decoder, cache, ids[:READ], block)
     decoded = read_on(decoder, cache, ids[READ:], 1)
     assert cache.next_position == len(ids)
@@ -37,7 +38,7 @@ def test_blocks_and_decoding_equal_the_model(architecture, kv_heads, adopted, fo
 @pytest.mark.parametrize("block", [2, 9, 15, 64])
 def test_blocks_of_any_size_equal_the_model(architecture, adopted, form, block) -> None:
     ids = some_ids(READ)
-    cache = SequenceCache(adopted(architecture).spec, form)
+    cache = SequenceCache(adopted(architecture).spec, form, parking=parking_of(form))
     got = read_on(adopted(architecture), cache, ids, block)
     assert (got - own_logits(tiny(architecture), ids)).abs().max() < TOLERANCE
 

@@ -50,7 +50,7 @@ class Store(ABC):
         """
         window = self.layer.sliding_window
         among = causal_attention(queries, keys, values, self.layer.scaling, sections, window)
-        if not any(self.lengths):
+        if self._is_empty:
             return among[0].to(queries.dtype)
         cached = self._attention(queries, positions, 0, shift)
         return merge((cached[0], among[0]), (cached[1], among[1]))[0].to(queries.dtype)
@@ -75,6 +75,11 @@ class Store(ABC):
     def attend_held(self, queries: Queries, positions: Positions) -> Queries:
         """Attention of queries to everything held, themselves included, in float32."""
         return self._attention(queries, positions, queries.shape[1], 0)[0]
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether there is nothing to attend to."""
+        return not any(self.lengths)
 
     @abstractmethod
     def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
@@ -189,6 +194,11 @@ class Store(ABC):
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack and metadata included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    @property
+    def fast_nbytes(self) -> int:
+        """Bytes of them in the model's memory; the rest is in a slower one."""
+        return self.nbytes
 
     @property
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -11,14 +11,17 @@ from larder.cache.base import Store
 from larder.cache.compact import Compact
 from larder.cache.dense import Dense
 from larder.cache.graded import Graded
-from larder.cache.paired import Half
+from larder.cache.paired import Half, link
 from larder.cache.ragged import Ragged
 from larder.cache.shared import LOWER, UPPER
+from larder.cache.slow import MIB, HostRoom
+from larder.cache.tiered import Tiered, tiered
 from larder.cache.window import Window
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.pairing import Pairing
+from larder.core.recall import Parking
 from larder.core.spec import LayerSpec, ModelSpec
 
 
@@ -29,6 +32,7 @@ class Form(Enum):
     RAGGED = "ragged"
     COMPACT = "compact"
     PAIRED = "paired"
+    TIERED = "tiered"
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,18 @@ class Makeup:
         ledger: what a policy has them remember.
         codecs: of the grades 1, 2, ... of precision that they can hold entries at.
         pairing: which of them hold entries together, in a paired cache.
+        parking: where a tiered cache has what plans reject; None in any other.
 
     Raises:
-        CacheError: a dense cache was asked to remember something, or one that is not ragged to
-            hold several precisions.
+        CacheError: a dense cache was asked to remember something, one that is not ragged to hold
+            several precisions, or one without tiers to park.
     """
 
     form: Form
     ledger: Ledger = Ledger()
     codecs: tuple[Codec, ...] = ()
     pairing: Pairing = Pairing()
+    parking: Parking | None = None
 
     def __post_init__(self) -> None:
         if self.form is Form.DENSE and self.ledger != Ledger():
@@ -57,6 +63,11 @@ class Makeup:
         if self.form is not Form.RAGGED and self.codecs:
             raise CacheError(
                 f"A {self.form.value} cache has one precision: use a ragged one for codecs."
+            )
+        if (self.form is Form.TIERED) != (self.parking is not None):
+            raise CacheError(
+                f"A {self.form.value} cache was given {self.parking}: a tiered one needs to know "
+                "how parked entries are found again, and no other parks any."
             )
 
     def store(self, layer: LayerSpec, spec: ModelSpec) -> Store:
@@ -70,6 +81,8 @@ class Makeup:
             uppers = [upper for _, upper in self.pairing.pairs(spec.managed)]
             side = UPPER if layer.index in uppers else LOWER
             return Half(*own, self.ledger, self.pairing, side)
+        if self.parking is not None:
+            return Tiered(*own, self.ledger, self.parking)
         if self.codecs:
             return Graded(*own, self.ledger, self.codecs)
         kind = Compact if self.form is Form.COMPACT else Ragged
@@ -83,7 +96,22 @@ class Makeup:
             "scalars": ",".join(self.ledger.scalars),
             "codecs": json.dumps([asdict(codec) for codec in self.codecs]),
             "pairing": json.dumps(asdict(self.pairing)),
+            "parking": "" if self.parking is None else self.parking.told(),
         }
+
+    def governs(self, layer: LayerSpec) -> bool:
+        """Whether a budget governs a layer: it sees everything, and is not called dense."""
+        dense = 0 if self.parking is None else self.parking.recall.dense
+        return layer.sliding_window is None and layer.index >= dense
+
+    def connect(self, stores: Sequence[Store]) -> None:
+        """Have the stores of a sequence know of each other what they need to."""
+        link(stores)
+        if self.parking is not None:
+            mib = self.parking.host_mib
+            room = HostRoom(None if mib is None else mib * MIB)
+            for store in tiered(stores):
+                store.join(room)
 
     @staticmethod
     def of(meta: Mapping[str, str]) -> Makeup:
@@ -91,4 +119,6 @@ class Makeup:
         names = [tuple(filter(None, meta[kind].split(","))) for kind in ("columns", "scalars")]
         codecs = tuple(Codec(**parts) for parts in json.loads(meta.get("codecs", "[]")))
         pairing = Pairing(**json.loads(meta.get("pairing", "{}")))
-        return Makeup(Form(meta["form"]), Ledger(*names), codecs, pairing)
+        told = meta.get("parking", "")
+        parking = Parking.of(told) if told else None
+        return Makeup(Form(meta["form"]), Ledger(*names), codecs, pairing, parking)

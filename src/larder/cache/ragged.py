@@ -63,14 +63,6 @@ class Ragged(Store):
         self._listens = False
         self._heard: Tensor | None = None
 
-    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
-        del positions
-        self._heard = None
-        if self._listens and queries.shape[1] == 1:
-            self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
-            self._heard = torch.empty(group_len, len(self._keys), device=queries.device)
-        return self.cached(queries, self._heard)[0]
-
     def listen(self) -> None:
         self._listens = True
 
@@ -200,8 +192,18 @@ class Ragged(Store):
         return tuple(self._lengths.tolist())
 
     def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
-        del positions, own, shift
-        return self.cached(queries)
+        del positions, shift
+        return self.attention(queries, own)
+
+    def attention(self, queries: Queries, own: int) -> Attended:
+        """As `_attention`: what the newest entry's query takes is kept where somebody listens."""
+        if not own:
+            return self.cached(queries)
+        self._heard = None
+        if self._listens and queries.shape[1] == 1:
+            self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
+            self._heard = torch.empty(group_len, len(self._keys), device=queries.device)
+        return self.cached(queries, self._heard)
 
     def cached(self, queries: Queries, logits: Tensor | None = None) -> Attended:
         """Attention of queries to everything held, with its log-sum-exp."""

@@ -12,6 +12,7 @@ from larder.cache.checking import check_ledger
 from larder.cache.columns import remembered
 from larder.cache.graded import saved_codecs
 from larder.cache.layers import Makeup
+from larder.cache.tiered import INDEX, OBSERVED, SLOW
 from larder.core.errors import CacheError
 from larder.core.spec import ModelSpec
 
@@ -75,12 +76,14 @@ def filled(
 
 
 def _of_layer(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> dict[str, Tensor]:
-    """One layer's tensors on the model's device; lengths stay on the host."""
+    """One layer's tensors on the model's device; lengths and what was parked stay on the host."""
     prefix, host = f"{index}.", torch.device("cpu")
+    stays = (f"{prefix}{SLOW}", f"{prefix}{INDEX}", f"{prefix}{OBSERVED}")
+    own = {name: t for name, t in state.items() if name.startswith(prefix)}
+    is_host = {name: name.endswith(".lengths") or name.startswith(stays) for name in own}
     return {
-        name.removeprefix(prefix): t.to(host if name.endswith(".lengths") else spec.device)
-        for name, t in state.items()
-        if name.startswith(prefix)
+        name.removeprefix(prefix): t.to(host if is_host[name] else spec.device)
+        for name, t in own.items()
     }
 
 

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from larder.cache.base import Store
 from larder.cache.layers import Form, Makeup
-from larder.cache.paired import link
 from larder.cache.saving import filled, handed_over, told
+from larder.cache.tiered import tiered
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.pairing import Pairing
 from larder.core.plan import Plan
+from larder.core.recall import Parking
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 
@@ -41,7 +42,7 @@ class SequenceCache:
     Args:
         ledger: what a policy has the managed layers remember.
         codecs: of the grades 1, 2, ... of precision that managed layers can hold entries at.
-        pairing: which managed layers hold entries together, in a paired cache.
+        pairing, parking: as in `Makeup`.
 
     Raises:
         CacheError: as `Makeup`.
@@ -54,15 +55,16 @@ class SequenceCache:
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
         codecs: Sequence[Codec] = (),
         pairing: Pairing | None = None,
+        parking: Parking | None = None,
     ) -> None:
         self.spec = spec
-        self.makeup = Makeup(form, ledger, tuple(codecs), pairing or Pairing())
+        self.makeup = Makeup(form, ledger, tuple(codecs), pairing or Pairing(), parking)
         self.next_position = 0
         self.plans = 0
         self.tail = torch.empty(0)
         self._is_spoiled = False
         self._stores = [self.makeup.store(layer, spec) for layer in spec.layers]
-        link(self._stores)
+        self.makeup.connect(self._stores)
 
     def attend(
         self,
@@ -157,7 +159,7 @@ class SequenceCache:
         self._check()
         copy = _empty(self.spec, self.makeup)
         copy._stores = [store.fork() for store in self._stores]
-        link(copy._stores)
+        copy.makeup.connect(copy._stores)
         copy.next_position, copy.tail = self.next_position, self.tail.clone()
         return copy
 
@@ -185,12 +187,23 @@ class SequenceCache:
     @property
     def managed_entries(self) -> int:
         """Entries over all layers and heads that a budget governs."""
-        return sum(sum(self._stores[layer.index].lengths) for layer in self.spec.managed)
+        return sum(sum(s.lengths) for s in self._stores if self.makeup.governs(s.layer))
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages that were recalled so far, and how many of them had to be moved."""
+        asked, moved = zip((0, 0), *(store.pages for store in tiered(self._stores)), strict=True)
+        return sum(asked), sum(moved)
 
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack and metadata included."""
         return sum(store.nbytes for store in self._stores) + self.tail.nbytes
+
+    @property
+    def fast_nbytes(self) -> int:
+        """Bytes of them in the model's memory, where a cache has a slower tier."""
+        return sum(store.fast_nbytes for store in self._stores) + self.tail.nbytes
 
     def replaced_bytes(self, layer: int) -> int:
         """Bytes that a layer held twice while its last change was carried out."""
@@ -217,7 +230,7 @@ class SequenceCache:
         try:
             handed = handed_over(self._stores, self.makeup, self.spec, place)
         finally:
-            link(self._stores)
+            self.makeup.connect(self._stores)
         self.tail = torch.empty(0)
         return tail | handed
 
@@ -274,11 +287,13 @@ class SequenceCache:
     ) -> SequenceCache:
         cache = _empty(spec, Makeup.of(meta))
         cache._stores = filled(cache._stores, cache.makeup, spec, state, fill)
-        link(cache._stores)
+        cache.makeup.connect(cache._stores)
         cache.next_position = int(meta["next_position"])
         cache.tail = state.get(TAIL, cache.tail).to(spec.device, copy=True)
         return cache
 
 
 def _empty(spec: ModelSpec, makeup: Makeup) -> SequenceCache:
-    return SequenceCache(spec, makeup.form, makeup.ledger, makeup.codecs, makeup.pairing)
+    return SequenceCache(
+        spec, makeup.form, makeup.ledger, makeup.codecs, makeup.pairing, makeup.parking
+    )

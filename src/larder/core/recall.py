@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 from jaxtyping import Float, Int64
@@ -20,6 +21,7 @@ from larder.core.errors import BadParameter
 from larder.core.family import Family, public_name
 from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
+from larder.core.spelling import build, parse, spell
 
 RECALLS = Family("recall", "larder.recall")
 
@@ -46,8 +48,8 @@ class Found:
         pages: their numbers, -1 behind the last. A row per set: K sets, one for all query heads of
             a kv head, or H, one per query head; set n belongs to kv head n // (N / K).
         estimate: what stands for the entries of all other pages; None where nothing does.
-        share: how much of the attention the found entries are estimated to have, per query head;
-            the rest goes to `mean`. None where nothing is mixed in.
+        share: how much of the attention to all entries the found ones are estimated to have, per
+            query head, in (0, 1]; the rest goes to `mean`. None where nothing is mixed in.
         mean: the mean value of all entries, per kv head, wherever there is a share.
     """
 
@@ -107,6 +109,13 @@ class Index(ABC):
         """Everything that `Recall.adopt` needs to answer alike, without slack."""
 
 
+class Search(Enum):
+    """Whether an index is asked what it finds, or what it would find if it missed nothing."""
+
+    INDEX = "index"
+    EXACT = "exact"
+
+
 @dataclass(frozen=True)
 class Recall(ABC):
     """How parked entries are found again: a part of a policy. A frozen dataclass.
@@ -115,6 +124,7 @@ class Recall(ABC):
         tokens: entries per kv head that are fetched for a step; None for what the budget leaves
             beside the protected ones.
         dense: the first so many layers park nothing.
+        search: what the index is asked.
 
     Raises:
         BadParameter: a value out of range.
@@ -122,6 +132,7 @@ class Recall(ABC):
 
     tokens: int | None = None
     dense: int = 2
+    search: Search = Search.INDEX
 
     # How many of the latest queries of a text the index wants to see when entries come.
     observed: ClassVar[int] = 0
@@ -132,6 +143,11 @@ class Recall(ABC):
         name = public_name(type(self))
         if self.tokens is not None and self.tokens < 1:
             raise BadParameter(f"{name}.tokens must be at least 1, got {self.tokens}.")
+        if self.tokens is not None and self.tokens % self.page:
+            raise BadParameter(
+                f"{name}.tokens is {self.tokens}, which pages of {self.page} do not divide: give "
+                f"{self.tokens // self.page * self.page or self.page}, or another page."
+            )
         if self.dense < 0:
             raise BadParameter(f"{name}.dense must be at least 0 layers, got {self.dense}.")
 
@@ -140,6 +156,11 @@ class Recall(ABC):
     def page(self) -> int:
         """The most entries of a page."""
 
+    @property
+    def pages(self) -> int:
+        """Pages per kv head that are fetched for a step, once `tokens` is filled in."""
+        return (self.tokens or 0) // self.page
+
     @abstractmethod
     def index(self, layer: LayerSpec) -> Index:
         """An empty index for one layer."""
@@ -147,3 +168,28 @@ class Recall(ABC):
     @abstractmethod
     def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
         """The index that `state` came from."""
+
+
+@dataclass(frozen=True)
+class Parking:
+    """Where rejected entries go, and how they are found again.
+
+    Args:
+        host_mib: the most host memory that a sequence's parked entries may take; None for what
+            the machine has.
+    """
+
+    recall: Recall
+    host_mib: int | None = None
+
+    def told(self) -> str:
+        """All of it as text."""
+        return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}"
+
+    @staticmethod
+    def of(text: str) -> Parking:
+        """What `told` gave."""
+        host, _, sentence = text.partition(" ")
+        (call,) = parse(sentence)
+        recall = build(RECALLS.load(call.name), call.parameters)
+        return Parking(recall, int(host) if host else None)

@@ -1,0 +1,229 @@
+"""Parked entries of one layer, in host memory, numbered by arrival.
+
+    keys   [ head 0 entries | room | head 1 entries | room | ... ]      one row an entry
+
+An entry never moves within its head, so an index may know it by its number. Heads may hold
+different numbers of entries. The storage is page-locked where the model runs on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from larder.core.errors import BudgetError
+from larder.core.observation import Entries
+from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.ops.packing import packed_rows, starts_of
+
+GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
+GROWTH_SHARE = 8  # room for one in so many of what is held
+KIB, MIB = 1 << 10, 1 << 20
+MEMORY = "/proc/meminfo"
+
+
+@dataclass(frozen=True)
+class Sheaf:
+    """Entries on their way to the slow tier, packed head by head.
+
+    Args:
+        columns: of the ledger, a row per column.
+        lengths: entries of each kv head.
+    """
+
+    keys: Float[Tensor, "T D"]
+    values: Float[Tensor, "T D"]
+    positions: Int[Tensor, " T"]
+    columns: Float[Tensor, "n T"]
+    lengths: Int64[Tensor, " K"]
+
+
+class HostRoom:
+    """What the slow tiers of one sequence may take together.
+
+    Args:
+        limit: bytes; None for what the machine has.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    def check(self, more: int, beside: int) -> None:
+        """See that storage may grow by `more` bytes, while `beside` bytes are held twice.
+
+        Raises:
+            BudgetError: it may not, or the machine has no such memory.
+        """
+        if self.limit is not None and self.taken + more > self.limit:
+            raise BudgetError(
+                f"Parked entries would take {(self.taken + more) / MIB:.1f} MiB of host memory, "
+                f"more than the {self.limit / MIB:.1f} MiB allowed: raise park(host_mib), or drop "
+                "entries instead."
+            )
+        free = _available_bytes()
+        if free is not None and more + beside > free:
+            raise BudgetError(
+                f"Parking entries needs {(more + beside) / MIB:.1f} MiB of host memory for a "
+                f"moment, but {free / MIB:.1f} MiB are available: read less, or drop entries."
+            )
+
+
+class Slow:
+    """The slow tier of one layer.
+
+    Args:
+        columns: names of what is remembered of each entry.
+        is_pinned: whether its storage is page-locked.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, dtype: torch.dtype, columns: tuple[str, ...], is_pinned: bool
+    ) -> None:
+        self.layer, self.room = layer, HostRoom()
+        self.replaced_bytes = 0
+        self._names, self._is_pinned = columns, is_pinned
+        self._keys = torch.empty(0, layer.head_dim, dtype=dtype)
+        self._values = self._keys.clone()
+        self._positions = torch.empty(0, dtype=torch.int32)
+        self._columns = torch.empty(len(columns), 0)
+        self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._lengths, self._rooms = self._starts.clone(), self._starts.clone()
+
+    def __len__(self) -> int:
+        return int(self._lengths.sum())
+
+    def add(self, sheaf: Sheaf) -> None:
+        """Take entries in; they get the next numbers of their heads.
+
+        Raises:
+            BudgetError: host memory does not allow it; nothing has changed.
+        """
+        self.replaced_bytes = 0
+        if bool((sheaf.lengths > self._rooms).any()):
+            self._grow(sheaf.lengths)
+        rows = packed_rows(self._starts + self._lengths, sheaf.lengths)
+        self._keys[rows] = sheaf.keys.to("cpu")
+        self._values[rows] = sheaf.values.to("cpu")
+        self._positions[rows] = sheaf.positions.to("cpu", torch.int32)
+        self._columns[:, rows] = sheaf.columns.to("cpu")
+        self._lengths = self._lengths + sheaf.lengths
+        self._rooms = self._rooms - sheaf.lengths
+
+    def take_back(self, lengths: Int64[Tensor, " K"]) -> None:
+        """Forget the entries that came last, so many of each head."""
+        self._lengths, self._rooms = self._lengths - lengths, self._rooms + lengths
+
+    def entries(self) -> Entries:
+        """What is held, as views, in the order of the numbers."""
+        return Entries(
+            self._keys,
+            self._values,
+            self._positions,
+            tuple(self._starts.tolist()),
+            tuple(self._lengths.tolist()),
+            dict(zip(self._names, self._columns, strict=True)),
+        )
+
+    def shortened(self, length: int) -> Slow | None:
+        """All entries before position `length`, in a tier of their own; None where that is all.
+
+        They have new numbers, in the same order.
+        """
+        rows = packed_rows(self._starts, self._lengths)
+        stays = self._positions[rows] < length
+        if bool(stays.all()):
+            return None
+        heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)
+        kept = torch.bincount(heads[stays], minlength=len(self._lengths))
+        shorter = Slow(self.layer, self._keys.dtype, self._names, self._is_pinned)
+        own = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        state = {name: tensor[rows[stays]] for name, tensor in own.items()}
+        shorter.adopt(state | {"columns": self._columns[:, rows[stays]], "lengths": kept})
+        shorter.room = self.room
+        return shorter
+
+    def compact(self) -> None:
+        """Give all room back."""
+        if int(self._rooms.sum()):
+            rows = packed_rows(self._starts, self._lengths)
+            self._lay_out(rows, self._lengths, torch.zeros_like(self._lengths))
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything needed to restore, without room."""
+        rows = packed_rows(self._starts, self._lengths)
+        own = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        held = {name: tensor[rows] for name, tensor in own.items()}
+        return held | {"columns": self._columns[:, rows], "lengths": self._lengths.clone()}
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave."""
+        self._keys, self._values = state["keys"], state["values"]
+        self._positions, self._columns = state["positions"], state["columns"]
+        self._lengths = state["lengths"]
+        self._starts = starts_of(self._lengths)
+        self._rooms = torch.zeros_like(self._lengths)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor held, room and metadata included."""
+        own = self._keys, self._values, self._positions, self._columns
+        return *own, self._starts, self._lengths, self._rooms
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Entries of each kv head."""
+        return tuple(self._lengths.tolist())
+
+    def _grow(self, more: Int64[Tensor, " K"]) -> None:
+        """Lay the storage out anew with room for `more` and for what may follow."""
+        rooms = more + (self._lengths // GROWTH_SHARE).clamp(min=GROWTH_ENTRIES)
+        rows = packed_rows(self._starts, self._lengths)
+        total = int((self._lengths + rooms).sum())
+        self.room.check((total - len(self._keys)) * self._entry_bytes, self.nbytes)
+        self._lay_out(rows, self._lengths, rooms)
+
+    @property
+    def _entry_bytes(self) -> int:
+        numbers = 2 * self.layer.head_dim * self._keys.itemsize
+        return numbers + POSITION_BYTES + 4 * len(self._names)
+
+    def _lay_out(
+        self, rows: Int64[Tensor, " T"], lengths: Int64[Tensor, " K"], rooms: Int64[Tensor, " K"]
+    ) -> None:
+        """Move the given rows, packed head by head, into fresh storage."""
+        starts = starts_of(lengths + rooms)
+        total = int((lengths + rooms).sum())
+        into = packed_rows(starts, lengths)
+        fresh = [self._fresh(held, total) for held in (self._keys, self._values, self._positions)]
+        columns = self._columns.new_zeros(len(self._names), total)
+        for held, new in zip((self._keys, self._values, self._positions), fresh, strict=True):
+            new[into] = held[rows]
+        columns[:, into] = self._columns[:, rows]
+        before = self._keys.shape[0]
+        self.replaced_bytes = self.nbytes
+        self._keys, self._values, self._positions = fresh
+        self._columns = columns
+        self._starts, self._lengths, self._rooms = starts, lengths.clone(), rooms.clone()
+        self.room.taken += (total - before) * self._entry_bytes
+
+    def _fresh(self, held: Tensor, total: int) -> Tensor:
+        return torch.empty(total, *held.shape[1:], dtype=held.dtype, pin_memory=self._is_pinned)
+
+
+def _available_bytes() -> int | None:
+    """Memory that the machine can give without swapping; None where it does not say."""
+    try:
+        with open(MEMORY, encoding="ascii") as lines:
+            told = dict(line.split(":", 1) for line in lines)
+        return int(told["MemAvailable"].split()[0]) * KIB
+    except (OSError, KeyError, ValueError):
+        return None

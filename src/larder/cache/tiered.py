@@ -1,0 +1,289 @@
+"""A layer in two tiers: what stays fast, and what was parked and is recalled when a query needs it.
+
+    fast    a ragged part, which a budget governs, and slots for recalled pages
+    slow    everything that plans rejected, in host memory, and an index over its keys
+
+Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
+(2026), arXiv:2604.10539, sections 2 and 3, is the shape of it. A single new token attends to the
+ragged part and to the pages that the index finds for it; softmax runs over these together. Several
+tokens at once, as when a text or a question is read, attend to everything, exactly, the slow tier
+in pieces; so does what is read only to be looked at, which shall leave no trace. Parts are joined
+by their log-sum-exp. The index learns of parked entries at the next look, and of nothing in a dense
+layer, where nothing is parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.base import Attended, Store
+from larder.cache.checking import check_kept, refuse_grades
+from larder.cache.pool import Pool
+from larder.cache.ragged import Ragged
+from larder.cache.recalling import estimated, everything, mixed_in
+from larder.cache.slow import HostRoom, Sheaf, Slow
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.recall import Found, Parking, Search
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.merging import merge
+from larder.ops.packing import rows_of
+
+SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # names in a state
+
+
+class Tiered(Store):
+    """Per-head lengths in fast memory, everything else parked.
+
+    Args:
+        ledger: what the policy has it remember of each entry and head.
+        parking: how parked entries are found again, every size filled in.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        parking: Parking,
+    ) -> None:
+        self.layer, self.parking = layer, parking
+        self._fast = Ragged(layer, dtype, device, ledger)
+        self._slow = Slow(layer, dtype, ledger.columns, device.type == "cuda")
+        self._index = parking.recall.index(layer)
+        self._known: tuple[int, ...] = (0,) * layer.kv_heads
+        self._pool: Pool | None = None
+        self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        self._fast.append(keys, values, positions)
+        self.replaced_bytes = self._fast.replaced_bytes
+
+    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
+        out = super().extend(queries, keys, values, positions)
+        wanted = self.parking.recall.observed
+        if wanted and not self._is_dense:
+            latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
+            self._observed = latest[:, -wanted:].contiguous()
+        return out
+
+    def listen(self) -> None:
+        self._fast.listen()
+
+    def heard(self) -> Float[Tensor, "R C"] | None:
+        return self._fast.heard()
+
+    def apply(self, plan: Plan) -> None:
+        self._carry_out(plan, self._fast.apply)
+
+    def evict(self, plan: Plan) -> None:
+        self._carry_out(plan, self._fast.evict)
+
+    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        self._fast.note(columns)
+
+    def allocate(self, room: int) -> None:
+        self._fast.allocate(room)
+
+    def compact(self) -> None:
+        self._fast.compact()
+        self._slow.compact()
+
+    def truncate(self, length: int) -> None:
+        """As every store's; pages that held what is forgotten are found anew."""
+        shorter = self._slow.shortened(length)
+        index = self._index if shorter is None else self.parking.recall.index(self.layer)
+        self._fast.truncate(length)
+        if shorter is not None:
+            self._slow.room.taken += shorter.nbytes - self._slow.nbytes
+            self._slow, self._index, self._pool = shorter, index, None
+            self._known = (0,) * self.layer.kv_heads
+
+    def entries(self) -> Entries:
+        """What the ragged part holds; parked entries are beyond a policy's reach."""
+        return self._fast.entries()
+
+    def parked(self) -> Entries:
+        """The slow tier, by number."""
+        return self._slow.entries()
+
+    def state(self) -> dict[str, Tensor]:
+        self._learn(self._slow.entries())
+        told = self._fast.state() | {PARKING: _bytes_of(self.parking.told())}
+        told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
+        told |= {INDEX + name: tensor for name, tensor in self._index.state().items()}
+        return told | {OBSERVED: self._observed.clone()}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Tiered:
+        parking = saved_parking(state)
+        if parking is None:
+            raise CacheError(
+                f"Layer {layer.index} of the saved cache parked nothing, but its description says "
+                "so: build the cache again."
+            )
+        keys = state["keys"]
+        store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
+        store._fast = Ragged.adopt(layer, state)
+        columns = store._fast.ledger.columns
+        store._slow = Slow(layer, keys.dtype, columns, keys.device.type == "cuda")
+        store._slow.adopt(_under(SLOW, state))
+        store._index = parking.recall.adopt(layer, _under(INDEX, state))
+        store._known, store._observed = store._slow.lengths, state[OBSERVED]
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = *self._fast.tensors(), *self._slow.tensors(), *self._index.tensors(), self._observed
+        return own if self._pool is None else own + self._pool.tensors()
+
+    def join(self, room: HostRoom) -> None:
+        """Share what host memory may be taken with other layers of the sequence."""
+        self._slow.room = room
+        room.taken += sum(tensor.nbytes for tensor in self._slow.tensors())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._fast.lengths
+
+    @property
+    def fast_nbytes(self) -> int:
+        """Bytes of the fast tier: the ragged part and the slots for pages."""
+        return self._fast.nbytes + (0 if self._pool is None else self._pool.nbytes)
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages that were asked for so far, and how many of them had to be moved."""
+        return (0, 0) if self._pool is None else (self._pool.asked, self._pool.moved)
+
+    @property
+    def _is_empty(self) -> bool:
+        return not any(self.lengths) and not len(self._slow)
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.layer.index < self.parking.recall.dense
+
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
+        del positions, shift
+        is_step = own == queries.shape[1] == 1
+        parts = [self._fast.attention(queries, own)]
+        if len(self._slow):
+            held = self._slow.entries()
+            parts += self._recalled(queries) if is_step else everything(queries, held, self.layer)
+        return merge([out for out, _ in parts], [lse for _, lse in parts])
+
+    def _recalled(self, queries: Queries) -> list[Attended]:
+        """Attention to what the index finds for one query per head."""
+        asked, entries = queries[:, 0].detach().float().cpu(), self._slow.entries()
+        self._learn(entries)
+        recall = self.parking.recall
+        look = self._index.exact if recall.search is Search.EXACT else self._index.find
+        found = look(asked, entries, recall.pages)
+        pool = self._pool_for(found)
+        pages = found.pages[:, : pool.slots]
+        pool.load(pages, self._index.versions(pages), self._index.contents(pages), entries)
+        parts = [pool.attend(queries)]
+        if found.estimate is not None:
+            parts.append(estimated(queries, found.estimate, self.layer))
+        if found.share is not None and found.mean is not None:
+            parts.append(mixed_in(parts[0], found.share, found.mean, self.layer))
+        return parts
+
+    def _pool_for(self, found: Found) -> Pool:
+        """The slots for as many sets as the index answers with: as many bytes in any case."""
+        sets, recall, like = len(found.pages), self.parking.recall, self._fast.entries().keys
+        if self._pool is None or self._pool.sets != sets:
+            slots = max(1, recall.pages * self.layer.kv_heads // sets)
+            case = self.layer, sets, slots, recall.page
+            self._pool = Pool(*case, like.dtype, like.device)
+        return self._pool
+
+    def _learn(self, entries: Entries) -> None:
+        """Have the index take in what was parked since it last looked."""
+        if self._known == entries.lengths:
+            return
+        observed = self._observed if self._observed.shape[1] else None
+        try:
+            self._index.add(entries, observed)
+        except BaseException:  # it may know half of them: it starts anew
+            self._forget()
+            raise
+        self._known = entries.lengths
+
+    def _forget(self) -> None:
+        self._index, self._pool = self.parking.recall.index(self.layer), None
+        self._known = (0,) * self.layer.kv_heads
+
+    def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
+        """Park what a plan rejects, then have the ragged part carry it out."""
+        refuse_grades(plan)
+        if len(plan.folds):
+            raise CacheError(
+                f"A tiered cache parks what is rejected, but a plan folds {len(plan.folds)} rows: "
+                "use a ragged cache for plans that fold."
+            )
+        check_kept(plan, self.lengths)
+        self._fast.check_numbers(plan)
+        held = self._fast.entries()
+        gone = _rejected(plan, sum(held.lengths))
+        if not len(gone):
+            change(plan)
+            self.replaced_bytes = self._fast.replaced_bytes
+            return
+        if self._is_dense:
+            raise CacheError(
+                f"Layer {self.layer.index} parks nothing, but a plan rejects {len(gone)} of its "
+                "entries: leave the first layers that a policy calls dense out of its plans."
+            )
+        lengths = torch.tensor(held.lengths) - torch.tensor(plan.lengths)
+        self._slow.add(_sheaf(held, gone, lengths))
+        try:
+            change(plan)
+        except BaseException:
+            self._slow.take_back(lengths)
+            raise
+        self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
+
+
+def tiered(stores: Sequence[Store]) -> list[Tiered]:
+    """Those of the stores that have a slow tier."""
+    return [store for store in stores if isinstance(store, Tiered)]
+
+
+def saved_parking(state: Mapping[str, Tensor]) -> Parking | None:
+    """How a layer that was saved so finds parked entries; None of another store's."""
+    told = state.get(PARKING)
+    return None if told is None else Parking.of(bytes(told.cpu().tolist()).decode())
+
+
+def _bytes_of(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+def _rejected(plan: Plan, held: int) -> Int64[Tensor, " G"]:
+    """The packed entries that a plan does not keep."""
+    stays = torch.zeros(held, dtype=torch.bool)
+    stays[plan.kept.cpu()] = True
+    return torch.nonzero(~stays).flatten()
+
+
+def _sheaf(held: Entries, gone: Int64[Tensor, " G"], lengths: Int64[Tensor, " K"]) -> Sheaf:
+    rows = rows_of(gone, *held.layout).to(held.keys.device)
+    columns = [column[rows] for column in held.columns.values()]
+    told = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
+    return Sheaf(held.keys[rows], held.values[rows], held.positions[rows], told, lengths)
+
+
+Part = Tiered

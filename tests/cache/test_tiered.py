@@ -1,0 +1,271 @@
+"""A layer in two tiers: nothing is lost, what is recalled is attended to, and moves are counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import Tokens, a_layer, a_plan, a_spec, draw
+from larder.cache.sequence import Form, SequenceCache
+from larder.cache.slow import HostRoom
+from larder.cache.tiered import Tiered
+from larder.core.errors import BudgetError, CacheError
+from larder.core.ledger import Ledger
+from larder.core.plan import Plan
+from larder.core.recall import Parking, Recall, Search
+from larder.core.spec import LayerSpec
+from larder.recall.flat import Flat
+from references.cache.loop import Entry, attend_one
+from stores import append, assert_close, extend, same_bits
+
+LAYER = a_layer(2, 2)
+EVERYTHING = Flat(tokens=400, page=4, dense=0)
+
+
+def a_tiered(recall: Recall = EVERYTHING, layer: LayerSpec = LAYER, host_mib: int | None = None):
+    place = torch.device("cpu")
+    return Tiered(layer, torch.float32, place, Ledger(("mass",)), Parking(recall, host_mib))
+
+
+def keeping(store: Tiered, source: Random, share: float = 0.5) -> Plan:
+    """Any entries of each head of the fast tier, the latest always."""
+    chosen = [
+        sorted({*source.sample(range(n), int(n * share)), n - 1}) if n else []
+        for n in store.lengths
+    ]
+    return a_plan(chosen, list(store.lengths))
+
+
+def filled(store: Tiered, count: int = 40, seed: int = 0) -> list[list[Entry]]:
+    """Tokens appended in three goes, parked after each; all there ever was, head by head."""
+    source, ever = Random(seed), [[] for _ in range(store.layer.kv_heads)]
+    for start in range(0, count, count // 3):
+        new = draw(store.layer, min(count // 3, count - start), start, seed)
+        append(store, new)
+        for head, entries in enumerate(ever):
+            for q, position in enumerate(new.positions.tolist()):
+                entries.append(Entry(position, new.keys[head, q], new.values[head, q]))
+        store.apply(keeping(store, source))
+    return ever
+
+
+def loop(new: Tokens, ever: list[list[Entry]], layer: LayerSpec = LAYER) -> torch.Tensor:
+    """Attention of new tokens to all there ever was, and causally among themselves."""
+    outs = []
+    for h in range(layer.query_heads):
+        own = ever[h // layer.group]
+        rows = []
+        for q in range(new.queries.shape[1]):
+            head = h // layer.group
+            among = [Entry(0, new.keys[head, i], new.values[head, i]) for i in range(q + 1)]
+            rows.append(attend_one(new.queries[h, q], [*own, *among], layer.scaling))
+        outs.append(torch.stack(rows))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_where_everything_is_recalled_attention_is_to_all_there_ever_was(queries) -> None:
+    store = a_tiered()
+    ever = filled(store)
+    assert all(store.parked().lengths)
+    new = draw(LAYER, queries, 40, 1)
+    assert_close(extend(store, new), loop(new, ever))
+
+
+def test_several_tokens_see_everything_however_little_is_recalled() -> None:
+    store = a_tiered(Flat(tokens=1, dense=0))
+    ever = filled(store)
+    new = draw(LAYER, 3, 40, 1)
+    assert_close(extend(store, new), loop(new, ever))
+
+
+def test_a_single_token_sees_the_fast_tier_and_the_best_pages() -> None:
+    recall = Flat(tokens=8, page=4, dense=0)
+    store = a_tiered(recall)
+    filled(store)
+    new = draw(LAYER, 1, 40, 1)
+    fast, parked = _both(store)
+    got = extend(store, new)
+    for h in range(LAYER.query_heads):
+        head = h // LAYER.group
+        numbers = _best_pages(new, store, head, recall)
+        seen = [*fast[head]]
+        seen += [parked[head][n] for n in numbers]
+        own = Entry(40, new.keys[head, 0], new.values[head, 0])
+        assert_close(got[h, 0], attend_one(new.queries[h, 0], [*seen, own], LAYER.scaling))
+
+
+def _both(store: Tiered) -> list[list[list[Entry]]]:
+    """The entries of the fast and of the slow tier, head by head."""
+    told = []
+    for held in (store.entries(), store.parked()):
+        heads = [
+            [
+                Entry(p, k.clone(), v.clone())
+                for p, k, v in zip(
+                    held.head_positions(h).tolist(),
+                    held.head_keys(h),
+                    held.head_values(h),
+                    strict=True,
+                )
+            ]
+            for h in range(LAYER.kv_heads)
+        ]
+        told.append(heads)
+    return told
+
+
+def _best_pages(new: Tokens, store: Tiered, head: int, recall: Flat) -> list[int]:
+    """Entries of the pages that the queries of a group name in turn, by their best key."""
+    keys = store.parked().head_keys(head)
+    pages = [list(range(first, min(first + 4, len(keys)))) for first in range(0, len(keys), 4)]
+    ranked = []
+    for h in range(head * LAYER.group, (head + 1) * LAYER.group):
+        scores = [max(float(keys[n] @ new.queries[h, 0]) for n in page) for page in pages]
+        ranked.append(sorted(range(len(pages)), key=lambda p, s=scores: (-s[p], p)))
+    chosen: list[int] = []
+    for rank in range(len(pages)):
+        for own in ranked:
+            if own[rank] not in chosen:
+                chosen.append(own[rank])
+    return [n for page in chosen[: recall.pages] for n in pages[page]]
+
+
+@given(st.integers(0, 10_000), st.sampled_from([1, 4]))
+@settings(max_examples=12, deadline=None)
+def test_any_history_recalls_what_a_store_without_slots_would(seed, page) -> None:
+    """Pages that stay in their slots from step to step give what freshly fetched ones would."""
+    source = Random(seed)
+    store, position = a_tiered(Flat(tokens=8, page=page, dense=0)), 0
+    for _ in range(8):
+        size = source.choice([1, 1, 1, 6])
+        new = draw(LAYER, size, position, seed)
+        fresh = store.fork()
+        assert_close(extend(store, new), extend(fresh, new))
+        position += size
+        if source.random() < 0.4:
+            store.evict(keeping(store, source))
+    asked, moved = store.pages
+    assert 0 <= moved <= asked
+
+
+def test_pages_that_stay_are_not_moved_again() -> None:
+    store = a_tiered(Flat(tokens=8, page=4, dense=0))
+    filled(store)
+    new = draw(LAYER, 1, 40, 1)
+    extend(store, new)
+    asked, moved = store.pages
+    assert asked == moved == 4  # two pages of each of two heads
+    store.truncate(40)
+    extend(store, new)
+    assert store.pages == (8, 4)
+
+
+def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
+    store = a_tiered(replace(EVERYTHING, search=Search.EXACT))
+    filled(store)
+
+    def refuse(*given: object) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(type(store._index), "find", refuse)
+    with pytest.raises(AssertionError, match="asked"):
+        store._index.find()
+    monkeypatch.setattr(type(store._index), "exact", refuse)
+    with pytest.raises(AssertionError, match="asked"):
+        extend(store, draw(LAYER, 1, 40, 1))
+
+
+def test_a_restored_store_answers_alike_and_to_the_bit() -> None:
+    store = a_tiered(Flat(tokens=8, page=4, dense=0))
+    filled(store)
+    state = store.state()
+    twin = Tiered.restore(LAYER, state)
+    assert same_bits(state, twin.state())
+    for start in (40, 41):
+        new = draw(LAYER, 1, start, 1)
+        assert torch.equal(extend(store, new), extend(twin, new))
+
+
+def test_bytes_are_those_of_every_tensor_of_both_tiers() -> None:
+    store = a_tiered(Flat(tokens=8, page=4, dense=0))
+    filled(store)
+    extend(store, draw(LAYER, 1, 40, 1))
+    assert store.nbytes == sum(t.untyped_storage().nbytes() for t in store.tensors())
+    slow = 2 * 8 * 4 + 4 + 4  # keys and values, position, one column
+    assert store.nbytes - store.fast_nbytes >= sum(store.parked().lengths) * slow
+    assert store.fast_nbytes < store.nbytes
+
+
+def test_columns_go_with_their_entries() -> None:
+    store = a_tiered()
+    append(store, draw(LAYER, 6))
+    held = store.entries()
+    store.note({"mass": torch.arange(len(held.keys), dtype=torch.float32)})
+    store.apply(a_plan([[0, 5], [1, 2, 5]], [6, 6]))
+    parked = store.parked()
+    told = [parked.columns["mass"][parked.rows(h)].tolist() for h in range(2)]
+    starts = held.starts
+    expected = [[1, 2, 3, 4], [0, 3, 4]]
+    assert told == [[starts[h] + n for n in expected[h]] for h in range(2)]
+
+
+def test_truncating_reaches_the_slow_tier() -> None:
+    store = a_tiered()
+    ever = filled(store)
+    extend(store, draw(LAYER, 1, 40, 1))
+    store.truncate(20)
+    held = [entry for heads in _both(store) for entries in heads for entry in entries]
+    assert max(entry.position for entry in held) == 19
+    left = [[entry for entry in own if entry.position < 20] for own in ever]
+    new = draw(LAYER, 1, 20, 3)
+    assert_close(extend(store, new), loop(new, left))
+
+
+def test_a_dense_layer_parks_nothing() -> None:
+    store = a_tiered(Flat(tokens=4, dense=1))
+    append(store, draw(LAYER, 6))
+    with pytest.raises(CacheError, match="parks nothing"):
+        store.apply(a_plan([[5], [5]], [6, 6]))
+    assert store.lengths == (6, 6)
+
+
+def test_the_limit_on_host_memory_is_told_before_anything_is_allocated() -> None:
+    wide = a_layer(2, 1)
+    spec = a_spec(wide, replace(wide, index=1))
+    parking = Parking(Flat(tokens=4, dense=0), 1)
+    cache = SequenceCache(spec, Form.TIERED, parking=parking)
+    big = draw(wide, 9000)
+    for layer in (0, 1):
+        store = cache._stores[layer]
+        append(store, big)
+    before = cache.nbytes
+    with pytest.raises(BudgetError, match="raise park"):
+        cache.apply(0, a_plan([[8999], [8999]], [9000, 9000]))
+    assert cache.nbytes == before
+    assert cache.lengths()[0] == (9000, 9000)
+
+
+def test_memory_that_the_machine_lacks_is_told_too(monkeypatch) -> None:
+    monkeypatch.setattr("larder.cache.slow._available_bytes", lambda: 1000)
+    with pytest.raises(BudgetError, match="available"):
+        HostRoom().check(2000, 0)
+
+
+def test_a_change_that_fails_parks_nothing(monkeypatch) -> None:
+    store = a_tiered()
+    filled(store)
+    before = store.parked().lengths
+
+    def fail(plan: Plan) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(store._fast, "apply", fail)
+    with pytest.raises(MemoryError):
+        store.apply(keeping(store, Random(1)))
+    assert store.parked().lengths == before
