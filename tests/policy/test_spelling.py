@@ -78,6 +78,10 @@ def test_any_policy_round_trips(slots) -> None:
         parts["timing"] = PrefillOnly()
     if parts["compensation"].folds and not parts["storage"].is_whole:
         parts["storage"] = Exact()
+    if not parts["compensation"].parks:
+        parts["recall"] = None
+    else:
+        parts["storage"] = Exact()
     policy = Policy(**parts)
     written = str(policy)
     assert Policy.parse(written) == policy
@@ -94,7 +98,8 @@ def test_nothing_is_merged_into_what_is_not_held_whole(held) -> None:
 @pytest.mark.parametrize("slot", SLOTS)
 def test_every_part_round_trips(slot) -> None:
     for kind in parts_of(slot):
-        sentence = f"snapkv() > {spell(kind())}" if slot in JOINING else spell(kind())
+        before = {"recall": "park() > ", **dict.fromkeys(JOINING, "snapkv() > ")}
+        sentence = before.get(slot, "") + spell(kind())
         assert getattr(Policy.parse(sentence), slot) == kind()
 
 
@@ -107,7 +112,18 @@ def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
         assert getattr(policy, other) == getattr(Policy.parse("snapkv"), other)
 
 
+def test_what_is_parked_is_found_by_a_tree_unless_another_index_is_named() -> None:
+    assert spell(Policy.parse("park()").recall).startswith("dci(")
+    assert spell(Policy.parse("park() > flat(page=4)").recall).startswith("flat(")
+    assert Policy.parse("drop()").recall is None
+
+
 WRONG = {
+    "flat()": (SpellingError, "flat() finds parked entries again, but drop() parks none: write"),
+    "park() > quantized()": (SpellingError, "has no slow tier to park entries in: leave it out"),
+    "park(host_mib=0)": (BadParameter, "park.host_mib must be at least 1 MiB, got 0"),
+    "park() > flat(tokens=100, page=16)": (BadParameter, "pages of 16 do not divide: give 96"),
+    "park() > flat(dense=-1)": (BadParameter, "flat.dense must be at least 0 layers, got -1"),
     "patched() > every_step()": (SpellingError, "not read while text is generated"),
     'snapkv(variant="code") > lagged()': (SpellingError, "take another scorer"),
     "cake(tau1=0.001)": (BadParameter, "cake.tau1 must be at least 0.05, got 0.001"),

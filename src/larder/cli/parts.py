@@ -79,7 +79,8 @@ def preset_page(name: str) -> PresetPage:
 
 def parts_of(policy: Policy) -> tuple[PartPage, ...]:
     """The parts of a sentence, in order."""
-    return tuple(page_of(type(getattr(policy, slot)), slot) for slot in SLOTS)
+    parts = ((slot, getattr(policy, slot)) for slot in SLOTS)
+    return tuple(page_of(type(part), slot) for slot, part in parts if part is not None)
 
 
 def find_part(name: str) -> PartPage:

@@ -21,6 +21,16 @@ def by_layer(facts: Calibration, layers: Sequence[int]) -> dict[int, Calibration
     }
 
 
+def only(facts: Calibration, known: Sequence[int], layers: Sequence[int]) -> Calibration:
+    """The numbers of some of the layers that are known, in the same order.
+
+    Raises:
+        ModelError: as `by_layer`.
+    """
+    own = by_layer(facts, known)
+    return {name: tuple(n for layer in layers for n in own[layer][name]) for name in facts}
+
+
 def shared_out(name: str, values: tuple[float, ...], layers: int) -> list[tuple[float, ...]]:
     """Equally many consecutive numbers for each layer."""
     if layers and len(values) % layers:

@@ -47,6 +47,7 @@ class Planner:
         facts: what was measured of each managed layer, by layer index.
         weights: what the budget makes of that, a number per head of each layer.
         lexicon: sets of token ids that the parts ask for.
+        recalled: names of tallies whose columns are looked up to find parked entries.
     """
 
     protect: Protect
@@ -58,6 +59,7 @@ class Planner:
     unit: Unit = Token()
     timing: Timing = PrefillOnly()
     storage: Storage = Exact()
+    recalled: frozenset[str] = frozenset()
     facts: Mapping[int, Calibration] = field(default_factory=dict[int, Calibration])
     weights: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
@@ -71,7 +73,7 @@ class Planner:
     @cached_property
     def _tallies(self) -> tuple[Tally, ...]:
         named = self.scorer.tallies | self.budget.tallies | self.compensation.tallies
-        named |= self.unit.tallies
+        named |= self.unit.tallies | self.recalled
         return tuple(TALLIES.load(name)() for name in sorted(named))
 
     @property

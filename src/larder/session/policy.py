@@ -3,11 +3,11 @@
 session    schedule    protect   scorer    aggregation  heads       values       unit
 episodes > blockwise > protect > patched > max        > group_max > keys_alone > token >
 
-    budget        compensation   storage   timing
-    sensitivity > drop         > exact   > prefill_only
+    budget        compensation   recall   storage   timing
+    sensitivity > park         > dci    > exact   > prefill_only
 
 Aggregation and heads say how a scorer by attention joins queries and query heads; left out, as its
-paper does. Scorers that look at no attention have neither.
+paper does. Scorers that look at no attention have neither. Only what is parked can be recalled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from larder.core.errors import SpellingError, UnknownName, UsageError
+from larder.core.errors import BudgetError, SpellingError, UnknownName, UsageError
 from larder.core.family import Family, unknown
+from larder.core.recall import RECALLS, Parking, Recall
 from larder.core.spelling import Call, build, parse, spell
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.budgets.base import Budget
@@ -48,6 +49,7 @@ FAMILIES: Mapping[str, Family] = {
     "unit": Family("unit", "larder.policy.units"),
     "budget": Family("budget", "larder.policy.budgets"),
     "compensation": Family("compensation", "larder.policy.compensation"),
+    "recall": RECALLS,
     "storage": Family("storage", "larder.policy.storage"),
     "timing": Family("timing", "larder.policy.timing"),
 }
@@ -63,10 +65,12 @@ SLOTS = (
     "unit",
     "budget",
     "compensation",
+    "recall",
     "storage",
     "timing",
 )
 JOINING = ("aggregation", "heads")
+CHOSEN_LATER = (*JOINING, "recall")
 NULLS = (Unobserved(), Unasked(), KeysAlone(), Token(), Exact())  # what does nothing is not spelled
 DEFAULTS = {
     "session": "single",
@@ -76,6 +80,7 @@ DEFAULTS = {
     "unit": "token",
     "budget": "pooled",
     "compensation": "drop",
+    "recall": "dci",
     "storage": "exact",
     "timing": "prefill_only",
 }
@@ -95,6 +100,7 @@ class Policy:
     unit: Unit
     budget: Budget
     compensation: Compensation
+    recall: Recall | None
     storage: Storage
     timing: Timing
 
@@ -119,15 +125,16 @@ class Policy:
                 f"{' > '.join(SLOTS)}."
             )
         given = dict(zip(slots, calls, strict=True))
-        chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in JOINING}
+        chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in CHOSEN_LATER}
         _check_timing(chosen["scorer"], chosen["timing"])
         _check_storage(chosen["compensation"], chosen["storage"])
-        return Policy(**chosen, **_joining(chosen["scorer"], given))
+        recall = _recall(chosen["compensation"], chosen["storage"], given.get("recall"))
+        return Policy(**chosen, recall=recall, **_joining(chosen["scorer"], given))
 
     def __str__(self) -> str:
         """Every part that does something, with all its parameters."""
         parts = [getattr(self, slot) for slot in SLOTS]
-        return " > ".join(spell(part) for part in parts if part not in NULLS)
+        return " > ".join(spell(part) for part in parts if part is not None and part not in NULLS)
 
     @property
     def planner(self) -> Planner:
@@ -142,6 +149,7 @@ class Policy:
             self.unit,
             self.timing,
             self.storage,
+            frozenset() if self.recall is None else self.recall.tallies,
         )
 
     @property
@@ -158,11 +166,34 @@ class Policy:
 
         Raises:
             UsageError: a block was given that contradicts the spelling, or exceeds the budget.
+            BudgetError: no page fits the budget beside what always stays.
         """
         budget, schedule = self.budget, self.schedule
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
-        return replace(self, budget=budget, schedule=_blocked(schedule, tokens, block))
+        own = _blocked(schedule, tokens, block)
+        return replace(self, budget=budget, schedule=own, recall=self._recalling(tokens))
+
+    def _recalling(self, tokens: int) -> Recall | None:
+        """The recall part with its size filled in."""
+        if self.recall is None or self.recall.tokens is not None:
+            return self.recall
+        least = self.protect.least(tokens).joined(self.scorer.least()).tokens
+        fitting = (tokens - least) // self.recall.page * self.recall.page
+        if fitting < 1:
+            raise BudgetError(
+                f"The budget of {tokens} tokens has no room for a page of {self.recall.page} "
+                f"beside the {least} that {spell(self.protect)} and {spell(self.scorer)} always "
+                "keep: raise --budget, protect fewer, or take smaller pages."
+            )
+        return replace(self.recall, tokens=fitting)
+
+    @property
+    def parking(self) -> Parking | None:
+        """Where rejected entries go; None where nothing is parked."""
+        if self.recall is None:
+            return None
+        return Parking(self.recall, getattr(self.compensation, "host_mib", None))
 
 
 def _blocked(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
@@ -204,6 +235,26 @@ def _check_storage(compensation: Compensation, storage: Storage) -> None:
             f"{spell(compensation)} merges entries into others, which {spell(storage)} does not "
             "hold whole: take drop(), or leave the storage out."
         )
+
+
+def _recall(compensation: Compensation, storage: Storage, given: Call | None) -> Recall | None:
+    """How parked entries are found; the default where that is left open, None where none are.
+
+    Raises:
+        SpellingError: nothing is parked that could be recalled, or a storage has no slow tier.
+    """
+    if not compensation.parks:
+        if given is not None:
+            raise SpellingError(
+                f"{given.name}() finds parked entries again, but {spell(compensation)} parks none: "
+                "write park() before it."
+            )
+        return None
+    if storage != Exact():
+        raise SpellingError(
+            f"{spell(storage)} has no slow tier to park entries in: leave it out, or take drop()."
+        )
+    return _part("recall", given)
 
 
 def judges_by_prompts(scorer: Scorer) -> bool:

@@ -106,5 +106,9 @@ PRESETS: Mapping[str, str] = {
     "qaq": "blockwise() > sinks_and_window() > uniform() > qaq() > every_step()",
     "think": "blockwise() > snapkv() > uniform() > think()",
     "minicache": "blockwise() > sinks_and_window() > uniform() > minicache()",
+    "icecache": (
+        "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
+        "park() > dci() > lagged(tokens=16)"
+    ),
     "random": "blockwise() > random() > uniform()",
 }

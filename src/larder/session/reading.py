@@ -15,6 +15,7 @@ from larder.core.spec import ModelSpec
 from larder.core.spelling import spell
 from larder.models.decoder import Decoder
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.facts import only
 from larder.policy.planner import Planner
 from larder.prefill.base import Progress, silent
 from larder.prefill.meter import Meter
@@ -162,10 +163,10 @@ def build(
     tokens = policy.timing.reading_tokens(held)
     _check_room(policy, held)
     planner, quotas = _ready(desk, policy, tokens, len(ids))
-    form = Form.DENSE if tokens == WITHOUT_LIMIT else Form(policy.storage.form)
+    form = _form(policy, tokens)
     shelf, reader = Shelf(spec, ()), Reader(desk.decoder, planner, tokens, quotas, meter)
     ledger = Ledger() if form is Form.DENSE else planner.ledger
-    kept = ledger, policy.storage.codecs, policy.storage.pairing
+    kept = ledger, policy.storage.codecs, policy.storage.pairing, policy.parking
     lanes = [Lane(SequenceCache(spec, form, *kept), book, shelf.add) for book in books]
     if not ids:
         for lane in lanes:
@@ -196,8 +197,10 @@ def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending
 
 def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Planner, dict[int, int]]:
     """The planner with its measurements, and how many entries each layer may hold."""
-    facts = desk.calibrate(policy.calibrations)
-    layers = tuple(layer.index for layer in desk.decoder.spec.managed)
+    managed = tuple(layer.index for layer in desk.decoder.spec.managed)
+    dense = 0 if policy.recall is None else policy.recall.dense
+    layers = tuple(index for index in managed if index >= dense)
+    facts = only(desk.calibrate(policy.calibrations), managed, layers)
     planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.unit.lexicon))
     if tokens == WITHOUT_LIMIT:
         return planner, {}
@@ -223,6 +226,8 @@ def entries_of(policy: Policy, spec: ModelSpec) -> int:
         UsageError: there is no limit whose bytes could be shared.
     """
     tokens, storage = tokens_of(policy), policy.storage
+    if policy.recall is not None:
+        return _beside_pages(policy, tokens)
     if tokens != WITHOUT_LIMIT:
         return storage.entries(tokens, spec.managed, spec.dtype.itemsize)
     if storage.codecs or storage.form != Form.RAGGED.value:
@@ -231,6 +236,35 @@ def entries_of(policy: Policy, spec: ModelSpec) -> int:
             "take uniform(kept=1.0) for as many bytes as the context takes, or less."
         )
     return tokens
+
+
+def _beside_pages(policy: Policy, tokens: int) -> int:
+    """Entries per kv head that stay in the fast tier for good.
+
+    Raises:
+        BudgetError: recalled pages leave no room for any.
+        UsageError: there is no limit, so nothing is ever parked.
+    """
+    recall = policy.recall
+    assert recall is not None and recall.tokens is not None  # filled in by `Policy.filled`
+    if tokens == WITHOUT_LIMIT:
+        raise UsageError(
+            f"{spell(policy.budget)} keeps everything, so nothing is parked that {spell(recall)} "
+            "could find: take uniform(), or drop() in place of park()."
+        )
+    if recall.tokens >= tokens:
+        raise BudgetError(
+            f"The budget of {tokens} tokens has no room beside the {recall.tokens} that "
+            f"{spell(recall)} fetches: raise --budget, or fetch fewer."
+        )
+    return tokens - recall.tokens
+
+
+def _form(policy: Policy, tokens: int) -> Form:
+    """How the managed layers are held."""
+    if policy.recall is not None:
+        return Form.TIERED
+    return Form.DENSE if tokens == WITHOUT_LIMIT else Form(policy.storage.form)
 
 
 def tokens_of(policy: Policy) -> int:

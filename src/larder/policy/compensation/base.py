@@ -15,6 +15,7 @@ class Compensation(ABC):
 
     ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
     folds: ClassVar[bool] = True  # whether entries become sums of entries
+    parks: ClassVar[bool] = False  # whether what is rejected goes to a slow tier
     # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
 
