@@ -269,3 +269,22 @@ def test_a_change_that_fails_parks_nothing(monkeypatch) -> None:
     with pytest.raises(MemoryError):
         store.apply(keeping(store, Random(1)))
     assert store.parked().lengths == before
+
+
+def test_what_a_plan_drops_is_in_no_tier() -> None:
+    store = a_tiered()
+    append(store, draw(LAYER, 6, 0, 1))
+    plan = replace(a_plan([[0, 5], [1, 2, 5]], [6, 6]), dropped=torch.tensor([1, 3, 10]))
+    store.apply(plan)
+    assert (store.lengths, store.parked().lengths) == ((2, 3), (2, 2))
+    assert store.parked().packed_positions().tolist() == [2, 4, 0, 3]
+
+
+@pytest.mark.parametrize("wrong", [[3, 1], [1, 1], [0], [12]])
+def test_only_what_is_rejected_can_be_dropped(wrong) -> None:
+    store = a_tiered()
+    append(store, draw(LAYER, 6, 0, 1))
+    plan = replace(a_plan([[0, 5], [1, 2, 5]], [6, 6]), dropped=torch.tensor(wrong))
+    with pytest.raises(CacheError, match="drop what is rejected, sorted"):
+        store.apply(plan)
+    assert (store.lengths, store.parked().lengths) == ((6, 6), (0, 0))

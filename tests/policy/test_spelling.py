@@ -19,7 +19,9 @@ from larder.policy.joining import Unasked, Unobserved
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.prefill_only import PrefillOnly
-from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy, judges_by_prompts
+from larder.prefill.schedules.whole import Whole
+from larder.session.agreeing import judges_by_prompts
+from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
 from larder.session.presets import PRESETS
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
@@ -82,6 +84,8 @@ def test_any_policy_round_trips(slots) -> None:
         parts["recall"] = None
     else:
         parts["storage"] = Exact()
+    if parts["compensation"].once:
+        parts["schedule"] = Whole()
     policy = Policy(**parts)
     written = str(policy)
     assert Policy.parse(written) == policy
@@ -122,6 +126,10 @@ WRONG = {
     "flat()": (SpellingError, "flat() finds parked entries again, but drop() parks none: write"),
     "park() > quantized()": (SpellingError, "has no slow tier to park entries in: leave it out"),
     "park(host_mib=0)": (BadParameter, "park.host_mib must be at least 1 MiB, got 0"),
+    'blockwise() > park(cut="split")': (SpellingError, "cuts a text once, when all of it was read"),
+    'whole() > park(cut="budgets", size=0.5)': (BadParameter, "at least 1 budget, got 0.5"),
+    'whole() > park(cut="share", size=0)': (BadParameter, "be a share in (0, 1], got 0.0"),
+    "park(tokens=0)": (BadParameter, "park.tokens must be at least 1, got 0"),
     "park() > flat(tokens=100, page=16)": (BadParameter, "pages of 16 do not divide: give 96"),
     "park() > flat(dense=-1)": (BadParameter, "flat.dense must be at least 0 layers, got -1"),
     "patched() > every_step()": (SpellingError, "not read while text is generated"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Int8
+from jaxtyping import Int8, Int64
 from torch import Tensor
 
 from larder.core.errors import CacheError
@@ -38,6 +38,16 @@ def check_kept(plan: Plan, lengths: tuple[int, ...]) -> None:
             f"The kept entries of a plan must ascend and lie within their own heads, which hold "
             f"{lengths} packed entries, but they do not: sort them, and count them in the plan's "
             "lengths head by head."
+        )
+
+
+def check_dropped(plan: Plan, gone: Int64[Tensor, " G"]) -> None:
+    """See that what a plan drops is among what it rejects. Raises: CacheError: it is not."""
+    dropped = plan.dropped.cpu()
+    if bool((dropped.diff() <= 0).any()) or not bool(torch.isin(dropped, gone).all()):
+        raise CacheError(
+            f"A plan drops {len(dropped)} entries, but not all of them once, in order, and among "
+            f"the {len(gone)} that it does not keep: drop what is rejected, sorted."
         )
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.base import Attended, Store
-from larder.cache.checking import check_kept, refuse_grades
+from larder.cache.checking import check_dropped, check_kept, refuse_grades
 from larder.cache.pool import Pool
 from larder.cache.ragged import Ragged
 from larder.cache.recalling import estimated, everything, mixed_in
@@ -34,7 +34,7 @@ from larder.core.recall import Found, Parking, Search
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.merging import merge
-from larder.ops.packing import rows_of
+from larder.ops.packing import heads_among, rows_of
 
 SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # names in a state
 
@@ -223,7 +223,7 @@ class Tiered(Store):
         self._known = (0,) * self.layer.kv_heads
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
-        """Park what a plan rejects, then have the ragged part carry it out."""
+        """Park what a plan rejects and does not drop, then have the ragged part carry it out."""
         refuse_grades(plan)
         if len(plan.folds):
             raise CacheError(
@@ -234,6 +234,7 @@ class Tiered(Store):
         self._fast.check_numbers(plan)
         held = self._fast.entries()
         gone = _rejected(plan, sum(held.lengths))
+        check_dropped(plan, gone)
         if not len(gone):
             change(plan)
             self.replaced_bytes = self._fast.replaced_bytes
@@ -243,8 +244,9 @@ class Tiered(Store):
                 f"Layer {self.layer.index} parks nothing, but a plan rejects {len(gone)} of its "
                 "entries: leave the first layers that a policy calls dense out of its plans."
             )
-        lengths = torch.tensor(held.lengths) - torch.tensor(plan.lengths)
-        self._slow.add(_sheaf(held, gone, lengths))
+        parked = gone[~torch.isin(gone, plan.dropped.cpu())] if len(plan.dropped) else gone
+        lengths = torch.bincount(heads_among(parked, held.lengths), minlength=len(held.lengths))
+        self._slow.add(_sheaf(held, parked, lengths))
         try:
             change(plan)
         except BaseException:

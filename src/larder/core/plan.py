@@ -58,6 +58,8 @@ class Plan:
             empty where all keep the grade they have.
         channels: a weight per channel of each head's keys [K, D], for grades that choose or level
             channels by it; empty where each group shall go by its own keys.
+        dropped: indices, ascending, of those that do not stay and go for good, where a compensation
+            parks the rest; where it parks nothing, all of them go.
     """
 
     kept: Int64[Tensor, " T"]
@@ -67,6 +69,7 @@ class Plan:
     scalars: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     grades: Int8[Tensor, " G"] = field(default_factory=lambda: nothing(torch.int8, 0))
     channels: Float[Tensor, "K D"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
+    dropped: Int64[Tensor, " X"] = field(default_factory=lambda: nothing(torch.int64, 0))
 
     @staticmethod
     def from_mask(keep: PackedMask, lengths: tuple[int, ...]) -> Plan:

@@ -36,6 +36,7 @@ from larder.policy.units.token import Token
 from larder.policy.values.base import ValueRule
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
+from larder.session.agreeing import check_cut, check_storage, check_timing
 from larder.session.arrangements.base import Arrangement
 from larder.session.presets import PRESETS
 
@@ -126,8 +127,9 @@ class Policy:
             )
         given = dict(zip(slots, calls, strict=True))
         chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in CHOSEN_LATER}
-        _check_timing(chosen["scorer"], chosen["timing"])
-        _check_storage(chosen["compensation"], chosen["storage"])
+        check_timing(chosen["scorer"], chosen["timing"])
+        check_storage(chosen["compensation"], chosen["storage"])
+        check_cut(chosen["schedule"], chosen["compensation"])
         recall = _recall(chosen["compensation"], chosen["storage"], given.get("recall"))
         return Policy(**chosen, recall=recall, **_joining(chosen["scorer"], given))
 
@@ -172,7 +174,10 @@ class Policy:
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
         own = _blocked(schedule, tokens, block)
-        return replace(self, budget=budget, schedule=own, recall=self._recalling(tokens))
+        settled = self.compensation.under(tokens), self._recalling(tokens)
+        return replace(
+            self, budget=budget, schedule=own, compensation=settled[0], recall=settled[1]
+        )
 
     def _recalling(self, tokens: int) -> Recall | None:
         """The recall part with its size filled in."""
@@ -219,24 +224,6 @@ def _blocked(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
     return replace(schedule, tokens=size)  # pyright: ignore
 
 
-def _check_timing(scorer: Scorer, timing: Timing) -> None:
-    """Raises: SpellingError: a prompt of the scorer's own would have to be read at every step."""
-    if timing.excess() is not None and judges_by_prompts(scorer):
-        raise SpellingError(
-            f"{spell(scorer)} judges by prompts read behind the cache, which are not read while "
-            f"text is generated: leave {spell(timing)} out, or take another scorer."
-        )
-
-
-def _check_storage(compensation: Compensation, storage: Storage) -> None:
-    """Raises: SpellingError: entries would be merged into what is held rounded or shared."""
-    if compensation.folds and not storage.is_whole:
-        raise SpellingError(
-            f"{spell(compensation)} merges entries into others, which {spell(storage)} does not "
-            "hold whole: take drop(), or leave the storage out."
-        )
-
-
 def _recall(compensation: Compensation, storage: Storage, given: Call | None) -> Recall | None:
     """How parked entries are found; the default where that is left open, None where none are.
 
@@ -255,11 +242,6 @@ def _recall(compensation: Compensation, storage: Storage, given: Call | None) ->
             f"{spell(storage)} has no slow tier to park entries in: leave it out, or take drop()."
         )
     return _part("recall", given)
-
-
-def judges_by_prompts(scorer: Scorer) -> bool:
-    """Whether a scorer has anything read behind the cache before it judges."""
-    return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.wanted(), (0,))))
 
 
 def _joining(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:

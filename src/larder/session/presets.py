@@ -9,6 +9,12 @@ for. `squeeze_attention`, `cam` and `kvmerger` stand on top of another method: h
 
 `laq` and `dapq` are made for contexts that end with the question. Here questions come later: `laq`
 drafts an answer to a general request in its place, and `dapq` goes without.
+
+From `icecache` to `exact_topk`, what is rejected is parked and found again. Sinks and windows are
+inside the budget; where papers have them for budgets of thousands they are smaller here
+(`pqcache`, `token_select`, `retrieval_attention`, `icecache_small`). Where a paper does not say
+that its first layers are spared, none are. `rocketkv`, `sentencekv` and `mpcache` cut the text
+once for good before they search what is left.
 """
 
 from __future__ import annotations
@@ -109,6 +115,62 @@ PRESETS: Mapping[str, str] = {
     "icecache": (
         "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
         "park() > dci() > lagged(tokens=16)"
+    ),
+    "icecache_small": (
+        "blockwise() > protect(sinks=8, recent=9) > sinks_and_window(sinks=8) > uniform() > "
+        "park() > dci(page=4) > lagged(tokens=4)"
+    ),
+    "quest": (
+        "blockwise() > protect(sinks=0, recent=16) > sinks_and_window(sinks=0) > uniform() > "
+        "park() > bounds(page=16) > lagged(tokens=16)"
+    ),
+    "arkvale": (
+        "blockwise() > protect(sinks=32, recent=64) > sinks_and_window(sinks=32) > uniform() > "
+        'park() > bounds(page=32, digest="arkvale") > lagged(tokens=32)'
+    ),
+    "clusterkv": (
+        "blockwise() > protect(sinks=16, recent=32) > sinks_and_window(sinks=16) > uniform() > "
+        "park() > clusters() > lagged(tokens=320)"
+    ),
+    "pqcache": (
+        "blockwise() > protect(sinks=32, recent=0.5) > sinks_and_window(sinks=32) > uniform() > "
+        "park() > pq(dense=0) > lagged(tokens=16)"
+    ),
+    "sparq": (
+        "blockwise() > protect(sinks=0, recent=0.25) > sinks_and_window(sinks=0) > uniform() > "
+        "park() > sparq(dense=0) > lagged(tokens=16)"
+    ),
+    "token_select": (
+        "blockwise() > protect(sinks=16, recent=0.2) > sinks_and_window(sinks=16) > uniform() > "
+        "park() > votes(dense=0) > lagged(tokens=16)"
+    ),
+    "retrieval_attention": (
+        "blockwise() > protect(sinks=32, recent=32) > sinks_and_window(sinks=32) > uniform() > "
+        "park() > graph(tokens=100, dense=0) > lagged(tokens=16)"
+    ),
+    "retroinfer": (
+        "blockwise() > protect(sinks=4, recent=64) > sinks_and_window() > uniform() > "
+        "park() > wave(dense=0) > lagged(tokens=16)"
+    ),
+    "sentencekv": (
+        "whole() > protect(sinks=4, recent=32) > snapkv() > uniform() > "
+        'park(cut="budgets", size=3) > sentences(dense=0) > lagged(tokens=16)'
+    ),
+    "fasa": (
+        "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > uniform() > "
+        "park() > fasa(dense=0) > lagged(tokens=16)"
+    ),
+    "rocketkv": (
+        "whole() > protect(sinks=0, recent=32) > snapkv(kernel=63) > uniform() > "
+        'park(cut="split") > rocket(ratio=6, dense=0) > lagged(tokens=16)'
+    ),
+    "mpcache": (
+        "whole() > protect(sinks=4, recent=32) > snapkv() > uniform() > "
+        'park(cut="share", size=0.75) > mpcache(dense=0) > lagged(tokens=16)'
+    ),
+    "exact_topk": (
+        "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
+        "park() > flat() > lagged(tokens=16)"
     ),
     "random": "blockwise() > random() > uniform()",
 }

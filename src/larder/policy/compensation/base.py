@@ -19,6 +19,16 @@ class Compensation(ABC):
     # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def once(self) -> bool:
+        """Whether it judges a text as one, so that it must be read before anything goes."""
+        return False
+
+    def under(self, tokens: int) -> Compensation:
+        """The same under a budget of `tokens` entries per kv head."""
+        del tokens
+        return self
+
     @abstractmethod
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
         """The plan with the rejected entries' fate added.

@@ -4,16 +4,40 @@ Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-S
 (2026), arXiv:2604.10539, does so with all but the first and latest tokens. Any scorer can stand
 before it: what it scores highest stays in the fast tier, and the recall part of the policy finds
 the rest. Nothing is lost: a text is read with attention to all of it, whatever the budget.
+
+Unless a cut is asked for, which drops the entries of the lowest scores for good, once, when the
+text has been read. `split` is the first stage of Behnam et al., "RocketKV: Accelerating
+Long-Context LLM Inference via Two-Stage KV Cache Compression" (2025), arXiv:2502.14051: of n
+entries under a budget of M there stay n / z**r with z = n / M and
+r = min(0.2 + 0.06 * log2(z), 0.8), so that search has the rest of the way to go. `budgets` keeps a
+number of budgets, as Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic
+KV Caching" (2025), arXiv:2504.00970, and `share` a share of the text, as Zeng et al., "MPCache:
+MPC-Friendly KV Cache Eviction for Efficient Private Large Language Model Inference" (2025),
+arXiv:2501.06807. What stays in the fast tier counts. Unlike RocketKV, whose number leaves room for
+what is generated, nothing that is generated is ever dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, Scored, Stage
 from larder.core.plan import Plan
+from larder.ops.marking import marks_of, places_unmarked
+from larder.ops.topk import top_of_heads
 from larder.policy.compensation.base import Compensation
+
+
+class Cut(Enum):
+    """What is dropped before the rest is parked, once the text has been read."""
+
+    NOTHING = "nothing"
+    SPLIT = "split"
+    BUDGETS = "budgets"
+    SHARE = "share"
 
 
 @dataclass(frozen=True)
@@ -23,19 +47,58 @@ class Park(Compensation):
     Args:
         host_mib: the most that they may take there, in MiB per cache; left open, as much as the
             machine has.
+        cut: `nothing` is dropped; `split` keeps as many as RocketKV, `budgets` so many budgets, and
+            `share` such a share of the text, over both tiers.
+        size: the number of budgets, at least 1, or the share, in (0, 1].
+        tokens: the budget of a cut, in entries per kv head; left open, the policy's.
     """
 
     host_mib: int | None = None
+    cut: Cut = Cut.NOTHING
+    size: float = 1.0
+    tokens: int | None = None
     folds = False
     parks = True
 
     def __post_init__(self) -> None:
         if self.host_mib is not None and self.host_mib < 1:
             raise BadParameter(f"park.host_mib must be at least 1 MiB, got {self.host_mib}.")
+        if self.cut is Cut.SHARE and not 0 < self.size <= 1:
+            raise BadParameter(f"park.size must be a share in (0, 1], got {self.size}.")
+        if self.cut is Cut.BUDGETS and not 1 <= self.size < math.inf:
+            raise BadParameter(f"park.size must be at least 1 budget, got {self.size}.")
+        if self.tokens is not None and self.tokens < 1:
+            raise BadParameter(f"park.tokens must be at least 1, got {self.tokens}.")
+
+    @property
+    def once(self) -> bool:
+        return self.cut is not Cut.NOTHING
+
+    def under(self, tokens: int) -> Park:
+        if not self.once or self.tokens is not None:
+            return self
+        return replace(self, tokens=tokens)
 
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
-        del entries, scored
-        return plan
+        if not self.once or scored.stage is not Stage.READING or not entries.lengths:
+            return plan
+        stays = max(self.remaining(max(entries.lengths)), *plan.lengths, 0)
+        kept = marks_of(plan.kept, sum(entries.lengths))
+        scores = scored.ranked()
+        left = top_of_heads(scores, entries.lengths, stays, kept)
+        return replace(plan, dropped=places_unmarked(marks_of(left, len(kept))))
+
+    def remaining(self, held: int) -> int:
+        """Entries per kv head that a cut leaves of those that are held."""
+        budget = held if self.tokens is None else self.tokens
+        if self.cut is Cut.SHARE:
+            return math.ceil(self.size * held)
+        if self.cut is Cut.BUDGETS:
+            return min(held, math.ceil(self.size * budget))
+        times = held / budget
+        if self.cut is Cut.NOTHING or times <= 1:
+            return held
+        return math.ceil(held / times ** min(0.2 + 0.06 * math.log2(times), 0.8))
 
 
 Part = Park

@@ -1,0 +1,44 @@
+"""Which parts of a policy do not go together, told when it is parsed."""
+
+from __future__ import annotations
+
+from larder.core.errors import SpellingError
+from larder.core.spelling import spell
+from larder.policy.compensation.base import Compensation
+from larder.policy.scorers.base import Scorer
+from larder.policy.storage.base import Storage
+from larder.policy.timing.base import Timing
+from larder.prefill.base import Schedule
+from larder.prefill.schedules.whole import Whole
+
+
+def check_timing(scorer: Scorer, timing: Timing) -> None:
+    """Raises: SpellingError: a prompt of the scorer's own would have to be read at every step."""
+    if timing.excess() is not None and judges_by_prompts(scorer):
+        raise SpellingError(
+            f"{spell(scorer)} judges by prompts read behind the cache, which are not read while "
+            f"text is generated: leave {spell(timing)} out, or take another scorer."
+        )
+
+
+def check_storage(compensation: Compensation, storage: Storage) -> None:
+    """Raises: SpellingError: entries would be merged into what is held rounded or shared."""
+    if compensation.folds and not storage.is_whole:
+        raise SpellingError(
+            f"{spell(compensation)} merges entries into others, which {spell(storage)} does not "
+            "hold whole: take drop(), or leave the storage out."
+        )
+
+
+def check_cut(schedule: Schedule, compensation: Compensation) -> None:
+    """Raises: SpellingError: a text would be cut once, but is read in blocks with plans between."""
+    if compensation.once and not isinstance(schedule, Whole):
+        raise SpellingError(
+            f"{spell(compensation)} cuts a text once, when all of it was read, but "
+            f"{spell(schedule)} plans in between: take whole(), or park() without a cut."
+        )
+
+
+def judges_by_prompts(scorer: Scorer) -> bool:
+    """Whether a scorer has anything read behind the cache before it judges."""
+    return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.wanted(), (0,))))

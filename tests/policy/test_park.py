@@ -1,0 +1,61 @@
+"""What a cut drops for good before the rest is parked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, some_entries
+from larder.core.observation import Scored, Stage
+from larder.policy.compensation.park import Cut, Park
+from references.park import dropped, split
+
+HELD, KEPT = [range(30), range(4, 30)], [[0, 3, 7, 29], [0, 20, 25]]
+
+
+def scored(stage: Stage = Stage.READING) -> Scored:
+    source = torch.Generator().manual_seed(3)
+    scores = torch.randint(0, 9, (56,), generator=source).float()
+    return Scored(scores, torch.zeros(56, dtype=torch.bool), (30, 26), stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("part", "stays"),
+    [
+        (Park(cut=Cut.SPLIT, tokens=8), split(30, 8)),
+        (Park(cut=Cut.BUDGETS, size=1.5, tokens=8), 12),
+        (Park(cut=Cut.SHARE, size=0.75), 23),
+        (Park(cut=Cut.SHARE, size=0.05), 2),  # fewer than stay in the fast tier
+    ],
+)
+def test_a_cut_drops_the_lowest_scores_of_each_head(part, stays) -> None:
+    entries, judged = some_entries(a_layer(2, 2), HELD), scored()
+    plan = a_plan(KEPT, entries.lengths)
+    settled = part.settle(plan, entries, judged)
+    scores = [head.tolist() for head in torch.split(judged.scores, [30, 26])]
+    one, other = dropped(scores, KEPT, stays)
+    assert one and settled.dropped.tolist() == [*one, *(30 + s for s in other)]
+    assert torch.equal(settled.kept, plan.kept)
+
+
+def test_nothing_that_is_generated_is_dropped_and_nothing_without_a_cut() -> None:
+    entries = some_entries(a_layer(2, 2), HELD)
+    plan = a_plan(KEPT, entries.lengths)
+    cutting = Park(cut=Cut.SHARE, size=0.5)
+    assert not len(cutting.settle(plan, entries, scored(Stage.GENERATING)).dropped)
+    assert not len(Park().settle(plan, entries, scored()).dropped)
+
+
+@pytest.mark.parametrize("held", [4, 8, 9, 100, 1500, 128_000])
+def test_the_split_is_rocketkvs(held) -> None:
+    left = Park(cut=Cut.SPLIT, tokens=8).remaining(held)
+    assert left == split(held, 8)
+    assert min(held, 8) <= left <= held
+
+
+def test_a_budget_left_open_is_the_policys() -> None:
+    assert Park(cut=Cut.SPLIT).under(64) == Park(cut=Cut.SPLIT, tokens=64)
+    assert Park(cut=Cut.SPLIT, tokens=9).under(64).tokens == 9
+    assert Park().under(64) == Park() != replace(Park(), tokens=64)
