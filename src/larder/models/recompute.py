@@ -1,0 +1,195 @@
+"""Keys and values once more, from what entered the layers instead of from storage.
+
+Qasim et al., "The Residual Stream Is All You Need: On the Redundancy of the KV Cache in
+Transformer Inference" (2026), arXiv:2603.19664: keys and values of a layer are its own norm,
+projections and rotation of the residual stream before it, so whoever holds that stream need not
+hold them. Two ways, which the paper's abstract does not keep apart:
+
+project    A residual per token and layer. Each layer's keys and values follow from its own
+           residual, without any attention, in any order, of any tokens.
+reread     One residual per token, before one layer. Those behind it follow only by running the
+           model from there over all tokens in order, attention included. The paper's 5 KB a token
+           are these; before layer 0 they follow from the token id, which takes 4 bytes.
+
+Whatever a layer is told beside its input (positions, rotations, kinds of attention) it is told by
+the model itself, which runs with its other layers left out; what a layer does with it is caught
+where it calls attention, and it is stopped there. So queries are made, too, and thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import CacheError, ModelError
+from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.models.decoder import SURVEY_TOKENS, Decoder
+from larder.models.passes import Observer, Recorded, Row
+from larder.models.residuals import Residuals
+from larder.models.stack import Stack
+from larder.models.verification import TOLERANCE
+
+BLOCK_TOKENS = 512
+
+
+class Recompute:
+    """Rebuilds what a decoder's caches would hold; the decoder is only used, never changed.
+
+    Raises:
+        ModelError: a layer's keys or values do not follow from what enters it and positions alone.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._base: Any = decoder.module.base_model
+        self._stack = Stack(self._base, len(decoder.spec.layers))
+        self._probed = self._stack.visiting(
+            {index: partial(_probe, index) for index in range(len(decoder.spec.layers))}
+        )
+        self._check()
+
+    def read(self, row: Row, residuals: Residuals, observer: Observer | None = None) -> None:
+        """Read a row into its cache, and keep what enters the layers that `residuals` names."""
+        with residuals.taking(self._stack.layers):
+            self._decoder.read([row], Mode.APPEND, observer)
+
+    @torch.no_grad()
+    def project(
+        self, residuals: Mapping[int, Float[Tensor, "S hidden"]], positions: Positions
+    ) -> dict[int, tuple[Keys, Values]]:
+        """Keys and values of some layers, each from its own residuals of the same tokens.
+
+        Args:
+            residuals: by layer.
+            positions: true positions of the tokens.
+        """
+        probe = _Probe(residuals)
+        like = next(iter(residuals.values()))
+        self._probed(
+            inputs_embeds=like[None], position_ids=positions[None], use_cache=False, larder=probe
+        )
+        return probe.found
+
+    @torch.no_grad()
+    def reread(
+        self,
+        depth: int,
+        residuals: Float[Tensor, "S hidden"],
+        cache: SequenceCache,
+        block: int = BLOCK_TOKENS,
+    ) -> None:
+        """Run the layers from `depth` on over what entered the first of them, into a cache.
+
+        The cache must hold nothing in those layers, and be given back everything that the first
+        reading saw: after an eviction nothing is exact any more. Layers before `depth` are left
+        as they are. Equal blocks give equal bits.
+
+        Raises:
+            CacheError: the cache already holds something there. One that fails halfway is spoiled.
+        """
+        if cache.next_position or any(map(sum, cache.lengths()[depth:])):
+            raise CacheError(
+                f"Layers from {depth} on are to be rebuilt from the first token, but the cache "
+                "already holds entries there: take an empty one."
+            )
+        model = self._stack.visiting({index: _pass_by for index in range(depth)})
+        try:
+            for part in residuals.split(block):
+                self._run_on(model, part, cache)
+        except BaseException:
+            cache.spoil()
+            raise
+
+    def _run_on(self, model: Any, part: Float[Tensor, "Q hidden"], cache: SequenceCache) -> None:
+        first = cache.next_position
+        positions = torch.arange(first, first + len(part), device=part.device)
+        own = _Appending(cache, positions)
+        model(inputs_embeds=part[None], position_ids=positions[None], use_cache=False, larder=own)
+        cache.advance(len(part))
+
+    def _check(self) -> None:
+        """Believe no architecture: rebuild what a short text gives."""
+        spec = self._decoder.spec
+        seen: dict[int, Recorded] = {}
+
+        def watch(row: int, layer: int, recorded: Recorded) -> None:
+            seen[layer] = recorded
+
+        count = min(SURVEY_TOKENS, self._decoder.vocabulary)
+        residuals = Residuals(range(len(spec.layers)))
+        self.read(Row(SequenceCache(spec, Form.DENSE), tuple(range(count))), residuals, watch)
+        held = {layer: residuals.before(layer) for layer in residuals.layers}
+        found = self.project(held, seen[0].positions)
+        for layer, recorded in seen.items():
+            for got, own in zip(found[layer], (recorded.keys, recorded.values), strict=True):
+                error = float((got - own).abs().max() / own.abs().max().clamp_min(1e-6))
+                if not error <= TOLERANCE[spec.dtype]:
+                    raise ModelError(
+                        f"Layer {layer} of {type(self._decoder.module).__name__} makes other keys "
+                        f"or values from the same input (difference {error:.2g} of the largest): "
+                        "they cannot be recomputed, hold them instead."
+                    )
+
+
+class _Stopped(Exception):
+    """A layer has called attention; nothing behind that is wanted."""
+
+
+class _Probe:
+    """Stands in for a pass: notes what each layer makes of its own residuals, and stops it."""
+
+    def __init__(self, residuals: Mapping[int, Float[Tensor, "S hidden"]]) -> None:
+        self.residuals = residuals
+        self.found: dict[int, tuple[Keys, Values]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Queries:
+        del queries, scaling, sliding_window
+        self.found[layer] = keys, values
+        raise _Stopped
+
+
+class _Appending:
+    """Stands in for a pass over one cache, some of whose layers may never call."""
+
+    def __init__(self, cache: SequenceCache, positions: Positions) -> None:
+        self._cache, self._positions = cache, positions
+
+    def attend(
+        self,
+        layer: int,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Queries:
+        del scaling, sliding_window
+        told = self._positions, Mode.APPEND, (len(self._positions),)
+        return self._cache.attend(layer, queries, keys, values, *told)
+
+
+def _probe(index: int, layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
+    probe: _Probe = options["larder"]
+    if index in probe.residuals:
+        try:
+            layer(probe.residuals[index][None], *rest, **options)
+        except _Stopped:
+            return
+
+
+def _pass_by(layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
+    """Leave a layer out."""

@@ -1,0 +1,207 @@
+"""Keys and values rebuilt from what entered the layers are those that were cached."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import CacheError, ModelError
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.passes import Row
+from larder.models.recompute import Recompute
+from larder.models.residuals import Residuals
+from larder.models.stack import Stack
+from larder.models.tiny import tiny
+from reading import cuts, read_on, some_ids
+
+READ, BLOCK = 45, 16
+TOLERANCE = 1e-5
+
+
+def read_and_kept(decoder: Decoder) -> tuple[Recompute, Residuals, SequenceCache]:
+    """45 tokens read by blocks of 16, with what entered every layer."""
+    recompute, layers = Recompute(decoder), range(len(decoder.spec.layers))
+    residuals, cache = Residuals(layers), SequenceCache(decoder.spec, Form.DENSE)
+    for start, stop in cuts(READ, BLOCK):
+        recompute.read(Row(cache, some_ids(READ)[start:stop]), residuals)
+    return recompute, residuals, cache
+
+
+def projected(recompute: Recompute, residuals: Residuals, places: Tensor) -> dict:
+    return recompute.project({i: residuals.before(i)[places] for i in residuals.layers}, places)
+
+
+def farthest(found: dict, places: Tensor, cache: SequenceCache) -> float:
+    """Largest difference to what a cache holds of some tokens; windows hold but the last."""
+    state, errors = cache.state(), []
+    for layer, entries in found.items():
+        at = state[f"{layer}.positions"].long()
+        held = torch.isin(places, at)
+        if not held.any():
+            continue
+        rows = (places[held, None] == at).int().argmax(1)
+        for name, own in zip(("keys", "values"), entries, strict=True):
+            errors.append(float((own[:, held] - state[f"{layer}.{name}"][:, rows]).abs().max()))
+    return max(errors)
+
+
+def differences(one: SequenceCache, other: SequenceCache, first: int = 0) -> float:
+    """Largest difference of what two caches hold from layer `first` on."""
+    own, others = one.state(), other.state()
+    names = [name for name in own if int(name.split(".")[0]) >= first]
+    return max(float((own[n].double() - others[n].double()).abs().max()) for n in names)
+
+
+def test_projected_entries_are_the_cached_ones(architecture, kv_heads, adopted) -> None:
+    recompute, residuals, cache = read_and_kept(adopted(architecture, kv_heads))
+    for start, stop in cuts(READ, BLOCK):
+        places = torch.arange(start, stop)
+        assert farthest(projected(recompute, residuals, places), places, cache) == 0
+
+
+def test_any_tokens_are_projected_in_any_order(architecture, adopted) -> None:
+    recompute, residuals, cache = read_and_kept(adopted(architecture))
+    places = torch.randperm(READ, generator=torch.Generator().manual_seed(0))[:19]
+    places[0] = READ - 1
+    found = projected(recompute, residuals, places)
+    assert farthest(found, places, cache) < TOLERANCE
+    wrong = projected(recompute, residuals, places.roll(1))
+    assert farthest(wrong, places, cache) > 0.1
+
+
+def test_layers_that_are_not_asked_for_are_not_projected(three_layers) -> None:
+    recompute, residuals, cache = read_and_kept(three_layers)
+    places = torch.arange(READ)
+    found = recompute.project({1: residuals.before(1)}, places)
+    assert list(found) == [1]
+    assert farthest(found, places, cache) < TOLERANCE
+
+
+def test_one_layer_as_its_formula_says(adopted) -> None:
+    decoder = adopted("qwen3")
+    recompute, residuals, _ = read_and_kept(decoder)
+    layer, entering = decoder.module.model.layers[1], residuals.before(1)
+    own, spec = layer.self_attn, decoder.spec.layers[1]
+
+    def normed(rows: Tensor, weight: Tensor) -> Tensor:
+        return rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    rows = normed(entering, layer.input_layernorm.weight)
+    values = (rows @ own.v_proj.weight.T).view(READ, spec.kv_heads, -1)
+    keys = normed((rows @ own.k_proj.weight.T).view(READ, spec.kv_heads, -1), own.k_norm.weight)
+    angles = torch.arange(READ)[:, None] * torch.tensor(spec.radians)
+    left, right = keys.chunk(2, -1)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    found = recompute.project({1: entering}, torch.arange(READ))[1]
+    assert torch.allclose(found[0], turned.transpose(0, 1), atol=TOLERANCE)
+    assert torch.allclose(found[1], values.transpose(0, 1), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_is_read_again_is_what_was_cached(architecture, adopted, depth) -> None:
+    decoder = adopted(architecture)
+    recompute, residuals, cache = read_and_kept(decoder)
+    same, other = (SequenceCache(decoder.spec, Form.DENSE) for _ in range(2))
+    recompute.reread(depth, residuals.before(depth), same, BLOCK)
+    assert differences(same, cache, depth) == 0
+    recompute.reread(depth, residuals.before(depth), other, READ)
+    at = {i: torch.arange(READ) for i in range(depth, len(decoder.spec.layers))}
+    found = recompute.project({i: residuals.before(i) for i in at}, torch.arange(READ))
+    assert farthest(found, torch.arange(READ), other) < TOLERANCE
+    assert not any(map(sum, same.lengths()[:depth]))
+
+
+def test_generation_goes_on_from_what_was_read_again(architecture, adopted) -> None:
+    decoder = adopted(architecture)
+    recompute, residuals, cache = read_and_kept(decoder)
+    again = SequenceCache(decoder.spec, Form.RAGGED)
+    recompute.reread(0, residuals.before(0), again, 7)
+    assert again.next_position == READ
+    more = some_ids(9, seed=1)
+    got, expected = (read_on(decoder, each, more, 1) for each in (again, cache))
+    assert (got - expected).abs().max() < 1e-4
+
+
+def test_layers_before_the_residual_keep_their_entries(three_layers) -> None:
+    recompute, residuals, cache = read_and_kept(three_layers)
+    spec, state = three_layers.spec, cache.state()
+    empty = SequenceCache(spec, Form.DENSE)
+    below = {name: tensor for name, tensor in state.items() if name.startswith("0.")}
+    held = SequenceCache.adopt(spec, empty.state() | below, empty.meta())
+    recompute.reread(1, residuals.before(1), held, BLOCK)
+    assert differences(held, cache) == 0
+
+
+def test_bytes_are_those_of_the_residuals(three_layers) -> None:
+    _, residuals, _ = read_and_kept(three_layers)
+    assert residuals.nbytes == 3 * READ * 64 * 4
+    assert residuals.before(2).shape == (READ, 64)
+
+
+def test_nothing_stays_on_the_model(adopted) -> None:
+    decoder = adopted("gemma3")
+    before = read_on(decoder, SequenceCache(decoder.spec, Form.DENSE), some_ids(20), 20)
+    read_and_kept(decoder)
+    layers = Stack(decoder.module.base_model, len(decoder.spec.layers)).layers
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+    assert not any("forward" in layer.__dict__ for layer in layers)
+    after = read_on(decoder, SequenceCache(decoder.spec, Form.DENSE), some_ids(20), 20)
+    assert torch.equal(before, after)
+
+
+def test_a_read_that_fails_leaves_no_residuals(three_layers) -> None:
+    recompute, residuals, cache = read_and_kept(three_layers)
+
+    def fail(row: int, layer: int, recorded: object) -> None:
+        if layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recompute.read(Row(cache, (5, 6)), residuals, fail)
+    assert {len(residuals.before(layer)) for layer in residuals.layers} == {READ}
+    assert not any(layer._forward_pre_hooks for layer in three_layers.module.model.layers)
+
+
+def test_what_is_read_again_needs_an_empty_cache(three_layers) -> None:
+    recompute, residuals, cache = read_and_kept(three_layers)
+    with pytest.raises(CacheError, match="take an empty one"):
+        recompute.reread(1, residuals.before(1), cache)
+
+
+def test_a_cache_whose_rebuilding_fails_is_spoiled(three_layers) -> None:
+    recompute, residuals, _ = read_and_kept(three_layers)
+    cache = SequenceCache(three_layers.spec, Form.DENSE)
+    with pytest.raises(RuntimeError):
+        recompute.reread(0, residuals.before(0)[:, :5], cache)
+    with pytest.raises(CacheError, match="broken off"):
+        three_layers.read([Row(cache, (5,))], Mode.SCRATCH)
+
+
+class _Moody(nn.Module):
+    """A projection that is never twice the same."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(rows) * self.calls
+
+
+def test_a_model_that_cannot_be_rebuilt_is_refused() -> None:
+    module = tiny("llama")
+    module.model.layers[1].self_attn.v_proj = _Moody(module.model.layers[1].self_attn.v_proj)
+    with Decoder(module) as decoder, pytest.raises(ModelError, match="Layer 1 of Llama"):
+        Recompute(decoder)
+
+
+def test_layers_that_cannot_be_told_are_refused() -> None:
+    base = tiny("llama").base_model
+    base.others = nn.ModuleList([nn.Identity(), nn.Identity()])
+    with pytest.raises(ModelError, match="has 2 lists of 2 modules"):
+        Stack(base, 2)
