@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import accumulate
 
 import pytest
@@ -190,6 +191,25 @@ def test_the_same_is_found_again(name) -> None:
 def test_parameters_are_checked(name, wrong) -> None:
     with pytest.raises(BadParameter, match=f"{name}."):
         RECALLS.load(name)(**wrong)
+
+
+@PARTS
+def test_a_page_holds_something_whatever_is_fetched(name) -> None:
+    part = RECALLS.load(name)
+    if "page" in {field.name for field in fields(part)}:
+        with pytest.raises(BadParameter, match=f"{name}.page must be at least 1 entry, got 0"):
+            part(page=0, tokens=16)
+
+
+@PARTS
+def test_a_first_key_of_nothing_is_an_entry_like_any_other(name) -> None:
+    tier, index = Tier(LAYER), RECALLS.load(name)().index(LAYER)
+    tier.grow((1, 0), scale=0.0)
+    index.add(tier.entries())
+    assert [[numbers for _, numbers in head] for head in pages_of(index, tier.lengths)] == [
+        [(0,)],
+        [],
+    ]
 
 
 def test_growths_are_what_they_say() -> None:

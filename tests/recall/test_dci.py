@@ -205,6 +205,14 @@ def test_pages_do_not_overflow_and_a_full_one_is_halved() -> None:
     assert sorted(len(held) for _, held in pages_of(index, tier.lengths)[0]) == [2, 3]
 
 
+def test_where_all_pages_are_wanted_none_is_missed() -> None:
+    tier, index = grown(Dci(page=4, first=0.2, beam=1), [(200, 30)])
+    found = index.find(tier.queries(), tier.entries(), max(index.counts)).pages
+    assert [sorted(set(row) - {-1}) for row in found.tolist()] == [
+        list(range(count)) for count in index.counts
+    ]
+
+
 def test_digests_stay_below_sixteen_bytes_a_key() -> None:
     layer = a_layer(kv_heads=2, group=2)
     tier, index = Tier(layer), DciIndex(Dci(), layer)

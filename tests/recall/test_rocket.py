@@ -41,7 +41,8 @@ def test_it_equals_the_loop(growths, ratio, dtype, seed) -> None:
     assert_best(index.exact(query, tier.entries(), 4).pages, of_groups(exact, 2), 4)
 
 
-@pytest.mark.parametrize("ratio", [0.5, math.inf, math.nan])
+@pytest.mark.parametrize("ratio", [0.5, 0.0, -1.0, math.inf, math.nan])
 def test_a_ratio_reads_no_more_than_there_is(ratio) -> None:
-    with pytest.raises(BadParameter, match="rocket.ratio must be at least 1, got"):
-        Rocket(ratio=ratio)
+    for tokens in (None, 16):
+        with pytest.raises(BadParameter, match="rocket.ratio must be at least 1, got"):
+            Rocket(tokens=tokens, ratio=ratio)

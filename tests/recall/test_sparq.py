@@ -12,6 +12,7 @@ from larder.core.errors import BadParameter
 from larder.recall.sparq import SparQ
 from ranks import assert_best, built, keys_of
 from references import sparq as loop
+from tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 
@@ -36,6 +37,19 @@ def test_it_equals_the_loop(growths, channels, dtype, seed) -> None:
         for k, values in enumerate(tier.values):
             mean = loop.mean_value(values.tolist(), HEAD_DIM)
             assert found.mean[k].tolist() == pytest.approx(mean, rel=1e-4, abs=1e-5)
+
+
+def test_a_head_that_sees_nothing_in_what_its_group_chose_takes_the_mean() -> None:
+    layer = a_layer(kv_heads=1, group=2)
+    tier, index = Tier(layer), SparQ().index(layer)
+    tier.grow((2,))
+    query = torch.zeros(2, HEAD_DIM)
+    query[:, 0] = torch.tensor([1.0, -1.0])
+    tier.keys[0] = torch.tensor([[1000.0], [-1000.0]]) * query[:1].sign()
+    index.add(tier.entries())
+    found = index.find(query, tier.entries(), 1)
+    assert found.pages.tolist() == [[0]]
+    assert 0 < float(found.share[1]) < 1e-30
 
 
 def test_it_reads_at_least_a_channel() -> None:

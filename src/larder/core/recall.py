@@ -141,6 +141,8 @@ class Recall(ABC):
 
     def __post_init__(self) -> None:
         name = public_name(type(self))
+        if self.page < 1:
+            raise BadParameter(f"{name}.page must be at least 1 entry, got {self.page}.")
         if self.tokens is not None and self.tokens < 1:
             raise BadParameter(f"{name}.tokens must be at least 1, got {self.tokens}.")
         if self.tokens is not None and self.tokens % self.page:

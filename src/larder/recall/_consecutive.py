@@ -13,20 +13,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import Index
 from larder.core.spec import LayerSpec
 from larder.recall._coming import check_coming
-
-
-def check_page(name: str, page: int) -> None:
-    """
-    Raises:
-        BadParameter: a page of nothing.
-    """
-    if page < 1:
-        raise BadParameter(f"{name}.page must be at least 1 entry, got {page}.")
 
 
 @dataclass

@@ -28,7 +28,7 @@ from larder.core.recall import Found, Index, Recall
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_bests
 from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex, check_page
+from larder.recall._consecutive import ConsecutiveIndex
 from larder.recall._entries import by_group, only_owned
 from larder.recall._growing import fitting, grown
 from larder.recall._heads import HeadRule, choose
@@ -55,10 +55,6 @@ class Bounds(Recall):
 
     page: int = 16
     digest: Digest = Digest.QUEST
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_page("bounds", self.page)
 
     def index(self, layer: LayerSpec) -> BoundsIndex:
         return BoundsIndex(layer, self)

@@ -93,7 +93,9 @@ class ClustersIndex(EntryIndex):
 
     def _sort(self, head: int, length: int) -> None:
         """Put entries in the order of their clusters, and of their numbers in each."""
-        labels = self._labels[head, :length].numpy().astype(np.uint16)  # sorted by radix
+        labels = self._labels[head, :length].numpy()
+        if int(self._made[head]) <= 1 << 16:
+            labels = labels.astype(np.uint16)  # sorted by radix
         self._order[head, :length] = torch.from_numpy(np.argsort(labels, kind="stable"))
         counts = np.bincount(labels, minlength=self._sizes.shape[1])
         self._sizes[head] = torch.from_numpy(counts)

@@ -44,7 +44,6 @@ from larder.core.types import Variant
 from larder.ops import dci
 from larder.ops.search import bests_by_page, interleaved, page_bests, top_rows
 from larder.recall._coming import check_coming, known_layout
-from larder.recall._consecutive import check_page
 from larder.recall._dci_build import build
 from larder.recall._dci_forest import Array, Forest
 from larder.recall._dci_levels import Levels
@@ -82,7 +81,6 @@ class Dci(Recall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_page("dci", self.page)
         for name, ratio in (("first", self.first), ("further", self.further)):
             if not 0 <= ratio <= 0.5:
                 raise BadParameter(f"dci.{name} must lie in (0, 0.5], or be 0, got {ratio}.")
@@ -128,7 +126,7 @@ class DciIndex(Index):
         forest = self.forest
         check_coming(entries, tuple(forest.known.tolist()), self._layer.index)
         coming = np.array(entries.lengths) - forest.known
-        grows = np.array(entries.lengths) >= GROWTH * np.maximum(forest.built, 1)
+        grows = np.array(entries.lengths) >= GROWTH * forest.built
         for head in np.nonzero(coming)[0].tolist():
             own = entries.head_keys(head)
             square = _largest(own[int(forest.known[head]) :])
@@ -161,7 +159,9 @@ class DciIndex(Index):
         """The best pages of each query head, and how many keys were looked at for them."""
         forest = self.forest
         layout = np.array(entries.starts), forest.tree, forest.bases, forest.levels
-        beams = np.array([self._part.width(n) for n in forest.known.tolist()])
+        known = zip(forest.known.tolist(), self.counts, strict=True)
+        # Where all pages are wanted, none may be missed: then every cell is looked into.
+        beams = np.array([self._part.width(n) if count < pages else n for n, pages in known])
         ranked, seen = dci.search(queries, entries.keys, *layout, beams, count)
         return torch.from_numpy(ranked), torch.from_numpy(seen)
 

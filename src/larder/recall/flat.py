@@ -22,7 +22,7 @@ from larder.core.recall import Found, Index, Recall
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_bests
 from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex, check_page
+from larder.recall._consecutive import ConsecutiveIndex
 from larder.recall._heads import HeadRule, choose
 
 
@@ -37,10 +37,6 @@ class Flat(Recall):
 
     page: int = 1
     heads: HeadRule = HeadRule.INTERLEAVED
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_page("flat", self.page)
 
     def index(self, layer: LayerSpec) -> Index:
         return FlatIndex(layer, self.page, self.heads)

@@ -119,6 +119,8 @@ class GraphIndex(EntryIndex):
         self._links = links
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+        if count >= max(self.counts):  # all are wanted: a walk could miss some
+            return self.exact(queries, entries, count)
         asked = by_group(queries, self.layer)
         scores = self._late(queries, entries)
         for head, built in enumerate(self._in_graph.tolist()):

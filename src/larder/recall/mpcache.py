@@ -29,7 +29,7 @@ from larder.core.recall import Found, Index, Recall
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_bests, top_rows
 from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex, check_page
+from larder.recall._consecutive import ConsecutiveIndex
 from larder.recall._entries import by_group, only_owned
 from larder.recall._growing import fitting, grown
 from larder.recall.bounds import Digest, boxes_of
@@ -53,7 +53,6 @@ class MPCache(Recall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_page("mpcache", self.page)
         if self.coarse < 1:
             raise BadParameter(f"mpcache.coarse must be at least 1 page, got {self.coarse}.")
         if not 0 < self.kept <= 1:

@@ -45,9 +45,9 @@ class Rocket(Recall):
     ratio: float = 16.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 1 <= self.ratio < math.inf:
             raise BadParameter(f"rocket.ratio must be at least 1, got {self.ratio}.")
+        super().__post_init__()  # looks at the page, which the ratio makes
 
     @property
     def page(self) -> int:

@@ -26,7 +26,6 @@ from larder.core.recall import Found, Index, Recall
 from larder.core.spec import LayerSpec
 from larder.ops.search import bests_by_page, page_bests, top_rows
 from larder.recall._coming import check_coming, known_layout
-from larder.recall._consecutive import check_page
 from larder.recall._entries import by_group, only_owned
 from larder.recall._growing import fitting, grown
 
@@ -44,10 +43,6 @@ class Sentences(Recall):
     page: int = 32
 
     tallies: ClassVar[frozenset[str]] = frozenset({"sentence"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_page("sentences", self.page)
 
     def index(self, layer: LayerSpec) -> Index:
         return SentencesIndex(layer, self.page)

@@ -28,6 +28,8 @@ from larder.ops.search import top_rows
 from larder.recall._entries import EntryIndex, EntryRecall, attention, by_group, only_owned, voted
 from larder.recall._growing import fitting, grown
 
+LEAST_SHARE = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True)
 class SparQ(EntryRecall):
@@ -68,7 +70,7 @@ class SparQIndex(EntryIndex):
         picks = top_rows(asked.abs().sum(1), self._read)  # [K, N]
         picks = picks[:, None].expand(-1, self.layer.group, -1)
         read = asked.gather(2, picks)
-        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=torch.finfo(torch.float32).tiny)
+        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=LEAST_SHARE)
         known = self.paged.known
         logits = channel_products(self._keys, picks, read, max(known))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
@@ -85,7 +87,9 @@ class SparQIndex(EntryIndex):
         owned = torch.tensor(known)
         share[(owned == 0).repeat_interleave(self.layer.group)] = 1.0  # there is nothing to mix in
         mean = (self._sums / owned.clamp(min=1)[:, None]).float()
-        return Found(pages, share=share.clamp(max=1.0), mean=mean)
+        # What a group chooses may be nothing to one of its heads: never 0, as the mean's weight is
+        # told by what the found ones have.
+        return Found(pages, share=share.clamp(LEAST_SHARE, 1.0), mean=mean)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._keys, self._sums)

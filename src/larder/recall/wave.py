@@ -28,7 +28,6 @@ from larder.core.recall import Estimate, Found, Index, Recall
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_bests, top_rows
 from larder.recall._coming import check_coming, known_layout
-from larder.recall._consecutive import check_page
 from larder.recall._entries import attention, by_group, only_owned, voted
 from larder.recall._growing import fitting, grown
 from larder.recall._scattered import Scattered, cut_clusters
@@ -56,7 +55,6 @@ class Wave(Recall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_page("wave", self.page)
         for name in ("size", "segment", "update", "iterations"):
             if (value := getattr(self, name)) < 1:
                 raise BadParameter(f"wave.{name} must be at least 1, got {value}.")
