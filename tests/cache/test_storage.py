@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from larder.cache.tiered import Tiered
 from memory import reachable_tensors, storage_bytes
 from stores import append, assert_holds, exact, extend, same
 
@@ -50,7 +51,8 @@ def test_a_fork_goes_its_own_way(subject) -> None:
     copy, untouched = store.fork(), subject.filled()[0]
     untouched.reserve(4)
     pointers = {t.untyped_storage().data_ptr() for t in store.tensors() if t.numel()}
-    assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in copy.tensors())
+    if not isinstance(store, Tiered):  # its forks share what is parked: test_tiered_forks.py
+        assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in copy.tensors())
     extend(copy, subject.tokens(3, 13, seed=5))
     copy.truncate(14)
     assert same(store, untouched)

@@ -32,8 +32,8 @@ class SequenceCache:
     It owns the storage. `next_position` is the number of tokens truly read, whatever is left of
     them. If a pass through the model fails halfway, `truncate(next_position)` puts every layer
     back, unless a plan was carried out in it: what a plan rejects is freed at once. Such a cache
-    is `spoil`ed, and of no use any more. Two threads must not use one cache; two caches share
-    nothing.
+    is `spoil`ed, and of no use any more. Two threads must not use one cache; what forks share
+    stands still.
 
     `plans` counts the changes so far that cannot be taken back: plans, and columns written.
     `tail` is what the model made of the last token, for who asks how surprising the next one is;
@@ -157,7 +157,7 @@ class SequenceCache:
     def fork(self) -> SequenceCache:
         """An independent copy, without slack."""
         self._check()
-        copy = _empty(self.spec, self.makeup)
+        copy = SequenceCache(self.spec, **vars(self.makeup))
         copy._stores = [store.fork() for store in self._stores]
         copy.makeup.connect(copy._stores)
         copy.next_position, copy.tail = self.next_position, self.tail.clone()
@@ -204,6 +204,11 @@ class SequenceCache:
     def fast_nbytes(self) -> int:
         """Bytes of them in the model's memory, where a cache has a slower tier."""
         return sum(store.fast_nbytes for store in self._stores) + self.tail.nbytes
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of what a cache that it was forked from, or a fork of it, holds as well."""
+        return sum(store.shared_nbytes for store in tiered(self._stores))
 
     def replaced_bytes(self, layer: int) -> int:
         """Bytes that a layer held twice while its last change was carried out."""
@@ -285,15 +290,9 @@ class SequenceCache:
         meta: Mapping[str, str],
         fill: Callable[[Store, dict[str, Tensor]], Store],
     ) -> SequenceCache:
-        cache = _empty(spec, Makeup.of(meta))
+        cache = SequenceCache(spec, **vars(Makeup.of(meta)))
         cache._stores = filled(cache._stores, cache.makeup, spec, state, fill)
         cache.makeup.connect(cache._stores)
         cache.next_position = int(meta["next_position"])
         cache.tail = state.get(TAIL, cache.tail).to(spec.device, copy=True)
         return cache
-
-
-def _empty(spec: ModelSpec, makeup: Makeup) -> SequenceCache:
-    return SequenceCache(
-        spec, makeup.form, makeup.ledger, makeup.codecs, makeup.pairing, makeup.parking
-    )

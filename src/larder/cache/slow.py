@@ -4,6 +4,10 @@
 
 An entry never moves within its head, so an index may know it by its number. Heads may hold
 different numbers of entries. The storage is page-locked where the model runs on an accelerator.
+
+A fork uses the same storage; see `larder.cache.owners`. The first of a tier and its forks that
+grows does so in the room there is, which is why some room is never given back; another one that
+does while that one lives takes a storage of its own.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from larder.cache.owners import Owners
 from larder.core.errors import BudgetError
 from larder.core.observation import Entries
+from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.ops.packing import packed_rows, starts_of
+from larder.ops.packing import packed_rows, rows_of, starts_of
 
 GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
 GROWTH_SHARE = 8  # room for one in so many of what is held
+SPARE_ENTRIES = 256  # the most room of a head that stays when room is given back
 KIB, MIB = 1 << 10, 1 << 20
 MEMORY = "/proc/meminfo"
 
@@ -40,6 +47,21 @@ class Sheaf:
     positions: Int[Tensor, " T"]
     columns: Float[Tensor, "n T"]
     lengths: Int64[Tensor, " K"]
+
+    @staticmethod
+    def of(held: Entries, gone: Int64[Tensor, " G"], lengths: Int64[Tensor, " K"]) -> Sheaf:
+        """Some of the entries that are held, by their packed numbers."""
+        rows = rows_of(gone, *held.layout).to(held.keys.device)
+        columns = [column[rows] for column in held.columns.values()]
+        told = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
+        return Sheaf(held.keys[rows], held.values[rows], held.positions[rows], told, lengths)
+
+
+def rejected(plan: Plan, held: int) -> Int64[Tensor, " G"]:
+    """The packed entries, of so many, that a plan does not keep."""
+    stays = torch.zeros(held, dtype=torch.bool)
+    stays[plan.kept.cpu()] = True
+    return torch.nonzero(~stays).flatten()
 
 
 class HostRoom:
@@ -93,6 +115,7 @@ class Slow:
         self._columns = torch.empty(len(columns), 0)
         self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._lengths, self._rooms = self._starts.clone(), self._starts.clone()
+        self._owners = Owners(self, self.lengths)
 
     def __len__(self) -> int:
         return int(self._lengths.sum())
@@ -104,14 +127,17 @@ class Slow:
             BudgetError: host memory does not allow it; nothing has changed.
         """
         self.replaced_bytes = 0
-        if bool((sheaf.lengths > self._rooms).any()):
+        more = self._lengths + sheaf.lengths
+        ends, is_full = tuple(more.tolist()), bool((sheaf.lengths > self._rooms).any())
+        if is_full or not self._owners.claim(self, ends):
             self._grow(sheaf.lengths)
+            self._owners.claim(self, ends)
         rows = packed_rows(self._starts + self._lengths, sheaf.lengths)
         self._keys[rows] = sheaf.keys.to("cpu")
         self._values[rows] = sheaf.values.to("cpu")
         self._positions[rows] = sheaf.positions.to("cpu", torch.int32)
         self._columns[:, rows] = sheaf.columns.to("cpu")
-        self._lengths = self._lengths + sheaf.lengths
+        self._lengths = more
         self._rooms = self._rooms - sheaf.lengths
 
     def take_back(self, lengths: Int64[Tensor, " K"]) -> None:
@@ -147,11 +173,22 @@ class Slow:
         shorter.room = self.room
         return shorter
 
+    def fork(self) -> Slow:
+        """A tier that holds the same entries in the same storage, and goes its own way."""
+        copy = Slow(self.layer, self._keys.dtype, self._names, self._is_pinned)
+        copy._keys, copy._values = self._keys, self._values
+        copy._positions, copy._columns = self._positions, self._columns
+        copy._starts, copy._lengths, copy._rooms = self._starts, self._lengths, self._rooms
+        copy._owners = self._owners
+        copy._owners.join(copy, copy.lengths)
+        return copy
+
     def compact(self) -> None:
-        """Give all room back."""
-        if int(self._rooms.sum()):
+        """Give all room back but a little, for forks to grow in."""
+        spare = (self._lengths // GROWTH_SHARE).clamp(max=SPARE_ENTRIES)
+        if bool((self._rooms > spare).any()):
             rows = packed_rows(self._starts, self._lengths)
-            self._lay_out(rows, self._lengths, torch.zeros_like(self._lengths))
+            self._lay_out(rows, self._lengths, torch.minimum(self._rooms, spare))
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to restore, without room."""
@@ -167,6 +204,8 @@ class Slow:
         self._lengths = state["lengths"]
         self._starts = starts_of(self._lengths)
         self._rooms = torch.zeros_like(self._lengths)
+        self._owners.leave(self)
+        self._owners = Owners(self, self.lengths)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor held, room and metadata included."""
@@ -177,6 +216,11 @@ class Slow:
     def nbytes(self) -> int:
         """Bytes of every tensor held."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of what a tier that it was forked from, or a fork of it, holds as well."""
+        return self.nbytes if self._owners.are_several else 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -213,6 +257,8 @@ class Slow:
         self._keys, self._values, self._positions = fresh
         self._columns = columns
         self._starts, self._lengths, self._rooms = starts, lengths.clone(), rooms.clone()
+        self._owners.leave(self)
+        self._owners = Owners(self, self.lengths)
         self.room.taken += (total - before) * self._entry_bytes
 
     def _fresh(self, held: Tensor, total: int) -> Tensor:

@@ -9,7 +9,7 @@ ragged part and to the pages that the index finds for it; softmax runs over thes
 tokens at once, as when a text or a question is read, attend to everything, exactly, the slow tier
 in pieces; so does what is read only to be looked at, which shall leave no trace. Parts are joined
 by their log-sum-exp. The index learns of parked entries at the next look, and of nothing in a dense
-layer, where nothing is parked.
+layer, where nothing is parked. A fork shares slow tier and index until one of both has to change.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.base import Attended, Store
 from larder.cache.checking import check_dropped, check_kept, refuse_grades
+from larder.cache.learned import Learned
 from larder.cache.pool import Pool
 from larder.cache.ragged import Ragged
 from larder.cache.recalling import estimated, everything, mixed_in
-from larder.cache.slow import HostRoom, Sheaf, Slow
+from larder.cache.slow import HostRoom, Sheaf, Slow, rejected
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
@@ -34,7 +35,7 @@ from larder.core.recall import Found, Parking, Search
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.merging import merge
-from larder.ops.packing import heads_among, rows_of
+from larder.ops.packing import heads_among
 
 SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # names in a state
 
@@ -58,8 +59,7 @@ class Tiered(Store):
         self.layer, self.parking = layer, parking
         self._fast = Ragged(layer, dtype, device, ledger)
         self._slow = Slow(layer, dtype, ledger.columns, device.type == "cuda")
-        self._index = parking.recall.index(layer)
-        self._known: tuple[int, ...] = (0,) * layer.kv_heads
+        self._learned = Learned(parking.recall, layer)
         self._pool: Pool | None = None
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
 
@@ -100,12 +100,11 @@ class Tiered(Store):
     def truncate(self, length: int) -> None:
         """As every store's; pages that held what is forgotten are found anew."""
         shorter = self._slow.shortened(length)
-        index = self._index if shorter is None else self.parking.recall.index(self.layer)
         self._fast.truncate(length)
         if shorter is not None:
             self._slow.room.taken += shorter.nbytes - self._slow.nbytes
-            self._slow, self._index, self._pool = shorter, index, None
-            self._known = (0,) * self.layer.kv_heads
+            self._slow, self._pool = shorter, None
+            self._learned = Learned(self.parking.recall, self.layer)
 
     def entries(self) -> Entries:
         """What the ragged part holds; parked entries are beyond a policy's reach."""
@@ -119,7 +118,7 @@ class Tiered(Store):
         self._learn(self._slow.entries())
         told = self._fast.state() | {PARKING: _bytes_of(self.parking.told())}
         told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
-        told |= {INDEX + name: tensor for name, tensor in self._index.state().items()}
+        told |= {INDEX + name: tensor for name, tensor in self._learned.index.state().items()}
         return told | {OBSERVED: self._observed.clone()}
 
     @classmethod
@@ -136,12 +135,28 @@ class Tiered(Store):
         columns = store._fast.ledger.columns
         store._slow = Slow(layer, keys.dtype, columns, keys.device.type == "cuda")
         store._slow.adopt(_under(SLOW, state))
-        store._index = parking.recall.adopt(layer, _under(INDEX, state))
-        store._known, store._observed = store._slow.lengths, state[OBSERVED]
+        index = parking.recall.adopt(layer, _under(INDEX, state))
+        store._learned = Learned(parking.recall, layer, index, store._slow.lengths)
+        store._observed = state[OBSERVED]
         return store
 
+    def fork(self) -> Tiered:
+        """As every store's, but nothing that is parked is copied before it must be."""
+        self._learn(self._slow.entries())
+        fast = self._fast.fork()
+        like, ledger = fast.entries().keys, fast.ledger
+        copy = Tiered(self.layer, like.dtype, like.device, ledger, self.parking)
+        copy._fast, copy._slow = fast, self._slow.fork()
+        copy._learned, copy._observed = self._learned.fork(), self._observed
+        return copy
+
     def tensors(self) -> tuple[Tensor, ...]:
-        own = *self._fast.tensors(), *self._slow.tensors(), *self._index.tensors(), self._observed
+        own = (
+            *self._fast.tensors(),
+            *self._slow.tensors(),
+            *self._learned.index.tensors(),
+            self._observed,
+        )
         return own if self._pool is None else own + self._pool.tensors()
 
     def join(self, room: HostRoom) -> None:
@@ -157,6 +172,11 @@ class Tiered(Store):
     def fast_nbytes(self) -> int:
         """Bytes of the fast tier: the ragged part and the slots for pages."""
         return self._fast.nbytes + (0 if self._pool is None else self._pool.nbytes)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of what a store that it was forked from, or a fork of it, holds as well."""
+        return self._slow.shared_nbytes + self._learned.shared_nbytes
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -185,11 +205,15 @@ class Tiered(Store):
         asked, entries = queries[:, 0].detach().float().cpu(), self._slow.entries()
         self._learn(entries)
         recall = self.parking.recall
-        look = self._index.exact if recall.search is Search.EXACT else self._index.find
+        look = (
+            self._learned.index.exact if recall.search is Search.EXACT else self._learned.index.find
+        )
         found = look(asked, entries, recall.pages)
         pool = self._pool_for(found)
         pages = found.pages[:, : pool.slots]
-        pool.load(pages, self._index.versions(pages), self._index.contents(pages), entries)
+        pool.load(
+            pages, self._learned.index.versions(pages), self._learned.index.contents(pages), entries
+        )
         parts = [pool.attend(queries)]
         if found.estimate is not None:
             parts.append(estimated(queries, found.estimate, self.layer))
@@ -208,19 +232,12 @@ class Tiered(Store):
 
     def _learn(self, entries: Entries) -> None:
         """Have the index take in what was parked since it last looked."""
-        if self._known == entries.lengths:
-            return
         observed = self._observed if self._observed.shape[1] else None
         try:
-            self._index.add(entries, observed)
-        except BaseException:  # it may know half of them: it starts anew
-            self._forget()
+            self._learned.learn(entries, observed)
+        except BaseException:  # it starts anew, and so do its pages
+            self._pool = None
             raise
-        self._known = entries.lengths
-
-    def _forget(self) -> None:
-        self._index, self._pool = self.parking.recall.index(self.layer), None
-        self._known = (0,) * self.layer.kv_heads
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
         """Park what a plan rejects and does not drop, then have the ragged part carry it out."""
@@ -233,7 +250,7 @@ class Tiered(Store):
         check_kept(plan, self.lengths)
         self._fast.check_numbers(plan)
         held = self._fast.entries()
-        gone = _rejected(plan, sum(held.lengths))
+        gone = rejected(plan, sum(held.lengths))
         check_dropped(plan, gone)
         if not len(gone):
             change(plan)
@@ -246,7 +263,7 @@ class Tiered(Store):
             )
         parked = gone[~torch.isin(gone, plan.dropped.cpu())] if len(plan.dropped) else gone
         lengths = torch.bincount(heads_among(parked, held.lengths), minlength=len(held.lengths))
-        self._slow.add(_sheaf(held, parked, lengths))
+        self._slow.add(Sheaf.of(held, parked, lengths))
         try:
             change(plan)
         except BaseException:
@@ -272,20 +289,6 @@ def _bytes_of(text: str) -> Tensor:
 
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-
-
-def _rejected(plan: Plan, held: int) -> Int64[Tensor, " G"]:
-    """The packed entries that a plan does not keep."""
-    stays = torch.zeros(held, dtype=torch.bool)
-    stays[plan.kept.cpu()] = True
-    return torch.nonzero(~stays).flatten()
-
-
-def _sheaf(held: Entries, gone: Int64[Tensor, " G"], lengths: Int64[Tensor, " K"]) -> Sheaf:
-    rows = rows_of(gone, *held.layout).to(held.keys.device)
-    columns = [column[rows] for column in held.columns.values()]
-    told = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
-    return Sheaf(held.keys[rows], held.values[rows], held.positions[rows], told, lengths)
 
 
 Part = Tiered

@@ -71,6 +71,9 @@ class Index(ABC):
 
     page: int
 
+    # Whether looking for pages leaves it as it was, so that two caches may use one until it grows.
+    is_steady: ClassVar[bool] = True
+
     @abstractmethod
     def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
         """Take in all entries that it does not know yet: of each head those with higher numbers.

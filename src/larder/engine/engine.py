@@ -134,10 +134,13 @@ class Engine:
                 on_text,
                 untended if tending is None else tending.observer,
             )
-            held_bytes = memory.shelf.nbytes + (0 if tending is None else cache.nbytes)
+            held_bytes = memory.shelf.nbytes
+            if tending is not None:
+                held_bytes += cache.nbytes - cache.shared_nbytes
         finally:
-            cache.truncate(mark)
-            cache.compact()
+            if tending is None:
+                cache.truncate(mark)
+                cache.compact()
         return reply.answer(question, match, len(prompt), held_bytes)
 
     @cached_property

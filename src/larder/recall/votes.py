@@ -51,6 +51,8 @@ class Votes(EntryRecall):
 class VotesIndex(EntryIndex):
     """Holds the last choice, the queries that it was made for, and how many were asked for."""
 
+    is_steady = False  # it remembers what was asked last
+
     def __init__(self, layer: LayerSpec, threshold: float) -> None:
         super().__init__(layer)
         self._threshold = threshold

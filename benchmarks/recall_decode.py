@@ -1,0 +1,287 @@
+"""Decode speed with a slow tier: a policy that parks against the full cache, and where time goes.
+
+    python benchmarks/recall_decode.py [--tokens 16384,32768] [--policy icecache] [--budget 256]
+
+One token after the other behind a cache that is filled with synthetic keys and values (see
+_synthetic.py), random-weight model in the shape of Qwen3-0.6B, float32. `full` is Larder's dense
+cache, preallocated; `transformers` its DynamicCache; the policy's cache is tended as while text is
+generated, so that what is parked and what the index learns is paid for. A round is a whole window
+of the policy's timing, and as many steps of the others; rounds go in turn. Caches that do not fit
+into memory beside each other are measured one after the other (--apart).
+
+Milliseconds per step; the least of all rounds is for machines that others use. The breakdown comes
+from a run of its own with clocks in it:
+
+    search     asking the index            insert   telling the index of what was parked
+    gather     what pages hold, and moving those that are not there
+    attention  over the fast tier, over recalled pages, over whole layers, and joining these
+    evict      plans, and parking what they reject
+    rest       the model itself
+
+`hit` is the share of pages asked for that lay in the fast tier already; synthetic queries look for
+one thing for --stays steps. JSONL goes to results/recall_decode.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _models import load_model
+from _synthetic import Stream, feed, stream, values_of
+from _timing import environment, write
+from transformers import DynamicCache
+
+from larder import Policy
+from larder.cache import base, tiered
+from larder.cache.dense import Dense
+from larder.cache.pool import Pool
+from larder.cache.ragged import Ragged
+from larder.cache.sequence import Form, SequenceCache
+from larder.cache.slow import Sheaf
+from larder.cache.tiered import Tiered
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.passes import Row
+from larder.prefill.tending import Tending
+from larder.session.reading import entries_of
+
+Clock = Callable[[], float]
+OUT = Path("results/recall_decode.jsonl")
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
+STEPS, WARMUPS = 16, 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", default="16384,32768")
+    parser.add_argument("--policy", default="icecache")
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stays", type=int, default=4, help="steps that a query looks for one")
+    parser.add_argument("--apart", type=int, default=16384, help="from so many tokens on")
+    parser.add_argument("--threads", type=int, default=0, help="default: torch's own number")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=["seed", "qwen3-0.6b"])
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    module, decoder = load_model(options.model)
+    for tokens in map(int, options.tokens.split(",")):
+        row = _measure(module, decoder, tokens, options)
+        settings = {"policy": options.policy, "budget": options.budget, "model": options.model}
+        settings |= {"tokens": tokens, "rounds": options.rounds, "stays": options.stays}
+        settings |= {"clock": options.clock}
+        print(f"\n{settings}", *(f"  {name}: {value}" for name, value in row.items()), sep="\n")
+        write(OUT, [settings | row | environment()])
+
+
+@torch.no_grad()
+def _measure(
+    module: Any, decoder: Decoder, tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    steps = STEPS * (options.rounds + WARMUPS + 2)
+    streams = [stream(layer, tokens, steps, options.stays) for layer in decoder.spec.layers]
+    row, clock = dict[str, Any](), CLOCKS[options.clock]
+    makers: dict[str, Callable[[], Callable[[], None]]] = {
+        "full": lambda: _full(decoder, streams, clock, row),
+        "policy": lambda: _policy(decoder, streams, options, row),
+        "transformers": lambda: _transformers(module, decoder, streams),
+    }
+    if tokens < options.apart:
+        cases = {name: make() for name, make in makers.items()}
+        seconds = _interleaved(cases, options.rounds, clock)
+    else:
+        seconds = {}
+        for name, make in makers.items():
+            seconds |= _interleaved({name: make()}, options.rounds, clock)
+            gc.collect()  # a cache that is fed refers to itself
+    least = {name: 1e3 * min(each) / STEPS for name, each in seconds.items()}
+    row |= {f"{name}_ms": [round(1e3 * s / STEPS, 1) for s in v] for name, v in seconds.items()}
+    row |= {f"{name}_least_ms": round(each, 1) for name, each in least.items()}
+    for name in ("full", "transformers"):
+        row[f"ratio_to_{name}"] = round(least[name] / least["policy"], 2)
+    return row
+
+
+def _interleaved(
+    cases: Mapping[str, Callable[[], None]], rounds: int, clock: Clock
+) -> dict[str, list[float]]:
+    """Seconds of each case, the cases in turn; caches are warm already."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, go in cases.items():
+            started = clock()
+            go()
+            seconds[name].append(clock() - started)
+    return seconds
+
+
+def _full(
+    decoder: Decoder, streams: Sequence[Stream], clock: Clock, row: dict[str, Any]
+) -> Callable[[], None]:
+    cache = SequenceCache(decoder.spec, Form.DENSE)
+    tokens = streams[0].keys.shape[1]
+    for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
+        store.allocate(tokens + 64)
+        store.append(told.keys, values_of(decoder.spec, layer, tokens), torch.arange(tokens))
+    cache.next_position = tokens
+    go_to = feed(cache, streams)
+
+    def go() -> None:
+        for step in range(STEPS):
+            go_to(step)
+            decoder.predict([Row(cache, (7 + step,))], Mode.APPEND, [0])
+        cache.truncate(tokens)
+
+    go()
+    row["full_bytes"] = cache.nbytes
+    row["full_parts"] = _parts(go, clock)
+    return go
+
+
+def _policy(
+    decoder: Decoder, streams: Sequence[Stream], options: argparse.Namespace, row: dict[str, Any]
+) -> Callable[[], None]:
+    policy, clock = Policy.parse(options.policy).filled(options.budget, None), CLOCKS[options.clock]
+    cache, planner = _parked(decoder, policy, streams, clock, row), policy.planner
+    layers = [layer for layer in decoder.spec.managed if cache.makeup.governs(layer)]
+    tokens = streams[0].keys.shape[1]
+    fast = entries_of(policy, decoder.spec)
+    quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
+    tending = Tending(planner, fast, (quotas,), (tokens,), decoder.foresee)
+    go_to, done = feed(cache, streams), [0]
+
+    def go() -> None:
+        for _ in range(STEPS):
+            go_to(done[0])
+            only = Row(cache, (7 + done[0],))
+            observer = tending.observer([0], [only], [done[0]])
+            decoder.predict([only], Mode.APPEND, [0], observer)
+            done[0] += 1
+
+    for _ in range(WARMUPS):  # the second is the first to learn of what the first one parked
+        go()
+    before = cache.pages
+    row["policy_parts"] = _parts(go, clock)
+    asked, moved = (now - then for now, then in zip(cache.pages, before, strict=True))
+    row["hit"] = round(1 - moved / max(asked, 1), 3)
+    row["policy_fast_bytes"], row["policy_bytes"] = cache.fast_nbytes, cache.nbytes
+    row["policy_entries"] = cache.lengths()[-1][0]
+    return go
+
+
+def _parked(
+    decoder: Decoder, policy: Policy, streams: Sequence[Stream], clock: Clock, row: dict[str, Any]
+) -> SequenceCache:
+    """A cache as it is behind a text that was read: ends in the fast tier, all indexed."""
+    cache = SequenceCache(decoder.spec, Form.TIERED, policy.planner.ledger, parking=policy.parking)
+    near = entries_of(policy, decoder.spec)
+    first = policy.scorer.least().joined(policy.protect.least(near)).first
+    tokens, seconds = streams[0].keys.shape[1], 0.0
+    for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
+        assert isinstance(store, Tiered)
+        values = values_of(decoder.spec, layer, tokens)
+        stays = torch.ones(tokens, dtype=torch.bool)
+        if cache.makeup.governs(layer):
+            stays[first : tokens - (near - first)] = False
+        held, far = torch.nonzero(stays).flatten(), torch.nonzero(~stays).flatten()
+        store.allocate(len(held) + 64)
+        store.append(told.keys[:, held], values[:, held], held)
+        if len(far):
+            lengths = torch.full((layer.kv_heads,), len(far))
+            flat = [part[:, far].flatten(0, 1) for part in (told.keys, values)]
+            columns = torch.zeros(len(policy.planner.ledger.columns), int(lengths.sum()))
+            store._slow.add(Sheaf(*flat, far.repeat(layer.kv_heads), columns, lengths))
+            started = clock()
+            store._learn(store._slow.entries())
+            seconds += clock() - started
+    cache.next_position = tokens
+    row["built_s"] = round(seconds, 1)
+    return cache
+
+
+def _transformers(module: Any, decoder: Decoder, streams: Sequence[Stream]) -> Callable[[], None]:
+    cache, tokens = DynamicCache(config=module.config), streams[0].keys.shape[1]
+    for layer, told in zip(decoder.spec.layers, streams, strict=True):
+        values = values_of(decoder.spec, layer, tokens)
+        cache.update(told.keys[None], values[None], layer.index)
+
+    def go() -> None:
+        for step in range(STEPS):
+            places = torch.tensor([[tokens + step]])
+            given = torch.tensor([[7 + step]])
+            module(given, position_ids=places, past_key_values=cache, logits_to_keep=1)
+        cache.crop(-STEPS)
+
+    go()
+    return go
+
+
+def _parts(go: Callable[[], None], clock: Clock) -> dict[str, float]:
+    """Milliseconds per step of each part, by clocks around them; what nests counts once."""
+    spent: dict[str, float] = {}
+    kinds: list[tuple[Any, str, str]] = [
+        (Tiered, "_learn", "insert"),
+        (Pool, "load", "gather"),
+        (Pool, "attend", "attention"),
+        (Ragged, "attention", "attention"),
+        (Dense, "attend_held", "attention"),
+        (tiered, "merge", "attention"),
+        (base, "merge", "attention"),
+        (SequenceCache, "evict", "evict"),
+        *((kind, "find", "search") for kind in _indexes()),
+        *((kind, "contents", "gather") for kind in _indexes()),
+        *((kind, "versions", "gather") for kind in _indexes()),
+    ]
+    with _clocks(kinds, spent, clock):
+        started = clock()
+        go()
+        whole = clock() - started
+    spent["rest"] = whole - sum(spent.values())
+    return {name: round(1e3 * seconds / STEPS, 2) for name, seconds in spent.items()}
+
+
+def _indexes() -> list[type]:
+    from larder.core.recall import Index
+
+    return [kind for kind in Index.__subclasses__() if "find" in vars(kind)]
+
+
+@contextmanager
+def _clocks(
+    kinds: Sequence[tuple[Any, str, str]], spent: dict[str, float], clock: Clock
+) -> Iterator[None]:
+    former, depth = [getattr(owner, name) for owner, name, _ in kinds], [0]
+
+    def clocked(inner: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            if depth[0]:
+                return inner(*args, **named)
+            depth[0] += 1
+            started = clock()
+            try:
+                return inner(*args, **named)
+            finally:
+                depth[0] -= 1
+                spent[part] = spent.get(part, 0.0) + clock() - started
+
+        return run
+
+    for (owner, name, part), inner in zip(kinds, former, strict=True):
+        setattr(owner, name, clocked(inner, part))
+    try:
+        yield
+    finally:
+        for (owner, name, _), inner in zip(kinds, former, strict=True):
+            setattr(owner, name, inner)
+
+
+if __name__ == "__main__":
+    main()

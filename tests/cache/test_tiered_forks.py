@@ -1,0 +1,163 @@
+"""Forks of a tiered store share what is parked until one of them changes it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, draw
+from larder.cache.owners import Owners
+from larder.cache.tiered import Tiered
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.plan import Plan
+from larder.core.recall import Parking, Recall
+from larder.recall.dci import Dci
+from larder.recall.flat import Flat
+from larder.recall.votes import Votes
+from stores import append, assert_close, extend
+
+LAYER = a_layer(2, 2)
+PARTS = {
+    "flat": Flat(tokens=8, page=4, dense=0),
+    "dci": Dci(tokens=8, page=4, dense=0),
+    "votes": Votes(tokens=8, dense=0),
+}
+
+
+def a_store(recall: Recall = PARTS["flat"], count: int = 90) -> Tiered:
+    """With room in its slow tier, given back as far as it is."""
+    place = torch.device("cpu")
+    store = Tiered(LAYER, torch.float32, place, Ledger(("mass",)), Parking(recall))
+    for start in range(0, count, 30):
+        append(store, draw(LAYER, 30, start))
+        store.apply(keeping(store, Random(start), 0.5))
+    store.compact()
+    return store
+
+
+def keeping(store: Tiered, source: Random, share: float) -> Plan:
+    """Any entries of each head of the fast tier, the latest always."""
+    chosen = [sorted({*source.sample(range(n), int(n * share)), n - 1}) for n in store.lengths]
+    return a_plan(chosen, list(store.lengths))
+
+
+def places(store: Tiered) -> tuple[int, int]:
+    """Where the parked keys and values are."""
+    held = store.parked()
+    return held.keys.data_ptr(), held.values.data_ptr()
+
+
+def alike(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    same = all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    return same and left.keys() == right.keys()
+
+
+def go_on(store: Tiered, start: int, seed: int, steps: int = 4) -> list[torch.Tensor]:
+    """Attend, park, and attend again."""
+    source, outs = Random(seed), []
+    for position in range(start, start + steps):
+        outs.append(extend(store, draw(LAYER, 1, position, seed)))
+        store.evict(keeping(store, source, 0.9))
+    return outs
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_fork_goes_its_own_way_and_answers_as_a_copy_would(name) -> None:
+    store = a_store(PARTS[name])
+    extend(store, draw(LAYER, 1, 90, 0))
+    before = {key: tensor.clone() for key, tensor in store.state().items()}
+    twin, fork = Tiered.restore(LAYER, store.state()), store.fork()
+    assert places(fork) == places(store)
+    for got, expected in zip(go_on(fork, 91, 1), go_on(twin, 91, 1), strict=True):
+        assert torch.equal(got, expected)
+    assert alike(store.state(), before)
+    assert alike(fork.state(), twin.state())
+    other, again = Tiered.restore(LAYER, before), go_on(store, 91, 2)
+    for got, expected in zip(again, go_on(other, 91, 2), strict=True):
+        assert_close(got, expected)  # pages may lie in other slots
+    assert alike(store.state(), other.state()) and alike(fork.state(), twin.state())
+
+
+def test_the_first_that_grows_stays_where_it_is_and_the_second_moves() -> None:
+    store = a_store()
+    first, second, at = store.fork(), store.fork(), places(store)
+    go_on(first, 91, 1, 1)
+    assert places(first) == at
+    go_on(second, 91, 2, 1)
+    assert places(second) != at
+    assert places(store) == at
+
+
+def test_a_fork_that_is_gone_is_in_nobodys_way() -> None:
+    store = a_store()
+    at = places(store)
+    for seed in range(3):
+        fork = store.fork()
+        go_on(fork, 91, seed, 1)
+        assert places(fork) == at
+        del fork
+    assert store.shared_nbytes == 0
+
+
+def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
+    store = a_store()
+    assert store.shared_nbytes == 0
+    fork = store.fork()
+    shared = store._slow.nbytes + sum(t.nbytes for t in store._learned.index.tensors())
+    assert store.shared_nbytes == fork.shared_nbytes == shared
+    assert fork.nbytes == store.nbytes > shared
+    extend(fork, draw(LAYER, 1, 91, 0))
+    fork.evict(keeping(fork, Random(0), 0.9))
+    extend(fork, draw(LAYER, 1, 92, 0))  # learns of what was parked
+    assert store.shared_nbytes == store._slow.nbytes
+    fork.compact()
+    fork.truncate(20)
+    assert store.shared_nbytes == fork.shared_nbytes == 0
+
+
+def test_what_an_index_remembers_of_looking_is_not_shared() -> None:
+    store = a_store(PARTS["votes"])
+    assert store.fork()._learned.index is not store._learned.index
+
+
+def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
+    store = a_store()
+    fork, before = store.fork(), store.state()
+    go_on(fork, 91, 1, 1)
+
+    def refuse(*given: object) -> None:
+        raise CacheError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fork._learned.index), "add", refuse)
+        with pytest.raises(CacheError, match="no"):
+            extend(fork, draw(LAYER, 1, 92, 1))
+    assert alike(store.state(), before)
+    assert fork._learned.known == (0, 0)
+
+
+class Somebody:
+    """Owns a part of a storage."""
+
+
+CLAIMS: dict[str, tuple[tuple[int, int], bool]] = {
+    "behind all": ((5, 4), True),
+    "where another has entries": ((4, 5), False),
+    "nothing": ((4, 4), True),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_rows_are_claimed_head_by_head(name) -> None:
+    wanted, granted = CLAIMS[name]
+    one, other = Somebody(), Somebody()
+    owners = Owners(one, (4, 4))
+    owners.join(other, (4, 4))
+    assert owners.claim(other, (4, 6))
+    assert owners.claim(one, wanted) is granted
+    owners.leave(other)
+    assert not owners.are_several
+    assert owners.claim(one, (9, 9))
