@@ -102,6 +102,13 @@ def test_page(run: Run, talk: Path, tmp_path: Path) -> None:
     assert sum(map(sum, lengths)) == 48 * sum(len(row) for row in lengths)
 
 
+def test_a_page_says_that_what_is_not_kept_comes_back(run: Run, talk: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    sizes = ("--policy", "icecache_small", "--budget", "48", "--max-new-tokens", "4")
+    assert run("ask", talk, "-q", CAT, *sizes, "--explain", page).exit_code == 0
+    assert shown(page.read_text())["recalled_by"] == "dci"
+
+
 def test_page_of_a_transcript(run: Run, tmp_path: Path) -> None:
     talk = {
         "speaker_a": "Ann",

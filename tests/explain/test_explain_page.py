@@ -177,6 +177,7 @@ def test_figures_are_those_given(small: Explanation) -> None:
         assert data[name] == getattr(small, name)
     assert (data["active_kv_bytes"], data["peak_kv_bytes"]) == (1024, 1536)
     assert (data["heads_total"], data["sliding_layers"]) == (4, [1])
+    assert data["recalled_by"] == ""
 
 
 def test_equal_explanations_give_equal_pages(small: Explanation) -> None:

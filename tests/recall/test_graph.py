@@ -48,10 +48,10 @@ def test_what_is_in_no_graph_is_looked_at(lengths, dtype, seed) -> None:
 @pytest.mark.usefixtures("usearch")
 def test_where_all_entries_are_wanted_none_is_missed() -> None:
     tier, index = Tier(LAYER), Graph(beam=1, links=1, least=8).index(LAYER)
-    tier.grow((300, 20))
+    tier.grow((2000, 20))
     index.add(tier.entries())
-    found = index.find(tier.queries(), tier.entries(), 300).pages.tolist()
-    assert [len(set(row) - {-1}) for row in found] == [300, 300, 20, 20]
+    found = index.find(tier.queries(), tier.entries(), 2000).pages.tolist()
+    assert [len(set(row) - {-1}) for row in found] == [2000, 2000, 20, 20]
 
 
 @pytest.mark.usefixtures("usearch")

@@ -13,6 +13,7 @@ from larder.cache.sequence import SequenceCache
 from larder.cli.sitting import Asked, Sitting
 from larder.cli.topics import topics
 from larder.core.conversation import Conversation, Form, Message
+from larder.core.spelling import name_of
 from larder.explain import (
     Explanation,
     ShownAnswer,
@@ -31,7 +32,7 @@ def explanation(sitting: Sitting) -> Explanation:
     The shelf's caches are made active one after the other; the last one stays so.
     """
     memory, spec = sitting.memory, sitting.engine.loaded.decoder.spec
-    figures = memory.figures
+    figures, recall = memory.figures, memory.policy.recall
     return Explanation(
         title=memory.conversation.name,
         model=sitting.engine.loaded.name,
@@ -48,6 +49,7 @@ def explanation(sitting: Sitting) -> Explanation:
         sliding_layers=tuple(
             layer.index for layer in spec.layers if layer.sliding_window is not None
         ),
+        recalled_by="" if recall is None else name_of(type(recall)),
     )
 
 

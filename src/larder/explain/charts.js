@@ -125,6 +125,9 @@ function drawMap(episode) {
   const ramp = make("span", "ramp");
   const legend = make("p", "legend", "0", ramp, `${count(most)} entries`);
   if (shown.sliding_layers.length) legend.append(make("span", "note", "~ sliding window"));
+  if (shown.recalled_by) {
+    legend.append(make("span", "note", `what is not kept is parked, and recalled by ${shown.recalled_by}`));
+  }
   byId("map").replaceChildren(
     make("h2", "", "Entries kept by layer and head"),
     make("div", "wide", make("table", dense ? "dense" : "", make("thead", "", top), body)), legend);

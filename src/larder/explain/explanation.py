@@ -129,6 +129,7 @@ class Explanation:
         episodes: at least one; all over the same tokens, layers and heads.
         answers: in the order asked; the first one's episode is shown at the start.
         sliding_layers: layers that keep a sliding window whatever the policy says.
+        recalled_by: the part that finds entries again which are not kept; empty if they are gone.
     """
 
     title: str
@@ -144,6 +145,7 @@ class Explanation:
     episodes: tuple[ShownEpisode, ...]
     answers: tuple[ShownAnswer, ...] = ()
     sliding_layers: tuple[int, ...] = ()
+    recalled_by: str = ""
 
     @property
     def heads_total(self) -> int:

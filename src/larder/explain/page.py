@@ -54,6 +54,7 @@ def _page_data(explanation: Explanation) -> dict[str, Any]:
         "heads_width": heads_width,
         "layer_width": layer_width,
         "sliding_layers": explanation.sliding_layers,
+        "recalled_by": explanation.recalled_by,
         "messages": [_message(message) for message in explanation.messages],
         "episodes": [
             _episode(episode, heads_width, layer_width) for episode in explanation.episodes
