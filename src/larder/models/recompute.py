@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.errors import CacheError, ModelError
+from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.models.decoder import SURVEY_TOKENS, Decoder
 from larder.models.passes import Observer, Recorded, Row
@@ -53,6 +54,11 @@ class Recompute:
             {index: partial(_probe, index) for index in range(len(decoder.spec.layers))}
         )
         self._check()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the decoder's caches look like."""
+        return self._decoder.spec
 
     def read(self, row: Row, residuals: Residuals, observer: Observer | None = None) -> None:
         """Read a row into its cache, and keep what enters the layers that `residuals` names."""

@@ -26,11 +26,11 @@ class Residuals:
         return tuple(self._blocks)
 
     def before(self, layer: int) -> Float[Tensor, "S hidden"]:
-        """All tokens before one layer, in order."""
+        """All tokens before one layer, in order; nothing where none was read."""
         blocks = self._blocks[layer]
         if len(blocks) > 1:
             blocks[:] = [torch.cat(blocks)]
-        return blocks[0]
+        return blocks[0] if blocks else torch.empty(0, 0)
 
     @contextmanager
     def taking(self, layers: list[nn.Module]) -> Iterator[None]:

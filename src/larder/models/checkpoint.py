@@ -1,0 +1,182 @@
+"""A sequence put aside as what its keys and values follow from, and taken up again exactly.
+
+Qasim et al., "The Residual Stream Is All You Need: On the Redundancy of the KV Cache in
+Transformer Inference" (2026), arXiv:2603.19664, for sequences that rest: turns of a conversation
+that another one interrupts, texts that may be asked about again. The paper rebuilds at every step
+what a budget does not hold; here a whole cache is rebuilt once, when it is wanted. How well each
+manner fits:
+
+every      Any choice of entries that a policy made: a layer's own residuals tell its keys and
+           values, and only those of tokens that it still holds are kept.
+one, ids   Only a cache from which nothing was ever rejected: what is read again sees every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.types import Keys, Values
+from larder.models.passes import Row
+from larder.models.recompute import BLOCK_TOKENS, Recompute
+from larder.models.residuals import Residuals
+from larder.models.shape import Held
+from larder.models.verification import TOLERANCE
+
+REBUILT = ("keys", "values")
+FORMS = (Form.DENSE, Form.RAGGED)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A cache without keys and values, and what gives them back; it owns its tensors.
+
+    Args:
+        held: in what manner.
+        ids: token ids, where they are read again.
+        residuals: by layer; of all tokens, or of those that the layer holds, in order.
+        rest: what of the cache's state is held as it is.
+        meta: of the cache.
+    """
+
+    held: Held
+    ids: Int[Tensor, " S"]
+    residuals: Mapping[int, Float[Tensor, "_ hidden"]]
+    rest: Mapping[str, Tensor]
+    meta: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held."""
+        held = *self.residuals.values(), *self.rest.values(), self.ids
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    def cache(self, recompute: Recompute, block: int = BLOCK_TOKENS) -> SequenceCache:
+        """The cache that was put aside.
+
+        Args:
+            block: tokens rebuilt at once. Those read in blocks of that size come back to the bit.
+        """
+        if self.held is Held.EVERY:
+            return self._projected(recompute, block)
+        spec, form = recompute.spec, Form(self.meta["form"])
+        empty = SequenceCache(spec, form)
+        cache = SequenceCache.adopt(spec, empty.state() | _copies(self.rest), empty.meta())
+        if self.held is Held.IDS:
+            for part in self.ids.split(block):
+                recompute.read(Row(cache, tuple(part.tolist())), Residuals(()))
+        for depth, rows in self.residuals.items():
+            recompute.reread(depth, rows, cache, block)
+        return cache
+
+    def _projected(self, recompute: Recompute, block: int) -> SequenceCache:
+        state = _copies(self.rest)
+        for layer, rows in self.residuals.items():
+            at = state[f"{layer}.positions"]
+            places = at.unique()
+            parts = zip(rows.split(block), places.split(block), strict=True)
+            found = [recompute.project({layer: own}, p.long())[layer] for own, p in parts]
+            index = torch.searchsorted(places, at)
+            lengths = state.get(f"{layer}.lengths")
+            for name, blocks in zip(REBUILT, zip(*found, strict=True), strict=True):
+                state[f"{layer}.{name}"] = _placed(torch.cat(blocks, 1), index, lengths)
+        return SequenceCache.adopt(recompute.spec, state, self.meta)
+
+
+def put_aside(
+    held: Held,
+    cache: SequenceCache,
+    ids: Sequence[int],
+    residuals: Residuals,
+    recompute: Recompute,
+) -> Checkpoint:
+    """What gives a cache back; the cache itself is left as it is.
+
+    Args:
+        held: one residual is taken before the first layer that `residuals` knows; every residual,
+            before all layers.
+        ids: every token that was read.
+        residuals: of every token that was read.
+
+    Raises:
+        CacheError: the cache would not come back as it is.
+    """
+    _check(held, cache, ids, residuals)
+    state, meta = cache.state(), cache.meta()
+    text = torch.tensor(ids, dtype=torch.int32)
+    if held is Held.IDS:
+        return Checkpoint(held, text, {}, {}, meta)
+    if held is Held.ONE:
+        depth = min(residuals.layers)
+        numbers = {str(layer) for layer in range(depth)}
+        below = {name: t for name, t in state.items() if name.split(".")[0] in numbers}
+        return Checkpoint(held, text[:0].clone(), {depth: residuals.before(depth)}, below, meta)
+    own = {
+        layer: residuals.before(layer)[state[f"{layer}.positions"].unique().long()]
+        for layer in residuals.layers
+    }
+    rest = {name: t for name, t in state.items() if name.split(".")[-1] not in REBUILT}
+    checkpoint = Checkpoint(held, text[:0].clone(), own, rest, meta)
+    _compare(state, checkpoint.cache(recompute).state())
+    return checkpoint
+
+
+def _check(held: Held, cache: SequenceCache, ids: Sequence[int], residuals: Residuals) -> None:
+    """Raises: CacheError: something is lacking, or was rejected."""
+    if held is Held.ENTRIES or cache.makeup.form not in FORMS or cache.makeup.codecs:
+        raise CacheError(
+            f"A {cache.makeup.form.value} cache cannot be put aside as {held.value}: take a dense "
+            "or ragged one at full precision, and residuals or ids."
+        )
+    layers = {Held.IDS: (), Held.EVERY: tuple(range(len(cache.spec.layers)))}
+    wanted = layers.get(held, sorted(residuals.layers)[:1])
+    counts = {layer: len(residuals.before(layer)) for layer in residuals.layers}
+    known = [*(counts.get(layer, 0) for layer in wanted), len(ids)]
+    if not (wanted or held is Held.IDS) or set(known) != {cache.next_position}:
+        raise CacheError(
+            f"The cache has read {cache.next_position} tokens, but of {sorted(set(known))} there "
+            f"are residuals of the layers {list(wanted)} and ids: have all of them taken."
+        )
+    whole = all(
+        set(lengths) == {cache.next_position}
+        for layer, lengths in zip(cache.spec.layers, cache.lengths(), strict=True)
+        if layer.sliding_window is None
+    )
+    is_plain = whole and cache.plans == 0 and cache.makeup.ledger == Ledger()
+    if held is not Held.EVERY and not is_plain:
+        raise CacheError(
+            f"A policy works on this cache, but {held.value} would read the text again with every "
+            "entry and remember nothing of them: put it aside with every residual."
+        )
+
+
+def _compare(own: Mapping[str, Tensor], rebuilt: Mapping[str, Tensor]) -> None:
+    """Raises: CacheError: keys or values were changed since they were made."""
+    for name, tensor in own.items():
+        if name.endswith(REBUILT) and tensor.numel():
+            largest = tensor.abs().max().clamp_min(1e-6)
+            error = float((tensor - rebuilt[name]).abs().max() / largest)
+            if not error <= TOLERANCE[tensor.dtype]:
+                raise CacheError(
+                    f"{name} of this cache do not follow from what entered the layer (difference "
+                    f"{error:.2g} of the largest): entries were merged, so hold them as they are."
+                )
+
+
+def _placed(rows: Keys | Values, index: Tensor, lengths: Tensor | None) -> Tensor:
+    """Rebuilt rows where a store has them: the same in every head, or packed head by head."""
+    if lengths is None:
+        return rows[:, index]
+    heads = torch.repeat_interleave(torch.arange(len(lengths)), lengths.cpu()).to(rows.device)
+    return rows[heads, index]
+
+
+def _copies(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}

@@ -1,0 +1,134 @@
+"""A cache that was put aside comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from builders import a_plan
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import CacheError
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.models.checkpoint import Checkpoint, put_aside
+from larder.models.decoder import Decoder
+from larder.models.passes import Row
+from larder.models.recompute import Recompute
+from larder.models.residuals import Residuals
+from larder.models.shape import Held
+from reading import cuts, read_on, some_ids
+from stores import same_bits
+
+READ, BLOCK = 45, 16
+IDS = some_ids(READ)
+MANNERS = {Held.IDS: (), Held.ONE: (1, 2), Held.EVERY: (0, 1, 2)}
+
+
+def read(decoder: Decoder, cache: SequenceCache, layers=(0, 1, 2)) -> tuple[Recompute, Residuals]:
+    recompute, residuals = Recompute(decoder), Residuals(layers)
+    for start, stop in cuts(READ, BLOCK):
+        recompute.read(Row(cache, IDS[start:stop]), residuals)
+    return recompute, residuals
+
+
+def aside(decoder: Decoder, cache: SequenceCache, held: Held) -> tuple[Checkpoint, Recompute]:
+    recompute, residuals = read(decoder, cache, MANNERS[held])
+    return put_aside(held, cache, IDS, residuals, recompute), recompute
+
+
+def ragged_after_eviction(decoder: Decoder, ledger: Ledger) -> tuple:
+    """Heads that hold different entries, evicted while more was still to be read."""
+    cache = SequenceCache(decoder.spec, Form.RAGGED, ledger)
+    recompute, residuals = Recompute(decoder), Residuals(range(3))
+    recompute.read(Row(cache, IDS[:32]), residuals)
+    for layer in range(3):
+        cache.apply(layer, a_plan([range(0, 32, 2 + layer), range(5, 29)], (32, 32)))
+    recompute.read(Row(cache, IDS[32:]), residuals)
+    return cache, recompute, residuals
+
+
+@pytest.mark.parametrize("form", [Form.DENSE, Form.RAGGED])
+@pytest.mark.parametrize("held", MANNERS)
+def test_what_comes_back_is_what_was_put_aside(three_layers, held, form) -> None:
+    cache = SequenceCache(three_layers.spec, form)
+    checkpoint, recompute = aside(three_layers, cache, held)
+    state, again = cache.state(), checkpoint.cache(recompute, BLOCK)
+    assert same_bits(again.state(), state)
+    assert again.meta() == cache.meta()
+    more = some_ids(5, seed=1)
+    got, own = (read_on(three_layers, each, more, 1) for each in (again, cache))
+    assert torch.equal(got, own)
+    assert same_bits(checkpoint.cache(recompute, BLOCK).state(), state)
+
+
+@pytest.mark.parametrize("held", [Held.IDS, Held.EVERY])
+def test_layers_with_windows_come_back(adopted, held) -> None:
+    decoder = adopted("gemma3")
+    cache, recompute = SequenceCache(decoder.spec, Form.DENSE), Recompute(decoder)
+    residuals = Residuals(range(2) if held is Held.EVERY else ())
+    for start, stop in cuts(READ, BLOCK):
+        recompute.read(Row(cache, IDS[start:stop]), residuals)
+    checkpoint = put_aside(held, cache, IDS, residuals, recompute)
+    state, again = cache.state(), checkpoint.cache(recompute, BLOCK).state()
+    assert all((state[name] - again[name]).abs().max() < 1e-5 for name in state)
+    if held is Held.EVERY:
+        assert len(checkpoint.residuals[0]) == len(state["0.positions"]) < READ
+
+
+def test_what_a_policy_chose_comes_back(three_layers) -> None:
+    cache, recompute, residuals = ragged_after_eviction(three_layers, Ledger((LOG_COUNT,)))
+    own = cache.entries(0)
+    cache.note(0, {LOG_COUNT: torch.rand(len(own.keys))})
+    checkpoint = put_aside(Held.EVERY, cache, IDS, residuals, recompute)
+    assert len(checkpoint.residuals[2]) < READ
+    state, again = cache.state(), checkpoint.cache(recompute).state()
+    assert state.keys() == again.keys()
+    assert all((state[name] - again[name]).abs().max() < 1e-5 for name in state)
+
+
+def test_bytes_are_less_only_where_the_manner_says_so(three_layers) -> None:
+    found = {}
+    for held in MANNERS:
+        cache = SequenceCache(three_layers.spec, Form.DENSE)
+        found[held] = aside(three_layers, cache, held)[0].nbytes
+    entries, residual, position = 2 * 2 * 16 * 4, 64 * 4, 4
+    assert found[Held.IDS] == READ * 4
+    assert found[Held.ONE] == READ * (entries + residual + position)
+    assert found[Held.EVERY] == READ * 3 * (residual + position)
+
+
+@pytest.mark.parametrize("held", [Held.IDS, Held.ONE])
+def test_what_is_read_again_cannot_leave_out_what_was_rejected(three_layers, held) -> None:
+    cache, recompute, residuals = ragged_after_eviction(three_layers, Ledger())
+    with pytest.raises(CacheError, match="A policy works on this cache"):
+        put_aside(held, cache, IDS, residuals, recompute)
+
+
+def test_keys_that_were_changed_are_noticed(three_layers) -> None:
+    cache = SequenceCache(three_layers.spec, Form.RAGGED)
+    recompute, residuals = read(three_layers, cache)
+    cache.entries(1).keys[3] += 1
+    with pytest.raises(CacheError, match="1.keys of this cache do not follow.*merged"):
+        put_aside(Held.EVERY, cache, IDS, residuals, recompute)
+
+
+@pytest.mark.parametrize(
+    "held, layers, ids",
+    [
+        (Held.IDS, (), IDS[1:]),
+        (Held.ONE, (), IDS),
+        (Held.EVERY, (0, 2), IDS),
+    ],
+)
+def test_what_is_lacking_is_named(three_layers, held, layers, ids) -> None:
+    cache = SequenceCache(three_layers.spec, Form.DENSE)
+    recompute, residuals = read(three_layers, cache, layers)
+    with pytest.raises(CacheError, match="have all of them taken"):
+        put_aside(held, cache, ids, residuals, recompute)
+
+
+@pytest.mark.parametrize("held, form", [(Held.ENTRIES, Form.DENSE), (Held.EVERY, Form.COMPACT)])
+def test_forms_that_cannot_be_rebuilt_are_refused(three_layers, held, form) -> None:
+    cache = SequenceCache(three_layers.spec, form)
+    recompute, residuals = read(three_layers, cache)
+    with pytest.raises(CacheError, match="cannot be put aside"):
+        put_aside(held, cache, IDS, residuals, recompute)
