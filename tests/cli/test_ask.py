@@ -53,6 +53,15 @@ def test_document(run: Run, talk: Path) -> None:
     assert (told["summary"]["questions"], told["summary"]["errors"]) == (2, 0)
 
 
+def test_what_is_parked_is_not_in_use_and_what_is_recalled_is_told(run: Run, talk: Path) -> None:
+    policy = "protect(sinks=2, recent=4) > uniform() > park() > flat(page=4, dense=0) > lagged()"
+    told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "16", "--json"))
+    assert told["active_kv_bytes"] < told["kv_bytes"]
+    [answer] = told["answers"]
+    assert answer["pages_recalled"] > 0 and 0 <= answer["page_hit_rate"] < 1
+    assert told["summary"]["pages_recalled"] == answer["pages_recalled"]
+
+
 def test_answers_of_episodes_name_theirs(run: Run, talk: Path) -> None:
     policy = 'episodes(count=2, segment=1, embedder="tokens") > snapkv() > pooled()'
     told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "48", "--json"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from larder.cache.sequence import Form, SequenceCache
+from larder.core.plan import Plan
+from larder.core.recall import Parking
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Mode
+from larder.recall.flat import Flat
 from larder.session.shelf import Shelf
 
 SPEC = ModelSpec(
@@ -43,12 +46,35 @@ def test_a_shelf_at_rest_holds_everything_once() -> None:
     assert len(shelf) == 2
 
 
-def _cache(tokens: int) -> SequenceCache:
-    cache = SequenceCache(SPEC, Form.RAGGED)
+def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
+    cache = _cache(40, Parking(Flat(tokens=8, page=4, dense=0)))
+    for layer in SPEC.layers:
+        cache.apply(layer.index, Plan(torch.tensor([0, 1, 39, 40, 41, 79]), (3, 3)))
+    shelf = Shelf(SPEC, [cache])
+    slots = 2 * 2 * 8 * (2 * 8 * 4 + 4)  # rows of all layers and heads, each with its bias
+    [resting] = shelf.holdings()
+    assert slots + 2 * 2 * 3 * (2 * 8 * 4 + 4) <= resting.in_use < resting.nbytes
+    own = shelf.activate(0)
+    assert resting.in_use <= shelf.in_use_bytes < resting.in_use + 512  # lengths of heads
+    assert own.fast_nbytes + slots == shelf.in_use_bytes
+    _read(own, 1, 40)
+    tables = 512  # of heads, pages and slots; room for tokens comes with the first of them
+    assert own.fast_nbytes == shelf.in_use_bytes
+    own.compact()
+    assert resting.in_use + 4 * 68 <= shelf.in_use_bytes <= resting.in_use + 4 * 68 + 2 * tables
+
+
+def _cache(tokens: int, parking: Parking | None = None) -> SequenceCache:
+    form = Form.RAGGED if parking is None else Form.TIERED
+    cache = SequenceCache(SPEC, form, parking=parking)
+    _read(cache, tokens, 0)
+    return cache
+
+
+def _read(cache: SequenceCache, tokens: int, start: int) -> None:
     for layer in SPEC.layers:
         queries = torch.randn(layer.query_heads, tokens, layer.head_dim)
         keys = torch.randn(layer.kv_heads, tokens, layer.head_dim)
-        positions = torch.arange(tokens)
+        positions = torch.arange(start, start + tokens)
         cache.attend(layer.index, queries, keys, keys, positions, Mode.APPEND, (tokens,))
     cache.advance(tokens)
-    return cache

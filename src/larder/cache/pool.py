@@ -26,6 +26,7 @@ from larder.ops.attention import ragged_attention
 
 UNSEEN = -1e30  # finite, as biases must be; its weight is 0 beside anything seen
 NOWHERE = -1
+BIAS_BYTES = 4
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -93,6 +94,15 @@ class Pool:
         """Attention to what was loaded last."""
         layout = self._starts, self._counts, self._layer.scaling
         return ragged_attention(queries, self._keys, self._values, *layout, self._biases)
+
+    @staticmethod
+    def foreseen_bytes(layer: LayerSpec, rows: int, itemsize: int) -> int:
+        """What slots of so many rows in all will take; the table of pages is not foreseen.
+
+        Args:
+            itemsize: of a number of a key or value.
+        """
+        return rows * (2 * layer.head_dim * itemsize + BIAS_BYTES)
 
     @property
     def hit_rate(self) -> float:

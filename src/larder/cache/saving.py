@@ -12,7 +12,7 @@ from larder.cache.checking import check_ledger
 from larder.cache.columns import remembered
 from larder.cache.graded import saved_codecs
 from larder.cache.layers import Makeup
-from larder.cache.tiered import INDEX, OBSERVED, SLOW
+from larder.cache.tiered import INDEX, OBSERVED, PARKING, SLOW
 from larder.core.errors import CacheError
 from larder.core.spec import ModelSpec
 
@@ -24,6 +24,11 @@ def told(stores: Sequence[Store]) -> dict[str, Tensor]:
         for index, store in enumerate(stores)
         for name, tensor in store.state().items()
     }
+
+
+def is_slow(name: str) -> bool:
+    """Whether a tensor of a sequence's state is of a slow tier: entries, or what finds them."""
+    return name.partition(".")[2].startswith((SLOW, INDEX, OBSERVED, PARKING))
 
 
 def handed_over(

@@ -10,6 +10,7 @@ from larder.bench.bootstrap import Bootstrap, Interval, one_by_one
 from larder.cli.examining import Examination, Examined
 from larder.cli.failing import SCHEMA, as_record
 from larder.cli.sitting import Asked, Sitting
+from larder.engine.answer import Answer
 from larder.engine.engine import Engine
 
 METRICS = ("exact", "f1", "f1_stemmed")
@@ -47,6 +48,7 @@ def answer_record(asked: Asked) -> dict[str, Any]:
     if answer is not None:
         told |= {} if answer.episode is None else {"episode": answer.episode}
         told |= {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
+        told |= recalled([answer])
     if asked.error is not None:
         told["error"] = as_record(asked.error)
     return told
@@ -67,6 +69,7 @@ def summary(asked: Sequence[Asked]) -> dict[str, Any]:
         "decode_seconds": spent,
         "decode_tokens_per_second": tokens / spent if spent else 0.0,
     }
+    told |= recalled(answers)
     kinds = sorted({one.question.kind for one in asked if one.question.kind})
     told |= means(asked)
     if kinds and expecting(asked):
@@ -76,6 +79,15 @@ def summary(asked: Sequence[Asked]) -> dict[str, Any]:
             for of_kind in [[one for one in asked if one.question.kind == kind]]
         }
     return told
+
+
+def recalled(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Pages that answers fetched, and the share that lay there already; empty where none did."""
+    asked = sum(answer.pages for answer in answers)
+    if not asked:
+        return {}
+    moved = sum(answer.pages_moved for answer in answers)
+    return {"pages_recalled": asked, "page_hit_rate": 1.0 - moved / asked}
 
 
 def expecting(asked: Sequence[Asked]) -> list[Asked]:

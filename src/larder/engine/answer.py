@@ -18,6 +18,8 @@ class Answer:
         decode_seconds: from the question's first token read to the answer's last token chosen.
         question_tokens: tokens of the question's turn.
         held_bytes: of all caches together while it was given, with the room set aside for it.
+        pages: of the slow tier that were asked for while answering, over layers, heads and steps.
+        pages_moved: those of them that were not in the fast tier already.
     """
 
     question: str
@@ -28,6 +30,8 @@ class Answer:
     decode_seconds: float
     question_tokens: int
     held_bytes: int
+    pages: int = 0
+    pages_moved: int = 0
 
     @property
     def new_tokens(self) -> int:

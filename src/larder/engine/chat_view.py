@@ -15,8 +15,8 @@ class ChatFigures:
         budget_tokens: M, entries per kv head averaged over managed layers.
         block_tokens: M_block; a cache is refreshed when it exceeds M + M_block.
         full_kv_bytes: keys and values of a plain cache of `log_tokens`.
-        active_kv_bytes: of the cache on the device; 0 before the first turn.
-        parked_kv_bytes: of the caches in host memory.
+        active_kv_bytes: of the cache on the device without its slow tier; 0 before the first turn.
+        parked_kv_bytes: of the caches and slow tiers in host memory.
         peak_kv_bytes: the highest of all caches together at any time, scratch tokens included.
         peak_entries: the most managed entries of the cache in use, over layers and heads.
         refreshes: how often caches were built anew since the chat was opened.

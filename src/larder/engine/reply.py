@@ -25,11 +25,13 @@ class Reply:
         text: without the end of turn.
         ids: its tokens.
         seconds: from the prompt's first token read to the last token chosen.
+        pages: that were recalled meanwhile, and how many of them had to be moved.
     """
 
     text: str
     ids: tuple[int, ...]
     seconds: float
+    pages: tuple[int, int] = (0, 0)
 
     def answer(
         self, question: str, match: Match | None, question_tokens: int, held_bytes: int
@@ -49,6 +51,8 @@ class Reply:
             decode_seconds=self.seconds,
             question_tokens=question_tokens,
             held_bytes=held_bytes,
+            pages=self.pages[0],
+            pages_moved=self.pages[1],
         )
 
 
@@ -83,7 +87,7 @@ class Speaker:
         """
         limits = Limits(max_new_tokens, self.stops)
         stream = TextStream(self.scribe.decode, stop, on_text)
-        started = time.perf_counter()
+        before, started = cache.pages, time.perf_counter()
         [ids] = generate(
             self.decoder,
             [cache],
@@ -95,7 +99,8 @@ class Speaker:
         )
         seconds = time.perf_counter() - started
         stream.finish()
-        return Reply(stream.text.strip(), tuple(ids), seconds)
+        asked, moved = (now - then for now, then in zip(cache.pages, before, strict=True))
+        return Reply(stream.text.strip(), tuple(ids), seconds, (max(asked, 0), max(moved, 0)))
 
 
 def check_fits(prompt: tuple[int, ...], tokens: int) -> None:

@@ -23,7 +23,8 @@ class Figures:
             length where nothing limits it.
         full_kv_bytes: keys and values of a plain cache of the same length.
         kv_bytes: all caches after reading, every byte held.
-        active_kv_bytes: the largest cache that one question attends to.
+        active_kv_bytes: the largest cache that one question attends to; where entries are parked,
+            its fast tier and the pages that a step fetches.
         peak_kv_bytes: the highest at any time while reading, scratch tokens included.
         peak_entries: the most managed entries at any time, over layers, heads and live caches.
         prefill_seconds: reading, embedding and clustering included.

@@ -121,7 +121,7 @@ def gather(
         budget_tokens=min(tokens_of(policy), context),
         full_kv_bytes=spec.full_bytes(context),
         kv_bytes=shelf.nbytes,
-        active_kv_bytes=max(holding.nbytes for holding in shelf.holdings()),
+        active_kv_bytes=max(holding.in_use for holding in shelf.holdings()),
         peak_kv_bytes=meter.peak_bytes,
         peak_entries=meter.peak_entries,
         prefill_seconds=time.perf_counter() - started,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from larder.cache.pool import Pool
+from larder.cache.saving import is_slow
 from larder.cache.sequence import SequenceCache
 from larder.core.spec import ModelSpec
 
@@ -25,6 +27,7 @@ class Parked:
     entries: int
     next_position: int
     finest: int
+    in_use: int
 
     @property
     def nbytes(self) -> int:
@@ -40,12 +43,15 @@ class Holding:
         nbytes: bytes of every tensor.
         next_position: tokens it has truly read.
         finest: those of the entries that are held at full precision.
+        in_use: bytes in the model's memory when it answers: all, or those of the fast tier and of
+            the pages that a step fetches.
     """
 
     entries: int
     nbytes: int
     next_position: int
     finest: int
+    in_use: int
 
 
 class Shelf:
@@ -109,6 +115,11 @@ class Shelf:
         return self.parked_bytes + (0 if self._active is None else self._active[1].nbytes)
 
     @property
+    def in_use_bytes(self) -> int:
+        """Bytes of the active cache in the model's memory, as `Holding.in_use`; 0 without one."""
+        return 0 if self._active is None else _in_use(self._active[1])
+
+    @property
     def parked_bytes(self) -> int:
         """Bytes of the parked caches alone."""
         return sum(
@@ -118,20 +129,41 @@ class Shelf:
     def holdings(self) -> tuple[Holding, ...]:
         """What each cache holds, by number."""
         held = {
-            number: Holding(parked.entries, parked.nbytes, parked.next_position, parked.finest)
+            number: Holding(
+                parked.entries, parked.nbytes, parked.next_position, parked.finest, parked.in_use
+            )
             for number, parked in self._parked.items()
         }
         if self._active is not None:
             number, cache = self._active
             told = cache.managed_entries, cache.nbytes, cache.next_position, _finest(cache)
-            held[number] = Holding(*told)
+            held[number] = Holding(*told, _in_use(cache))
         return tuple(held[number] for number in sorted(held))
 
 
 def _park(cache: SequenceCache) -> Parked:
     """Take a cache over into host memory; it is empty afterwards."""
     held = cache.managed_entries, cache.next_position, _finest(cache)
-    return Parked(cache.surrender(torch.device("cpu")), cache.meta(), *held)
+    slots, meta = _foreseen_bytes(cache), cache.meta()
+    state = cache.surrender(torch.device("cpu"))
+    fast = sum(t.untyped_storage().nbytes() for name, t in state.items() if not is_slow(name))
+    return Parked(state, meta, *held, fast + slots)
+
+
+def _in_use(cache: SequenceCache) -> int:
+    """Bytes in the model's memory, slots for pages included even if none was fetched yet."""
+    asked, _ = cache.pages
+    return cache.fast_nbytes + (0 if asked else _foreseen_bytes(cache))
+
+
+def _foreseen_bytes(cache: SequenceCache) -> int:
+    """Bytes of the slots for the pages that a step fetches; 0 where nothing is parked."""
+    parking = cache.makeup.parking
+    if parking is None:
+        return 0
+    governed = [layer for layer in cache.spec.layers if cache.makeup.governs(layer)]
+    rows, itemsize = parking.recall.pages * parking.recall.page, cache.spec.dtype.itemsize
+    return sum(Pool.foreseen_bytes(layer, rows * layer.kv_heads, itemsize) for layer in governed)
 
 
 def _finest(cache: SequenceCache) -> int:
