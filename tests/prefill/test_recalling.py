@@ -1,0 +1,119 @@
+"""Generating over what is parked, found by every way there is: exact, bounded, and kept whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.recall import RECALLS
+from larder.engine.decoding import Limits, generate
+from larder.engine.sampling import Sampling
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt
+from larder.models.tiny import tiny
+from larder.prefill.meter import Meter
+from larder.session.policy import Policy
+from larder.session.reading import Desk, build, tend
+from larder.session.shelf import Shelf
+from larder.session.transcript import Scribe
+from reading import own_logits, some_ids
+
+CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 40, 2
+STAYING, LAG = 8, 4  # entries of the fast tier, and those that may pile up
+# Sizes for texts as short as these; all other parts find entries one by one.
+SIZES = {
+    "bounds": "page=4",
+    "clusters": "size=4",
+    "dci": "page=4",
+    "graph": "least=8, links=4",
+    "mpcache": "page=4",
+    "rocket": "ratio=4",
+    "sentences": "page=4",
+    "wave": "page=4, size=4, update=8, segment=16",
+}
+PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
+
+
+@dataclass(frozen=True)
+class Hearing(Sampling):
+    """Chooses as ever, and remembers the logits it chose from."""
+
+    heard: list[Tensor] = field(default_factory=list)
+
+    def choose(self, logits: Tensor, source: Any) -> int:
+        self.heard.append(logits.clone())
+        return super().choose(logits, source)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return adopt(tiny("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    """The same model on its own attention."""
+    return tiny("qwen3")
+
+
+def policy(name: str, recalled: int) -> Policy:
+    if name == "graph":
+        pytest.importorskip("usearch")
+    sizes = f"tokens={recalled}, dense=0, {SIZES.get(name, '')}".removesuffix(", ")
+    parts = f"sinks_and_window(sinks=2) > uniform() > park() > {name}({sizes})"
+    sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {parts} > lagged(tokens={LAG})"
+    return Policy.parse(sentence).filled(STAYING + recalled, None)
+
+
+def desk(decoder: Decoder) -> Desk:
+    return Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
+
+
+def said(decoder: Decoder, wanted: Policy, cache: SequenceCache, ids: Any, steps: int) -> Any:
+    """The next tokens, and the logits of each; the bound is looked at after every pass."""
+    hearing, most = Hearing(), (STAYING + LAG - 1) * HEADS * len(decoder.spec.layers)
+    over: list[int] = []
+
+    def watch(row: int, token: int) -> bool:
+        over.extend([cache.managed_entries] * (cache.managed_entries > most))
+        return True
+
+    observer = tend(desk(decoder), wanted, [cache]).observer
+    [tokens] = generate(decoder, [cache], [ids], hearing, Limits(steps), watch, observer)
+    assert over == []
+    return tuple(tokens), torch.stack(hearing.heard)
+
+
+def read(decoder: Decoder, wanted: Policy) -> Shelf:
+    return build(desk(decoder), wanted, CONTEXT, [{}], Meter())
+
+
+@PARTS
+def test_where_everything_is_recalled_generated_text_is_the_full_caches(decoder, own, name) -> None:
+    wanted = policy(name, 320)
+    cache = read(decoder, wanted).activate(0)
+    tokens, heard = said(decoder, wanted, cache, QUESTION, STEPS)
+    ids = (*CONTEXT, *QUESTION, *tokens)
+    expected = own_logits(own, ids)[-STEPS - 1 : -1]
+    assert torch.allclose(heard, expected, atol=1e-3)
+    assert cache.pages[0] > 0
+
+
+@PARTS
+def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder, name) -> None:
+    wanted = policy(name, 8)
+    cache = read(decoder, wanted).activate(0)
+    said(decoder, wanted, cache, QUESTION, 7)
+    pages, moved = cache.pages
+    assert 0 < moved <= pages
+    twin = cache.fork()
+    shelf = Shelf(decoder.spec, [cache.fork()])
+    ways = cache, twin, shelf.activate(0)
+    live, forked, shelved = (said(decoder, wanted, own, some_ids(3, seed=9), 4) for own in ways)
+    assert forked[0] == shelved[0] and torch.equal(forked[1], shelved[1])
+    assert live[0] == forked[0] and torch.allclose(live[1], forked[1], atol=1e-4)
