@@ -103,6 +103,14 @@ def test_what_is_read_again_cannot_leave_out_what_was_rejected(three_layers, hel
         put_aside(held, cache, IDS, residuals, recompute)
 
 
+def test_a_plan_that_kept_everything_may_have_merged(three_layers) -> None:
+    cache = SequenceCache(three_layers.spec, Form.RAGGED)
+    recompute, residuals = read(three_layers, cache, (0,))
+    cache.apply(1, a_plan([range(READ), range(READ)], (READ, READ)))
+    with pytest.raises(CacheError, match="A policy works on this cache"):
+        put_aside(Held.IDS, cache, IDS, residuals, recompute)
+
+
 def test_keys_that_were_changed_are_noticed(three_layers) -> None:
     cache = SequenceCache(three_layers.spec, Form.RAGGED)
     recompute, residuals = read(three_layers, cache)
