@@ -15,6 +15,11 @@ TENDED = {
     "lagged": f"{H2O} > lagged(tokens=8)",
     "episodes": f"episodes(count=2, segment=1, representatives=2) > {H2O} > every_step()",
 }
+PARKED = (
+    "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=2, recent=4) > "
+    "sinks_and_window(sinks=2) > uniform() > park() > flat(tokens=80, page=4, dense=1) > "
+    "every_step()"
+)
 EXCESS = {"lagged": 7}
 
 
@@ -59,6 +64,20 @@ def test_the_copy_is_counted_at_its_height(loaded: Loaded) -> None:
     answer = chat.say("My dog eats apples.", max_new_tokens=6)
     assert answer.held_bytes > 1.9 * chat.figures.kv_bytes
     assert chat.figures.peak_kv_bytes >= answer.held_bytes
+
+
+def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: Loaded) -> None:
+    chat = Chat(under(loaded, PARKED), history=HISTORY)
+    begun = chat.figures.log_tokens
+    assert [view.entries_per_head for view in chat.episodes] == [16, 16]
+    chat.say("A star is far away.", max_new_tokens=6)
+    assert chat.outcome is not None and chat.outcome.is_new_episode
+    state = states(chat)[2]
+    places = {name: held for name, held in state.items() if name.endswith("positions")}
+    assert any(len(held) for name, held in places.items() if "slow" in name)
+    for name, held in places.items():
+        first = held[held < begun]
+        assert len(first) == 0 or int(first.max()) < 20, name
 
 
 def test_a_turn_on_a_new_topic_opens_an_episode_and_leaves_the_old_one(loaded: Loaded) -> None:

@@ -154,6 +154,13 @@ class Store(ABC):
     def truncate(self, length: int) -> None:
         """Forget the entries at true positions `length` and later."""
 
+    def forget(self, start: int, stop: int) -> None:
+        """Drop for good what is held at true positions [start, stop), as `apply` frees it."""
+        held = self.entries()
+        positions = held.packed_positions()
+        stays = (positions < start) | (positions >= stop)
+        self.apply(Plan.from_mask(stays, held.lengths))
+
     @abstractmethod
     def entries(self) -> Entries:
         """What is held, as views; a copy where entries are not stored as numbers."""

@@ -34,15 +34,12 @@ class SequenceCache:
     back, unless a plan was carried out in it: what a plan rejects is freed at once. Such a cache
     is `spoil`ed, and of no use any more. Two threads must not use one cache; what forks share
     stands still.
-
     `plans` counts the changes so far that cannot be taken back: plans, and columns written.
     `tail` is what the model made of the last token, for who asks how surprising the next one is;
     empty where nobody does, and where that token was taken back.
 
     Args:
-        ledger: what a policy has the managed layers remember.
-        codecs: of the grades 1, 2, ... of precision that managed layers can hold entries at.
-        pairing, parking: as in `Makeup`.
+        ledger, codecs, pairing, parking: as in `Makeup`.
 
     Raises:
         CacheError: as `Makeup`.
@@ -83,8 +80,7 @@ class SequenceCache:
             shift: how much later than `next_position` a scratch text begins; below 0 earlier.
 
         Raises:
-            CacheError: several sections were to be appended; a sequence is one section. Or the
-                cache is spoiled.
+            CacheError: several sections were to be appended, or the cache is spoiled.
         """
         self._check()
         if mode is Mode.PROBE:
@@ -123,6 +119,12 @@ class SequenceCache:
         """Replace columns of the ledger in one layer, one number per row of its storage."""
         with self._changing():
             self._stores[layer].note(columns)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Have managed layers drop for good what they hold at true positions [start, stop)."""
+        with self._changing():
+            for layer in self.spec.managed:
+                self._stores[layer.index].forget(start, stop)
 
     def spoil(self) -> None:
         """A pass failed after some layers had carried out their plans: no layer may be used."""

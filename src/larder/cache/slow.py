@@ -155,23 +155,28 @@ class Slow:
             dict(zip(self._names, self._columns, strict=True)),
         )
 
-    def shortened(self, length: int) -> Slow | None:
-        """All entries before position `length`, in a tier of their own; None where that is all.
+    def without(self, start: int, stop: int | None = None) -> Slow | None:
+        """All entries but those at positions [start, stop), in a tier of their own.
 
-        They have new numbers, in the same order.
+        None where these are all there are; else they have new numbers, in the same order.
+
+        Args:
+            stop: None for all from `start` on.
         """
         rows = packed_rows(self._starts, self._lengths)
-        stays = self._positions[rows] < length
+        stays = self._positions[rows] < start
+        if stop is not None:
+            stays |= self._positions[rows] >= stop
         if bool(stays.all()):
             return None
         heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)
         kept = torch.bincount(heads[stays], minlength=len(self._lengths))
-        shorter = Slow(self.layer, self._keys.dtype, self._names, self._is_pinned)
+        rest = Slow(self.layer, self._keys.dtype, self._names, self._is_pinned)
         own = {"keys": self._keys, "values": self._values, "positions": self._positions}
         state = {name: tensor[rows[stays]] for name, tensor in own.items()}
-        shorter.adopt(state | {"columns": self._columns[:, rows[stays]], "lengths": kept})
-        shorter.room = self.room
-        return shorter
+        rest.adopt(state | {"columns": self._columns[:, rows[stays]], "lengths": kept})
+        rest.room = self.room
+        return rest
 
     def fork(self) -> Slow:
         """A tier that holds the same entries in the same storage, and goes its own way."""

@@ -99,11 +99,22 @@ class Tiered(Store):
 
     def truncate(self, length: int) -> None:
         """As every store's; pages that held what is forgotten are found anew."""
-        shorter = self._slow.shortened(length)
+        rest = self._slow.without(length)
         self._fast.truncate(length)
-        if shorter is not None:
-            self._slow.room.taken += shorter.nbytes - self._slow.nbytes
-            self._slow, self._pool = shorter, None
+        self._go_on_with(rest)
+
+    def forget(self, start: int, stop: int) -> None:
+        """As every store's, in both tiers."""
+        rest = self._slow.without(start, stop)
+        self._fast.forget(start, stop)
+        self.replaced_bytes = self._fast.replaced_bytes
+        self._go_on_with(rest)
+
+    def _go_on_with(self, rest: Slow | None) -> None:
+        """Have another slow tier, if there is one, and find everything in it anew."""
+        if rest is not None:
+            self._slow.room.taken += rest.nbytes - self._slow.nbytes
+            self._slow, self._pool = rest, None
             self._learned = Learned(self.parking.recall, self.layer)
 
     def entries(self) -> Entries:
@@ -151,12 +162,8 @@ class Tiered(Store):
         return copy
 
     def tensors(self) -> tuple[Tensor, ...]:
-        own = (
-            *self._fast.tensors(),
-            *self._slow.tensors(),
-            *self._learned.index.tensors(),
-            self._observed,
-        )
+        parked = *self._slow.tensors(), *self._learned.index.tensors()
+        own = *self._fast.tensors(), *parked, self._observed
         return own if self._pool is None else own + self._pool.tensors()
 
     def join(self, room: HostRoom) -> None:
@@ -205,15 +212,12 @@ class Tiered(Store):
         asked, entries = queries[:, 0].detach().float().cpu(), self._slow.entries()
         self._learn(entries)
         recall = self.parking.recall
-        look = (
-            self._learned.index.exact if recall.search is Search.EXACT else self._learned.index.find
-        )
+        index = self._learned.index
+        look = index.exact if recall.search is Search.EXACT else index.find
         found = look(asked, entries, recall.pages)
         pool = self._pool_for(found)
         pages = found.pages[:, : pool.slots]
-        pool.load(
-            pages, self._learned.index.versions(pages), self._learned.index.contents(pages), entries
-        )
+        pool.load(pages, index.versions(pages), index.contents(pages), entries)
         parts = [pool.attend(queries)]
         if found.estimate is not None:
             parts.append(estimated(queries, found.estimate, self.layer))

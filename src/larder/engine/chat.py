@@ -30,7 +30,7 @@ from larder.session.logbook import (
 )
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import tend, tokens_of
+from larder.session.reading import governed, tend, tokens_of
 from larder.session.sizes import resolve, resolve_open
 
 NOTHING = Conversation("nothing", ())
@@ -167,7 +167,8 @@ class Chat:
     def episodes(self) -> tuple[EpisodeView, ...]:
         """Its caches, by number; a single one where the policy forms no episodes."""
         shelf, router = self._cabinet.shelf, self.memory.router
-        heads = sum(layer.kv_heads for layer in self._engine.loaded.decoder.spec.managed)
+        layers = governed(self.policy, self._engine.loaded.decoder.spec)
+        heads = sum(layer.kv_heads for layer in layers)
         holdings = shelf.holdings()
         prompts = router.prompts() or [()] * len(holdings)
         segments = router.segments() or [0] * len(holdings)

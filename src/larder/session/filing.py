@@ -13,14 +13,21 @@ from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Form
-from larder.core.plan import Plan
 from larder.prefill.base import Progress, silent
 from larder.prefill.meter import Meter
 from larder.session.log import Exchange, Log
 from larder.session.matching import Match
 from larder.session.memory import Memory
 from larder.session.policy import DEFAULT_BLOCK_TOKENS, Policy
-from larder.session.reading import Desk, books_for, build, entries_of, gather, tokens_of
+from larder.session.reading import (
+    Desk,
+    books_for,
+    build,
+    entries_of,
+    gather,
+    governed,
+    tokens_of,
+)
 from larder.session.shelf import Shelf
 
 
@@ -102,7 +109,7 @@ class Cabinet:
     def bound(self) -> int:
         """L x K x (M + M_block): entries beyond which a cache is refreshed."""
         spec, policy = self._desk.decoder.spec, self.state.memory.policy
-        heads = sum(layer.kv_heads for layer in spec.managed)
+        heads = sum(layer.kv_heads for layer in governed(policy, spec))
         return heads * (entries_of(policy, spec) + block_of(policy))
 
     @property
@@ -182,13 +189,7 @@ class Cabinet:
         """
         cache = drawer.cache.fork()
         self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes + cache.nbytes)
-        first = self._beginning()
-        # Sliding-window layers hold their window whatever is planned.
-        for layer in cache.spec.managed:
-            entries = cache.entries(layer.index)
-            positions = entries.packed_positions()
-            keep = (positions < first) | (positions >= drawer.mark)
-            cache.apply(layer.index, Plan.from_mask(keep, entries.lengths))
+        cache.forget(self._beginning(), drawer.mark)  # sliding-window layers hold their window
         return cache
 
     def _beginning(self) -> int:

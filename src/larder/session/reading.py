@@ -11,7 +11,7 @@ from larder.core.conversation import Conversation
 from larder.core.errors import BudgetError, InputError, UsageError
 from larder.core.ledger import Ledger
 from larder.core.observation import Calibration, Prompts
-from larder.core.spec import ModelSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.models.decoder import Decoder
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
@@ -198,13 +198,18 @@ def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending
 def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Planner, dict[int, int]]:
     """The planner with its measurements, and how many entries each layer may hold."""
     managed = tuple(layer.index for layer in desk.decoder.spec.managed)
-    dense = 0 if policy.recall is None else policy.recall.dense
-    layers = tuple(index for index in managed if index >= dense)
+    layers = tuple(layer.index for layer in governed(policy, desk.decoder.spec))
     facts = only(desk.calibrate(policy.calibrations), managed, layers)
     planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.unit.lexicon))
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, facts)
+
+
+def governed(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
+    """The layers that a policy's budget is for: managed ones that it does not call dense."""
+    dense = 0 if policy.recall is None else policy.recall.dense
+    return tuple(layer for layer in spec.managed if layer.index >= dense)
 
 
 def _check_room(policy: Policy, tokens: int) -> None:
