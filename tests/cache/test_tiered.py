@@ -227,25 +227,6 @@ def test_truncating_reaches_the_slow_tier() -> None:
     assert_close(extend(store, new), loop(new, left))
 
 
-def test_what_is_forgotten_is_in_neither_tier() -> None:
-    store = a_tiered()
-    ever = filled(store)
-    extend(store, draw(LAYER, 1, 40, 1))
-    store.truncate(40)
-    store.forget(10, 30)
-    left = [[entry for entry in own if not 10 <= entry.position < 30] for own in ever]
-    assert sum(map(sum, (store.lengths, store.parked().lengths))) == sum(map(len, left))
-    new = draw(LAYER, 1, 40, 3)
-    assert_close(extend(store, new), loop(new, left))
-
-
-def test_a_dense_layer_forgets_too() -> None:
-    store = a_tiered(Flat(tokens=4, dense=1))
-    append(store, draw(LAYER, 6))
-    store.forget(2, 5)
-    assert store.entries().head_positions(1).tolist() == [0, 1, 5]
-
-
 def test_a_dense_layer_parks_nothing() -> None:
     store = a_tiered(Flat(tokens=4, dense=1))
     append(store, draw(LAYER, 6))
