@@ -59,3 +59,12 @@ def test_a_budget_left_open_is_the_policys() -> None:
     assert Park(cut=Cut.SPLIT).under(64) == Park(cut=Cut.SPLIT, tokens=64)
     assert Park(cut=Cut.SPLIT, tokens=9).under(64).tokens == 9
     assert Park().under(64) == Park() != replace(Park(), tokens=64)
+
+
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize(("weights", "head"), [((1.0, 0.0), 1), ((0.0, 0.5), 0)])
+def test_streaming_heads_lose_what_they_reject(weights, head, stage) -> None:
+    entries, judged = some_entries(a_layer(2, 2), HELD), replace(scored(stage), weights=weights)
+    settled = Park(cut=Cut.STREAMING).settle(a_plan(KEPT, entries.lengths), entries, judged)
+    lost = [s for s in range(len(HELD[head])) if s not in KEPT[head]]
+    assert settled.dropped.tolist() == [30 * head + s for s in lost]

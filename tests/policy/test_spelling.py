@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName
 from larder.core.family import Family
 from larder.core.spelling import spell
+from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.joining import Unasked, Unobserved
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
@@ -84,6 +85,8 @@ def test_any_policy_round_trips(slots) -> None:
         parts["recall"] = None
     else:
         parts["storage"] = Exact()
+    if parts["compensation"].splits:
+        parts["budget"] = RetrievalHeads()
     if parts["compensation"].once:
         parts["schedule"] = Whole()
     policy = Policy(**parts)
@@ -129,6 +132,7 @@ WRONG = {
     'blockwise() > park(cut="split")': (SpellingError, "cuts a text once, when all of it was read"),
     'whole() > park(cut="budgets", size=0.5)': (BadParameter, "at least 1 budget, got 0.5"),
     'whole() > park(cut="share", size=0)': (BadParameter, "be a share in (0, 1], got 0.0"),
+    'park(cut="streaming")': (SpellingError, "pooled() does not tell these from streaming heads"),
     "park(tokens=0)": (BadParameter, "park.tokens must be at least 1, got 0"),
     "park() > flat(tokens=100, page=16)": (BadParameter, "pages of 16 do not divide: give 96"),
     "park() > flat(dense=-1)": (BadParameter, "flat.dense must be at least 0 layers, got -1"),

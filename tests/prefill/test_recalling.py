@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
+from larder.core.errors import BudgetError
 from larder.core.recall import RECALLS
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
+from larder.policy.protect import Protect
 from larder.prefill.meter import Meter
 from larder.session.policy import Policy
 from larder.session.reading import Desk, build, tend
@@ -117,3 +119,9 @@ def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder,
     live, forked, shelved = (said(decoder, wanted, own, some_ids(3, seed=9), 4) for own in ways)
     assert forked[0] == shelved[0] and torch.equal(forked[1], shelved[1])
     assert live[0] == forked[0] and torch.allclose(live[1], forked[1], atol=1e-4)
+
+
+def test_pages_that_leave_no_room_for_what_stays_are_refused(decoder) -> None:
+    wanted = replace(policy("flat", 6), protect=Protect(sinks=2, recent=9))
+    with pytest.raises(BudgetError, match="of 14 tokens has no room for the 6 that flat.* the 11"):
+        read(decoder, wanted)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from larder.core.errors import SpellingError
 from larder.core.spelling import spell
+from larder.policy.budgets.base import Budget
+from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.compensation.base import Compensation
 from larder.policy.scorers.base import Scorer
 from larder.policy.storage.base import Storage
@@ -36,6 +38,15 @@ def check_cut(schedule: Schedule, compensation: Compensation) -> None:
         raise SpellingError(
             f"{spell(compensation)} cuts a text once, when all of it was read, but "
             f"{spell(schedule)} plans in between: take whole(), or park() without a cut."
+        )
+
+
+def check_heads(budget: Budget, compensation: Compensation) -> None:
+    """Raises: SpellingError: streaming heads lose what they reject, but they look alike."""
+    if compensation.splits and not isinstance(budget, RetrievalHeads):
+        raise SpellingError(
+            f"{spell(compensation)} parks for retrieval heads only, but {spell(budget)} does not "
+            "tell these from streaming heads: take retrieval_heads(), or another cut."
         )
 
 

@@ -168,6 +168,11 @@ PRESETS: Mapping[str, str] = {
         "whole() > protect(sinks=4, recent=32) > snapkv() > uniform() > "
         'park(cut="share", size=0.75) > mpcache(dense=0) > lagged(tokens=16)'
     ),
+    "lserve": (
+        "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > "
+        'retrieval_heads(share=0.5, trial="passkeys") > park(cut="streaming") > bounds(dense=0) > '
+        "lagged(tokens=16)"
+    ),
     "exact_topk": (
         "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
         "park() > flat() > lagged(tokens=16)"

@@ -262,6 +262,13 @@ def _beside_pages(policy: Policy, tokens: int) -> int:
             f"The budget of {tokens} tokens has no room beside the {recall.tokens} that "
             f"{spell(recall)} fetches: raise --budget, or fetch fewer."
         )
+    least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
+    if least > tokens - recall.tokens and not isinstance(policy.protect.recent, float):
+        raise BudgetError(
+            f"The budget of {tokens} tokens has no room for the {recall.tokens} that "
+            f"{spell(recall)} fetches beside the {least} that {spell(policy.protect)} and "
+            f"{spell(policy.scorer)} always keep: raise --budget, fetch fewer, or protect fewer."
+        )
     return tokens - recall.tokens
 
 

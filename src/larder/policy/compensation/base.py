@@ -24,6 +24,11 @@ class Compensation(ABC):
         """Whether it judges a text as one, so that it must be read before anything goes."""
         return False
 
+    @property
+    def splits(self) -> bool:
+        """Whether it does with retrieval heads other than with streaming heads."""
+        return False
+
     def under(self, tokens: int) -> Compensation:
         """The same under a budget of `tokens` entries per kv head."""
         del tokens

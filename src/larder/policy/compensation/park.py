@@ -14,7 +14,12 @@ number of budgets, as Zhu et al., "SentenceKV: Efficient LLM Inference via Sente
 KV Caching" (2025), arXiv:2504.00970, and `share` a share of the text, as Zeng et al., "MPCache:
 MPC-Friendly KV Cache Eviction for Efficient Private Large Language Model Inference" (2025),
 arXiv:2501.06807. What stays in the fast tier counts. Unlike RocketKV, whose number leaves room for
-what is generated, nothing that is generated is ever dropped.
+what is generated, nothing that is generated is dropped by these.
+
+`streaming` drops, always, what heads reject that the budget gives no weight: streaming heads see
+the first tokens and the latest, and the others recall, as in Yang et al., "LServe: Efficient
+Long-sequence LLM Serving with Unified Sparse Attention" (2025), arXiv:2502.14866. Its two sizes
+of pages, and its choice that stands for some steps, are not here.
 """
 
 from __future__ import annotations
@@ -23,21 +28,25 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
+
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, Scored, Stage
 from larder.core.plan import Plan
 from larder.ops.marking import marks_of, places_unmarked
 from larder.ops.topk import top_of_heads
+from larder.policy.compensation._rejected import heads_of, rejected
 from larder.policy.compensation.base import Compensation
 
 
 class Cut(Enum):
-    """What is dropped before the rest is parked, once the text has been read."""
+    """What is dropped before the rest is parked."""
 
     NOTHING = "nothing"
     SPLIT = "split"
     BUDGETS = "budgets"
     SHARE = "share"
+    STREAMING = "streaming"
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class Park(Compensation):
         host_mib: the most that they may take there, in MiB per cache; left open, as much as the
             machine has.
         cut: `nothing` is dropped; `split` keeps as many as RocketKV, `budgets` so many budgets, and
-            `share` such a share of the text, over both tiers.
+            `share` such a share of the text, over both tiers; `streaming` keeps all of the heads
+            that the budget takes for retrieval heads, and parks nothing of the others.
         size: the number of budgets, at least 1, or the share, in (0, 1].
         tokens: the budget of a cut, in entries per kv head; left open, the policy's.
     """
@@ -72,14 +82,20 @@ class Park(Compensation):
 
     @property
     def once(self) -> bool:
-        return self.cut is not Cut.NOTHING
+        return self.cut not in (Cut.NOTHING, Cut.STREAMING)
 
     def under(self, tokens: int) -> Park:
         if not self.once or self.tokens is not None:
             return self
         return replace(self, tokens=tokens)
 
+    @property
+    def splits(self) -> bool:
+        return self.cut is Cut.STREAMING
+
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+        if self.splits:
+            return self._without_streams(plan, entries, scored)
         if not self.once or scored.stage is not Stage.READING or not entries.lengths:
             return plan
         stays = max(self.remaining(max(entries.lengths)), *plan.lengths, 0)
@@ -87,6 +103,13 @@ class Park(Compensation):
         scores = scored.ranked()
         left = top_of_heads(scores, entries.lengths, stays, kept)
         return replace(plan, dropped=places_unmarked(marks_of(left, len(kept))))
+
+    def _without_streams(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+        """The plan that drops what heads without weight reject."""
+        gone = rejected(plan, entries)
+        weights = scored.weights or (1.0,) * len(entries.lengths)  # none: no head is told apart
+        streams = torch.tensor([weight == 0 for weight in weights], device=gone.device)
+        return replace(plan, dropped=gone[streams[heads_of(gone, entries)]])
 
     def remaining(self, held: int) -> int:
         """Entries per kv head that a cut leaves of those that are held."""
