@@ -41,6 +41,7 @@ from transformers import DynamicCache
 from larder import Policy
 from larder.cache import base, tiered
 from larder.cache.dense import Dense
+from larder.cache.finding import Finder
 from larder.cache.pool import Pool
 from larder.cache.ragged import Ragged
 from larder.cache.sequence import Form, SequenceCache
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--apart", type=int, default=16384, help="from so many tokens on")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's own number")
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
+    parser.add_argument("--cases", default="full,policy,transformers", help="what is measured")
     parser.add_argument("--model", default="qwen3-0.6b", choices=["seed", "qwen3-0.6b"])
     options = parser.parse_args()
     if options.threads:
@@ -94,18 +96,19 @@ def _measure(
         "policy": lambda: _policy(decoder, streams, options, row),
         "transformers": lambda: _transformers(module, decoder, streams),
     }
+    chosen = {name: makers[name] for name in options.cases.split(",")}
     if tokens < options.apart:
-        cases = {name: make() for name, make in makers.items()}
+        cases = {name: make() for name, make in chosen.items()}
         seconds = _interleaved(cases, options.rounds, clock)
     else:
         seconds = {}
-        for name, make in makers.items():
+        for name, make in chosen.items():
             seconds |= _interleaved({name: make()}, options.rounds, clock)
             gc.collect()  # a cache that is fed refers to itself
     least = {name: 1e3 * min(each) / STEPS for name, each in seconds.items()}
     row |= {f"{name}_ms": [round(1e3 * s / STEPS, 1) for s in v] for name, v in seconds.items()}
     row |= {f"{name}_least_ms": round(each, 1) for name, each in least.items()}
-    for name in ("full", "transformers"):
+    for name in chosen.keys() - {"policy"}:
         row[f"ratio_to_{name}"] = round(least[name] / least["policy"], 2)
     return row
 
@@ -200,7 +203,7 @@ def _parked(
             columns = torch.zeros(len(policy.planner.ledger.columns), int(lengths.sum()))
             store._slow.add(Sheaf(*flat, far.repeat(layer.kv_heads), columns, lengths))
             started = clock()
-            store._learn(store._slow.entries())
+            store.finder.learn(store._slow.entries(), store._observed)
             seconds += clock() - started
     cache.next_position = tokens
     row["built_s"] = round(seconds, 1)
@@ -228,7 +231,7 @@ def _parts(go: Callable[[], None], clock: Clock) -> dict[str, float]:
     """Milliseconds per step of each part, by clocks around them; what nests counts once."""
     spent: dict[str, float] = {}
     kinds: list[tuple[Any, str, str]] = [
-        (Tiered, "_learn", "insert"),
+        (Finder, "learn", "insert"),
         (Pool, "load", "gather"),
         (Pool, "attend", "attention"),
         (Ragged, "attention", "attention"),

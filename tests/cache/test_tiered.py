@@ -173,10 +173,10 @@ def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
     def refuse(*given: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(type(store._learned.index), "find", refuse)
+    monkeypatch.setattr(type(store.finder.learned.index), "find", refuse)
     with pytest.raises(AssertionError, match="asked"):
-        store._learned.index.find()
-    monkeypatch.setattr(type(store._learned.index), "exact", refuse)
+        store.finder.learned.index.find()
+    monkeypatch.setattr(type(store.finder.learned.index), "exact", refuse)
     with pytest.raises(AssertionError, match="asked"):
         extend(store, draw(LAYER, 1, 40, 1))
 

@@ -74,4 +74,6 @@ class Learned:
 
     def _own(self, index: Index) -> None:
         self._sharers.discard(self)
-        self.index, self._sharers = index, WeakSet([self])
+        self.index, sharers = index, WeakSet[Learned]()
+        sharers.add(self)
+        self._sharers = sharers

@@ -12,7 +12,7 @@ from torch import Tensor
 from larder.cache.base import Store
 from larder.cache.layers import Form, Makeup
 from larder.cache.saving import filled, handed_over, told
-from larder.cache.tiered import tiered
+from larder.cache.tiered import Tiered, tiered
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
@@ -29,20 +29,16 @@ TAIL = "tail"  # its name in a state
 class SequenceCache:
     """Keys and values of one sequence, for all layers.
 
-    It owns the storage. `next_position` is the number of tokens truly read, whatever is left of
-    them. If a pass through the model fails halfway, `truncate(next_position)` puts every layer
-    back, unless a plan was carried out in it: what a plan rejects is freed at once. Such a cache
-    is `spoil`ed, and of no use any more. Two threads must not use one cache; what forks share
-    stands still.
+    `next_position` is the number of tokens truly read, whatever is left of them. If a pass through
+    the model fails halfway, `truncate(next_position)` puts every layer back, unless a plan was
+    carried out in it: what a plan rejects is freed at once. Such a cache is `spoil`ed, and of no
+    use any more. Two threads must not use one cache; what forks share stands still.
     `plans` counts the changes so far that cannot be taken back: plans, and columns written.
     `tail` is what the model made of the last token, for who asks how surprising the next one is;
     empty where nobody does, and where that token was taken back.
 
     Args:
-        ledger, codecs, pairing, parking: as in `Makeup`.
-
-    Raises:
-        CacheError: as `Makeup`.
+        ledger, codecs, pairing, parking: as in `Makeup`, which refuses what does not fit.
     """
 
     def __init__(
@@ -192,9 +188,14 @@ class SequenceCache:
         return sum(sum(s.lengths) for s in self._stores if self.makeup.governs(s.layer))
 
     @property
+    def tiers(self) -> list[Tiered]:
+        """The stores of layers that have a slow tier."""
+        return tiered(self._stores)
+
+    @property
     def pages(self) -> tuple[int, int]:
         """Pages that were recalled so far, and how many of them had to be moved."""
-        asked, moved = zip((0, 0), *(store.pages for store in tiered(self._stores)), strict=True)
+        asked, moved = zip((0, 0), *(store.pages for store in self.tiers), strict=True)
         return sum(asked), sum(moved)
 
     @property
@@ -210,7 +211,7 @@ class SequenceCache:
     @property
     def shared_nbytes(self) -> int:
         """Bytes of what a cache that it was forked from, or a fork of it, holds as well."""
-        return sum(store.shared_nbytes for store in tiered(self._stores))
+        return sum(store.shared_nbytes for store in self.tiers)
 
     def replaced_bytes(self, layer: int) -> int:
         """Bytes that a layer held twice while its last change was carried out."""
@@ -224,8 +225,7 @@ class SequenceCache:
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
         self._check()
-        tail = {TAIL: self.tail.clone()} if len(self.tail) else {}
-        return tail | told(self._stores)
+        return told(self._stores) | ({TAIL: self.tail.clone()} if len(self.tail) else {})
 
     def surrender(self, place: torch.device) -> dict[str, Tensor]:
         """Hand all tensors over to another place, layer by layer; the cache is empty afterwards.

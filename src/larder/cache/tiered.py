@@ -22,16 +22,16 @@ from torch import Tensor
 
 from larder.cache.base import Attended, Store
 from larder.cache.checking import check_dropped, check_kept, refuse_grades
+from larder.cache.finding import Finder
 from larder.cache.learned import Learned
-from larder.cache.pool import Pool
 from larder.cache.ragged import Ragged
-from larder.cache.recalling import estimated, everything, mixed_in
+from larder.cache.recalling import everything
 from larder.cache.slow import HostRoom, Sheaf, Slow, rejected
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.recall import Found, Parking, Search
+from larder.core.recall import Parking
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.merging import merge
@@ -59,8 +59,7 @@ class Tiered(Store):
         self.layer, self.parking = layer, parking
         self._fast = Ragged(layer, dtype, device, ledger)
         self._slow = Slow(layer, dtype, ledger.columns, device.type == "cuda")
-        self._learned = Learned(parking.recall, layer)
-        self._pool: Pool | None = None
+        self.finder = Finder(layer, parking.recall, dtype, device)
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
@@ -114,8 +113,8 @@ class Tiered(Store):
         """Have another slow tier, if there is one, and find everything in it anew."""
         if rest is not None:
             self._slow.room.taken += rest.nbytes - self._slow.nbytes
-            self._slow, self._pool = rest, None
-            self._learned = Learned(self.parking.recall, self.layer)
+            self._slow, like = rest, self.finder.like
+            self.finder = Finder(self.layer, self.parking.recall, *like)
 
     def entries(self) -> Entries:
         """What the ragged part holds; parked entries are beyond a policy's reach."""
@@ -126,10 +125,10 @@ class Tiered(Store):
         return self._slow.entries()
 
     def state(self) -> dict[str, Tensor]:
-        self._learn(self._slow.entries())
+        self.finder.learn(self._slow.entries(), self._observed)
         told = self._fast.state() | {PARKING: _bytes_of(self.parking.told())}
         told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
-        told |= {INDEX + name: tensor for name, tensor in self._learned.index.state().items()}
+        told |= {INDEX + name: tensor for name, tensor in self.finder.learned.index.state().items()}
         return told | {OBSERVED: self._observed.clone()}
 
     @classmethod
@@ -147,24 +146,24 @@ class Tiered(Store):
         store._slow = Slow(layer, keys.dtype, columns, keys.device.type == "cuda")
         store._slow.adopt(_under(SLOW, state))
         index = parking.recall.adopt(layer, _under(INDEX, state))
-        store._learned = Learned(parking.recall, layer, index, store._slow.lengths)
+        store.finder.learned = Learned(parking.recall, layer, index, store._slow.lengths)
         store._observed = state[OBSERVED]
         return store
 
     def fork(self) -> Tiered:
         """As every store's, but nothing that is parked is copied before it must be."""
-        self._learn(self._slow.entries())
-        fast = self._fast.fork()
+        self.finder.learn(self._slow.entries(), self._observed)
+        fast = Ragged.adopt(self.layer, self._fast.state())
         like, ledger = fast.entries().keys, fast.ledger
         copy = Tiered(self.layer, like.dtype, like.device, ledger, self.parking)
         copy._fast, copy._slow = fast, self._slow.fork()
-        copy._learned, copy._observed = self._learned.fork(), self._observed
+        copy.finder.learned, copy._observed = self.finder.learned.fork(), self._observed
+        copy.finder.fetches_ahead = self.finder.fetches_ahead
         return copy
 
     def tensors(self) -> tuple[Tensor, ...]:
-        parked = *self._slow.tensors(), *self._learned.index.tensors()
-        own = *self._fast.tensors(), *parked, self._observed
-        return own if self._pool is None else own + self._pool.tensors()
+        held = *self._fast.tensors(), *self._slow.tensors(), self._observed
+        return *held, *self.finder.learned.index.tensors(), *self.finder.slots()
 
     def join(self, room: HostRoom) -> None:
         """Share what host memory may be taken with other layers of the sequence."""
@@ -178,17 +177,22 @@ class Tiered(Store):
     @property
     def fast_nbytes(self) -> int:
         """Bytes of the fast tier: the ragged part and the slots for pages."""
-        return self._fast.nbytes + (0 if self._pool is None else self._pool.nbytes)
+        return self._fast.nbytes + sum(t.untyped_storage().nbytes() for t in self.finder.slots())
 
     @property
     def shared_nbytes(self) -> int:
         """Bytes of what a store that it was forked from, or a fork of it, holds as well."""
-        return self._slow.shared_nbytes + self._learned.shared_nbytes
+        return self._slow.shared_nbytes + self.finder.learned.shared_nbytes
 
     @property
     def pages(self) -> tuple[int, int]:
         """Pages that were asked for so far, and how many of them had to be moved."""
-        return (0, 0) if self._pool is None else (self._pool.asked, self._pool.moved)
+        return self.finder.pages
+
+    @property
+    def recalls(self) -> bool:
+        """Whether anything is parked."""
+        return bool(len(self._slow))
 
     @property
     def _is_empty(self) -> bool:
@@ -204,44 +208,15 @@ class Tiered(Store):
         parts = [self._fast.attention(queries, own)]
         if len(self._slow):
             held = self._slow.entries()
-            parts += self._recalled(queries) if is_step else everything(queries, held, self.layer)
+            if is_step:
+                parts += self.finder.recalled(queries, held, self._observed)
+            else:
+                parts += everything(queries, held, self.layer)
         return merge([out for out, _ in parts], [lse for _, lse in parts])
 
-    def _recalled(self, queries: Queries) -> list[Attended]:
-        """Attention to what the index finds for one query per head."""
-        asked, entries = queries[:, 0].detach().float().cpu(), self._slow.entries()
-        self._learn(entries)
-        recall = self.parking.recall
-        index = self._learned.index
-        look = index.exact if recall.search is Search.EXACT else index.find
-        found = look(asked, entries, recall.pages)
-        pool = self._pool_for(found)
-        pages = found.pages[:, : pool.slots]
-        pool.load(pages, index.versions(pages), index.contents(pages), entries)
-        parts = [pool.attend(queries)]
-        if found.estimate is not None:
-            parts.append(estimated(queries, found.estimate, self.layer))
-        if found.share is not None and found.mean is not None:
-            parts.append(mixed_in(parts[0], found.share, found.mean, self.layer))
-        return parts
-
-    def _pool_for(self, found: Found) -> Pool:
-        """The slots for as many sets as the index answers with: as many bytes in any case."""
-        sets, recall, like = len(found.pages), self.parking.recall, self._fast.entries().keys
-        if self._pool is None or self._pool.sets != sets:
-            slots = max(1, recall.pages * self.layer.kv_heads // sets)
-            case = self.layer, sets, slots, recall.page
-            self._pool = Pool(*case, like.dtype, like.device)
-        return self._pool
-
-    def _learn(self, entries: Entries) -> None:
-        """Have the index take in what was parked since it last looked."""
-        observed = self._observed if self._observed.shape[1] else None
-        try:
-            self._learned.learn(entries, observed)
-        except BaseException:  # it starts anew, and so do its pages
-            self._pool = None
-            raise
+    def fetch(self, queries: Queries) -> None:
+        """Find and move pages for queries [H, 1, D] before they are asked, on whatever thread."""
+        self.finder.fetch(queries, self._slow.entries(), self._observed)
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
         """Park what a plan rejects and does not drop, then have the ragged part carry it out."""

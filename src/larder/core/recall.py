@@ -119,6 +119,20 @@ class Search(Enum):
     EXACT = "exact"
 
 
+class Fetch(Enum):
+    """When pages are searched for and moved, while text is generated.
+
+    IN_TURN: when a layer asks, with its own queries.
+    AHEAD: on a worker thread, while the layer before computes, with what that one foretells of the
+        queries. Close, not equal.
+    COMPARED: ahead, and once more in turn, to count the pages that both find.
+    """
+
+    IN_TURN = "in_turn"
+    AHEAD = "ahead"
+    COMPARED = "compared"
+
+
 @dataclass(frozen=True)
 class Recall(ABC):
     """How parked entries are found again: a part of a policy. A frozen dataclass.
@@ -128,6 +142,7 @@ class Recall(ABC):
             beside the protected ones.
         dense: the first so many layers park nothing.
         search: what the index is asked.
+        fetch: when it is asked, while text is generated.
 
     Raises:
         BadParameter: a value out of range.
@@ -136,6 +151,7 @@ class Recall(ABC):
     tokens: int | None = None
     dense: int = 2
     search: Search = Search.INDEX
+    fetch: Fetch = Fetch.IN_TURN
 
     # How many of the latest queries of a text the index wants to see when entries come.
     observed: ClassVar[int] = 0

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from larder.core.errors import InputError, ModelError
 from larder.core.ledger import SURPRISE
 from larder.core.spec import ModelSpec
 from larder.core.types import Mode
 from larder.models import seam
+from larder.models.ahead import Ahead, attentions
 from larder.models.fingerprint import fingerprint
 from larder.models.head import Head
 from larder.models.kinds import check_kinds
@@ -132,6 +133,10 @@ class Decoder:
     def _head(self) -> Head:
         return Head(self.module)
 
+    @cached_property
+    def _attentions(self) -> dict[int, nn.Module]:
+        return attentions(self.module.base_model)
+
     def _hidden(
         self, rows: Sequence[Row], mode: Mode, observer: Observer | None
     ) -> list[Float[Tensor, "_ hidden"]]:
@@ -172,13 +177,10 @@ class Decoder:
         self._check(ids)
         journey = Pass(rows, mode, self.spec.device, observer)
         try:
-            out = module(
-                input_ids=torch.tensor([ids], device=self.spec.device),
-                position_ids=journey.positions(),
-                use_cache=False,
-                larder=journey,
-                **options,
-            )
+            given = torch.tensor([ids], device=self.spec.device)
+            told = {"position_ids": journey.positions(), "use_cache": False, "larder": journey}
+            with Ahead(self._attentions, rows if mode is Mode.APPEND else (), journey):
+                out = module(input_ids=given, **told, **options)
             journey.finish()
         except BaseException:
             journey.roll_back()

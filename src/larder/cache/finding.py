@@ -1,0 +1,128 @@
+"""Finding pages of what one layer has parked, in its turn or ahead of it, and attending to them.
+
+Pages may be fetched on another thread before the layer asks. It is that thread alone that finds
+then; whoever asks waits for it first. If it fails, pages are found as if nobody had tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.base import Attended
+from larder.cache.learned import Learned
+from larder.cache.pool import Pool
+from larder.cache.recalling import estimated, mixed_in
+from larder.core.observation import Entries
+from larder.core.recall import Fetch, Found, Recall, Search
+from larder.core.spec import LayerSpec
+from larder.core.types import Queries
+
+Observed = Float[Tensor, "H O D"]
+
+
+class Finder:
+    """An index over parked entries, and slots for the pages that it finds.
+
+    Args:
+        dtype, device: of the slots.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, recall: Recall, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layer, self.recall, self.like = layer, recall, (dtype, device)
+        self.learned = Learned(recall, layer)
+        self.fetches_ahead = recall.fetch is not Fetch.IN_TURN
+        self.agreement = 0, 0  # pages found in turn, and how many of them were fetched ahead
+        self._pool: Pool | None = None
+        self._arrived: Callable[[], bool] | None = None
+        self._fetched: Found | None = None
+
+    def recalled(self, queries: Queries, entries: Entries, observed: Observed) -> list[Attended]:
+        """Attention to what the index finds for one query per head."""
+        found = self._foreseen(queries, entries, observed)
+        if found is None:
+            found = self._found(queries, entries, observed)
+        assert self._pool is not None  # made for what was found
+        parts = [self._pool.attend(queries)]
+        if found.estimate is not None:
+            parts.append(estimated(queries, found.estimate, self.layer))
+        if found.share is not None and found.mean is not None:
+            parts.append(mixed_in(parts[0], found.share, found.mean, self.layer))
+        return parts
+
+    def expect(self, arrived: Callable[[], bool] | None) -> None:
+        """Have the next step use what `fetch` finds.
+
+        Args:
+            arrived: waits for that; False if it failed. None where nothing is fetched any more.
+        """
+        self._arrived = arrived
+
+    def fetch(self, queries: Queries, entries: Entries, observed: Observed) -> None:
+        """Find and move pages for queries [H, 1, D], on whatever thread, before they are asked."""
+        self._fetched = self._found(queries, entries, observed)
+
+    def learn(self, entries: Entries, observed: Observed) -> None:
+        """Have the index take in what was parked since it last looked."""
+        try:
+            self.learned.learn(entries, observed if observed.shape[1] else None)
+        except BaseException:  # it starts anew, and so do its pages
+            self._pool = None
+            raise
+
+    def slots(self) -> tuple[Tensor, ...]:
+        """Every tensor of the slots, tables included."""
+        return () if self._pool is None else self._pool.tensors()
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages that were asked for so far, and how many of them had to be moved."""
+        return (0, 0) if self._pool is None else (self._pool.asked, self._pool.moved)
+
+    def _foreseen(self, queries: Queries, entries: Entries, observed: Observed) -> Found | None:
+        """What was fetched ahead; None where nothing was."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            return None
+        if not arrived():
+            self._pool = None  # it may be half filled
+            return None
+        found = self._fetched
+        if found is not None and self.recall.fetch is Fetch.COMPARED:
+            own = self._look(queries, entries, observed)
+            pages, common = _agreement(own.pages, found.pages)
+            self.agreement = self.agreement[0] + pages, self.agreement[1] + common
+        return found
+
+    def _found(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
+        """Find pages, and have them in their slots."""
+        found, index = self._look(queries, entries, observed), self.learned.index
+        pool = self._pool_for(found)
+        pages = found.pages[:, : pool.slots]
+        pool.load(pages, index.versions(pages), index.contents(pages), entries)
+        return found
+
+    def _look(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
+        self.learn(entries, observed)
+        index, asked = self.learned.index, queries[:, 0].detach().float().cpu()
+        look = index.exact if self.recall.search is Search.EXACT else index.find
+        return look(asked, entries, self.recall.pages)
+
+    def _pool_for(self, found: Found) -> Pool:
+        """The slots for as many sets as the index answers with: as many bytes in any case."""
+        sets, recall = len(found.pages), self.recall
+        if self._pool is None or self._pool.sets != sets:
+            slots = max(1, recall.pages * self.layer.kv_heads // sets)
+            self._pool = Pool(self.layer, sets, slots, recall.page, *self.like)
+        return self._pool
+
+
+def _agreement(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:
+    """Pages of a choice, and how many of them another one has as well."""
+    pairs = [({*a} - {-1}, {*b}) for a, b in zip(own.tolist(), ahead.tolist(), strict=True)]
+    return sum(len(a) for a, _ in pairs), sum(len(a & b) for a, b in pairs)
