@@ -231,7 +231,8 @@ def test_progress_reaches_the_end(watched, reader_for, lane_for) -> None:
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
     policy = Policy.parse(preset)
-    tokens = 50 if policy.budget.tokens is None else policy.budget.tokens
+    room = 50 if policy.recall is None else 200  # for what always stays, and a page of any size
+    tokens = room if policy.budget.tokens is None else policy.budget.tokens
     reader = reader_for(watched, policy.planner, tokens, 60)
     lane = lane_for(watched, policy.planner)
     policy.filled(tokens, None).schedule.read(reader, [lane], some_ids(60), silent)
