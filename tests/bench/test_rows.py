@@ -1,0 +1,109 @@
+"""Rows come back as they were written; half a line is no row, and nothing is glued to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from larder.bench.rows import (
+    append,
+    environment,
+    key,
+    known_rows,
+    results,
+    rows_of,
+    untimed,
+)
+from larder.core.errors import InputError
+
+CELL: dict[str, Any] = {
+    "schema": 1,
+    "row": "cell",
+    "study": "tiny",
+    "environment": "0" * 12,
+    "model": "seed",
+    "model_fingerprint": "f",
+    "task": "needles()",
+    "tokens": 100,
+    "seed": 3,
+    "policy": "snapkv",
+    "spelling": "whole()",
+    "budget": "1/4",
+    "matched": "bytes",
+    "measure": "forced",
+    "prefill_seconds": 0.5,
+    "seconds": 1.0,
+    "items": [],
+}
+
+
+def test_written_rows_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    assert known_rows(path) == []
+    append(path, [CELL])
+    append(path, [CELL | {"seed": 4}, CELL | {"seed": 5}])
+    assert [row["seed"] for row in rows_of(path)] == [3, 4, 5]
+
+
+def test_half_a_line_is_no_row_and_is_removed_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append(path, [CELL])
+    with path.open("a") as file:
+        file.write(json.dumps(CELL | {"seed": 4})[:30])
+    assert [row["seed"] for row in rows_of(path)] == [3]
+    append(path, [CELL | {"seed": 5}])
+    assert [row["seed"] for row in rows_of(path)] == [3, 5]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"b":\n{"c": 2}\n')
+    with pytest.raises(InputError, match="rows.jsonl"):
+        rows_of(path)
+
+
+def test_the_last_row_of_a_key_counts_and_environments_are_found_by_id(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    surroundings = environment(threads=1)
+    later = CELL | {"environment": surroundings["id"], "seconds": 2.0}
+    append(path, [surroundings, CELL, CELL | {"seed": 9, "refused": "too small"}, later])
+    found = results([path])
+    assert found.cells == (later, CELL | {"seed": 9, "refused": "too small"})
+    assert found.measured == (later,)
+    assert found.environments[found.cells[0]["environment"]] == surroundings
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"file": "a", "policy": "h2o"}\n')
+    with pytest.raises(InputError, match="schema 1"):
+        results([path])
+    path.write_text("")
+    with pytest.raises(InputError, match="no cells"):
+        results([path])
+
+
+def test_the_key_holds_what_was_asked_and_not_what_came_out() -> None:
+    assert key(CELL) == key(CELL | {"seconds": 9, "items": [1], "policy": "another name"})
+    for name in ("study", "model_fingerprint", "task", "spelling", "budget", "matched", "measure"):
+        assert key(CELL) != key(CELL | {name: "other"})
+    assert untimed(CELL) == {
+        name: value for name, value in CELL.items() if name not in ("seconds", "prefill_seconds")
+    }
+
+
+def test_equal_surroundings_have_equal_ids() -> None:
+    one, other = environment(threads=1), environment(threads=1)
+    assert one["id"] == other["id"] != environment(threads=2)["id"]
+    assert len(one["id"]) == 12
+    assert one["larder"] and one["torch"] and one["transformers"]
+
+
+def test_no_torch_is_needed() -> None:
+    asked = "import sys, larder.bench.rows; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
