@@ -10,6 +10,7 @@ from __future__ import annotations
 import pkgutil
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, distributions, entry_points
 
@@ -34,7 +35,7 @@ class Family:
         """Every public name, sorted; nothing is imported but the package itself."""
         return sorted(self.own() | self._offered().keys())
 
-    def own(self) -> set[str]:
+    def own(self) -> frozenset[str]:
         """The names of our own parts alone, which is quick: no package's metadata is read."""
         return _modules(self.package)
 
@@ -59,6 +60,7 @@ class Family:
         }
 
 
+@cache  # a stranger's is looked for in the metadata of every package installed
 def public_name(part: type) -> str:
     """The name that a part is written with.
 
@@ -77,17 +79,19 @@ def public_name(part: type) -> str:
     return part.__name__
 
 
-def _taken(part: type) -> set[str]:
+def _taken(part: type) -> frozenset[str]:
     """Names of our own parts of the family that a third party's part belongs to."""
     for base in part.__mro__:
         if base.__module__.startswith(_OURS):
             return _modules(base.__module__.rpartition(".")[0])
-    return set()
+    return frozenset()
 
 
-def _modules(package: str) -> set[str]:
+@cache
+def _modules(package: str) -> frozenset[str]:
+    """Listed once: what is installed of ours stays as it is."""
     modules = {module.name for module in pkgutil.iter_modules(import_module(package).__path__)}
-    return {name for name in modules if not name.startswith("_") and name != "base"}
+    return frozenset(m for m in modules if not m.startswith("_") and m != "base")
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:

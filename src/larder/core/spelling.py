@@ -12,9 +12,11 @@ import ast
 import keyword
 import re
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from larder.core.errors import BadParameter, SpellingError, UnknownName
@@ -75,7 +77,7 @@ def build(kind: type, parameters: dict[str, Value]) -> Any:
         UnknownName: a parameter the part does not have.
         BadParameter: a value of the wrong type or out of range.
     """
-    hints, name = get_type_hints(kind), name_of(kind)
+    hints, name = _types(kind), name_of(kind)
     known = [f.name for f in fields(kind) if f.init]
     for parameter in parameters:
         if parameter not in known:
@@ -85,6 +87,12 @@ def build(kind: type, parameters: dict[str, Value]) -> Any:
     if missing:
         raise BadParameter(f"{name} needs {', '.join(missing)}: write {name}({missing[0]}=...).")
     return kind(**values)
+
+
+@cache
+def _types(kind: type) -> Mapping[str, Any]:
+    """Of a part's parameters, by name."""
+    return types.MappingProxyType(get_type_hints(kind))
 
 
 def _call(node: ast.expr) -> Call:

@@ -68,7 +68,7 @@ def tiny(
     options = _common(kv_heads, layers) | _own(architecture, layers)
     config = getattr(transformers, config_name)(**options)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # an accelerator's stays as it is
         module = getattr(transformers, model_name)(config)
         _spread_vectors(module)
     return module.to(dtype).eval()
