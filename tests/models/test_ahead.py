@@ -77,6 +77,24 @@ def test_where_all_is_recalled_ahead_is_as_good_as_in_turn(decoder, monkeypatch)
     assert not threads()
 
 
+def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
+    """Of three layers that park, the first two share a search, the third has one of its own."""
+    shared = replace(SOME, layers=2)
+    fetch, asked = Finder.fetch, {}
+
+    def note(self: Finder, *given: object) -> None:
+        asked[self.layer.index] = threading.current_thread() is not threading.main_thread()
+        fetch(self, *given)
+
+    monkeypatch.setattr(Finder, "fetch", note)
+    cache = a_cache(decoder, shared, Fetch.AHEAD)
+    first = steps(decoder, cache, count=1)
+    assert asked == {3: True}
+    assert not cache.tiers[2].finder.learned.is_used
+    again = steps(decoder, a_cache(decoder, shared, Fetch.AHEAD), count=1)
+    assert torch.equal(first, again)
+
+
 def test_queries_ahead_are_those_of_the_next_layer_for_what_entered_this_one(
     decoder, monkeypatch
 ) -> None:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.base import Attended
+from larder.cache.following import Choice
 from larder.cache.learned import Learned
 from larder.cache.pool import Pool
 from larder.cache.recalling import estimated, mixed_in
@@ -38,9 +39,14 @@ class Finder:
         self.learned = Learned(recall, layer)
         self.fetches_ahead = recall.fetch is not Fetch.IN_TURN
         self.agreement = 0, 0  # pages found in turn, and how many of them were fetched ahead
+        self.choice: Choice | None = None  # of the latest step that was searched for
         self._pool: Pool | None = None
         self._arrived: Callable[[], bool] | None = None
         self._fetched: Found | None = None
+
+    def taken_over(self, queries: Queries, entries: Entries, choice: Choice) -> list[Attended]:
+        """Attention to what another layer has found for one query per head."""
+        return [self._loaded(choice, entries).attend(queries)]
 
     def recalled(self, queries: Queries, entries: Entries, observed: Observed) -> list[Attended]:
         """Attention to what the index finds for one query per head."""
@@ -102,10 +108,17 @@ class Finder:
     def _found(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         """Find pages, and have them in their slots."""
         found, index = self._look(queries, entries, observed), self.learned.index
-        pool = self._pool_for(found)
-        pages = found.pages[:, : pool.slots]
-        pool.load(pages, index.versions(pages), index.contents(pages), entries)
+        pages = found.pages[:, : self._slots(len(found.pages))]
+        told = pages, index.versions(pages), index.contents(pages)
+        self.choice = Choice(*told, entries.lengths)
+        self._loaded(self.choice, entries)
         return found
+
+    def _loaded(self, choice: Choice, entries: Entries) -> Pool:
+        """The slots, with the chosen pages in them."""
+        pool = self._pool_of(len(choice.pages))
+        pool.load(choice.pages, choice.versions, choice.numbers, entries)
+        return pool
 
     def _look(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         self.learn(entries, observed)
@@ -113,13 +126,16 @@ class Finder:
         look = index.exact if self.recall.search is Search.EXACT else index.find
         return look(asked, entries, self.recall.pages)
 
-    def _pool_for(self, found: Found) -> Pool:
-        """The slots for as many sets as the index answers with: as many bytes in any case."""
-        sets, recall = len(found.pages), self.recall
+    def _pool_of(self, sets: int) -> Pool:
+        """The slots for so many sets."""
         if self._pool is None or self._pool.sets != sets:
-            slots = max(1, recall.pages * self.layer.kv_heads // sets)
-            self._pool = Pool(self.layer, sets, slots, recall.page, *self.like)
+            page = self.recall.page
+            self._pool = Pool(self.layer, sets, self._slots(sets), page, *self.like)
         return self._pool
+
+    def _slots(self, sets: int) -> int:
+        """Of each of so many sets: as many bytes in any case."""
+        return max(1, self.recall.pages * self.layer.kv_heads // sets)
 
 
 def _agreement(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from larder.cache.base import Store
 from larder.cache.compact import Compact
 from larder.cache.dense import Dense
 from larder.cache.graded import Graded
+from larder.cache.leading import follow
 from larder.cache.paired import Half, link
 from larder.cache.ragged import Ragged
 from larder.cache.shared import LOWER, UPPER
@@ -112,6 +113,7 @@ class Makeup:
             room = HostRoom(None if mib is None else mib * MIB)
             for store in tiered(stores):
                 store.join(room)
+            follow(stores)
 
     @staticmethod
     def of(meta: Mapping[str, str]) -> Makeup:

@@ -60,6 +60,11 @@ class Learned:
         return copy
 
     @property
+    def is_used(self) -> bool:
+        """Whether the index knows anything."""
+        return any(self.known)
+
+    @property
     def shared_nbytes(self) -> int:
         """Bytes of the index where others hold it as well."""
         shared = self.index.tensors() if self._is_shared else ()

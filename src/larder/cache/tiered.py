@@ -23,6 +23,7 @@ from torch import Tensor
 from larder.cache.base import Attended, Store
 from larder.cache.checking import check_dropped, check_kept, refuse_grades
 from larder.cache.finding import Finder
+from larder.cache.following import Choice, Numbering
 from larder.cache.learned import Learned
 from larder.cache.ragged import Ragged
 from larder.cache.recalling import everything
@@ -60,6 +61,8 @@ class Tiered(Store):
         self._fast = Ragged(layer, dtype, device, ledger)
         self._slow = Slow(layer, dtype, ledger.columns, device.type == "cuda")
         self.finder = Finder(layer, parking.recall, dtype, device)
+        self.leader: Tiered | None = None  # the layer whose pages it uses
+        self._numbering = Numbering(layer.kv_heads)
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
@@ -69,7 +72,7 @@ class Tiered(Store):
     def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
         out = super().extend(queries, keys, values, positions)
         wanted = self.parking.recall.observed
-        if wanted and not self._is_dense:
+        if wanted and not self.is_dense:
             latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
             self._observed = latest[:, -wanted:].contiguous()
         return out
@@ -114,6 +117,7 @@ class Tiered(Store):
         if rest is not None:
             self._slow.room.taken += rest.nbytes - self._slow.nbytes
             self._slow, like = rest, self.finder.like
+            self._numbering = Numbering(self.layer.kv_heads)
             self.finder = Finder(self.layer, self.parking.recall, *like)
 
     def entries(self) -> Entries:
@@ -125,10 +129,12 @@ class Tiered(Store):
         return self._slow.entries()
 
     def state(self) -> dict[str, Tensor]:
-        self.finder.learn(self._slow.entries(), self._observed)
+        self._learn()
         told = self._fast.state() | {PARKING: _bytes_of(self.parking.told())}
         told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
-        told |= {INDEX + name: tensor for name, tensor in self.finder.learned.index.state().items()}
+        if self.finder.learned.is_used:
+            own = self.finder.learned.index.state()
+            told |= {INDEX + name: tensor for name, tensor in own.items()}
         return told | {OBSERVED: self._observed.clone()}
 
     @classmethod
@@ -145,14 +151,15 @@ class Tiered(Store):
         columns = store._fast.ledger.columns
         store._slow = Slow(layer, keys.dtype, columns, keys.device.type == "cuda")
         store._slow.adopt(_under(SLOW, state))
-        index = parking.recall.adopt(layer, _under(INDEX, state))
-        store.finder.learned = Learned(parking.recall, layer, index, store._slow.lengths)
+        if own := _under(INDEX, state):
+            index = parking.recall.adopt(layer, own)
+            store.finder.learned = Learned(parking.recall, layer, index, store._slow.lengths)
         store._observed = state[OBSERVED]
         return store
 
     def fork(self) -> Tiered:
         """As every store's, but nothing that is parked is copied before it must be."""
-        self.finder.learn(self._slow.entries(), self._observed)
+        self._learn()
         fast = Ragged.adopt(self.layer, self._fast.state())
         like, ledger = fast.entries().keys, fast.ledger
         copy = Tiered(self.layer, like.dtype, like.device, ledger, self.parking)
@@ -199,7 +206,8 @@ class Tiered(Store):
         return not any(self.lengths) and not len(self._slow)
 
     @property
-    def _is_dense(self) -> bool:
+    def is_dense(self) -> bool:
+        """Whether its layer parks nothing."""
         return self.layer.index < self.parking.recall.dense
 
     def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
@@ -208,11 +216,25 @@ class Tiered(Store):
         parts = [self._fast.attention(queries, own)]
         if len(self._slow):
             held = self._slow.entries()
-            if is_step:
+            if is_step and (choice := self._choice_for(held)) is not None:
+                parts += self.finder.taken_over(queries, held, choice)
+            elif is_step:
                 parts += self.finder.recalled(queries, held, self._observed)
             else:
                 parts += everything(queries, held, self.layer)
         return merge([out for out, _ in parts], [lse for _, lse in parts])
+
+    def _choice_for(self, held: Entries) -> Choice | None:
+        """What the layer that it follows has found in this step; None where that does not fit."""
+        choice = None if self.leader is None else self.leader.finder.choice
+        if self.leader is None or choice is None or choice.lengths != held.lengths:
+            return None
+        return choice if self._numbering.agrees(held, self.leader.parked()) else None
+
+    def _learn(self) -> None:
+        """Have the index know everything, but for one that nobody has asked and nobody may."""
+        if self.leader is None or self.finder.learned.is_used:
+            self.finder.learn(self._slow.entries(), self._observed)
 
     def fetch(self, queries: Queries) -> None:
         """Find and move pages for queries [H, 1, D] before they are asked, on whatever thread."""
@@ -235,7 +257,7 @@ class Tiered(Store):
             change(plan)
             self.replaced_bytes = self._fast.replaced_bytes
             return
-        if self._is_dense:
+        if self.is_dense:
             raise CacheError(
                 f"Layer {self.layer.index} parks nothing, but a plan rejects {len(gone)} of its "
                 "entries: leave the first layers that a policy calls dense out of its plans."

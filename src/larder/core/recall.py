@@ -143,6 +143,9 @@ class Recall(ABC):
         dense: the first so many layers park nothing.
         search: what the index is asked.
         fetch: when it is asked, while text is generated.
+        layers: so many layers in a row share what the first of them finds. The others have no index
+            as long as they have parked the same tokens, head by head; else they search themselves.
+            IceCache's released code has 3 of them where it is asked to.
 
     Raises:
         BadParameter: a value out of range.
@@ -152,7 +155,10 @@ class Recall(ABC):
     dense: int = 2
     search: Search = Search.INDEX
     fetch: Fetch = Fetch.IN_TURN
+    layers: int = 1
 
+    # Whether what it finds is pages and nothing else, so that another layer can use it.
+    is_plain: ClassVar[bool] = True
     # How many of the latest queries of a text the index wants to see when entries come.
     observed: ClassVar[int] = 0
     # Names of the tallies whose columns it reads, where the cache keeps them.
@@ -171,6 +177,13 @@ class Recall(ABC):
             )
         if self.dense < 0:
             raise BadParameter(f"{name}.dense must be at least 0 layers, got {self.dense}.")
+        if self.layers < 1:
+            raise BadParameter(f"{name}.layers must be at least 1, got {self.layers}.")
+        if self.layers > 1 and not self.is_plain:
+            raise BadParameter(
+                f"{name}.layers must be 1, got {self.layers}: what {name} says of entries that it "
+                "does not fetch holds for the layer that was searched alone."
+            )
 
     @property
     @abstractmethod

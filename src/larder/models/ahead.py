@@ -4,9 +4,9 @@ Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-S
 (2026), arXiv:2604.10539, section 3.1: what enters a layer's attention, passed through the next
 layer's query projection, is close to that layer's own queries. A worker thread makes these queries,
 searches with them and moves pages, in the order of the layers; each layer waits for its own. The
-first layer that parks anything has none before it that does, and searches in its turn. As in the
-released code; here the next layer's whole attention module is asked, with attention that answers
-zeros, so that any architecture will do.
+first layer that parks anything has none before it that does, and searches in its turn, and one that
+uses what another found need not search at all. As in the released code; here the next layer's whole
+attention module is asked, with attention that answers zeros, so that any architecture will do.
 
 The worker lives as long as the pass. If it fails, the pass goes on without it, as all later ones
 of these caches do, and one warning says so.
@@ -73,7 +73,7 @@ class Ahead:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
-        upcoming = [layer for layer in self._tiers if layer - 1 in self._tiers]
+        upcoming = list(self._tiers)[1:]
         if not upcoming:
             return
         self._worker = ThreadPoolExecutor(1, "larder-ahead")
@@ -150,7 +150,10 @@ def _looking_ahead(rows: Sequence[Row]) -> dict[int, list[Tiered]]:
     """Layers in which every row has pages to find, and finds them ahead; none unless in steps."""
     if not rows or any(len(row.ids) != 1 for row in rows):
         return {}
-    tiers = [[t for t in row.cache.tiers if t.recalls and t.finder.fetches_ahead] for row in rows]
+    tiers = [
+        [t for t in row.cache.tiers if t.recalls and t.leader is None and t.finder.fetches_ahead]
+        for row in rows
+    ]
     ready = [{tier.layer.index: tier for tier in own} for own in tiers]
     common = [i for i in ready[0] if all(i in own for own in ready)]
     return {i: [own[i] for own in ready] for i in common}

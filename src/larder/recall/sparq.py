@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -40,6 +41,8 @@ class SparQ(EntryRecall):
     """
 
     channels: int = 32
+
+    is_plain: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

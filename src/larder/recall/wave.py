@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -52,6 +53,8 @@ class Wave(Recall):
     update: int = 1024
     iterations: int = 10
     estimated: float = 0.232
+
+    is_plain: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
