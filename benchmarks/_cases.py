@@ -8,15 +8,12 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import cache
 
 from larder import Policy
-from larder.core.errors import LarderError, UnknownName
-from larder.policy.compensation.drop import Drop
-from larder.policy.compensation.fold_ema import FoldEma
-from larder.policy.storage.exact import Exact
+from larder.bench.cases import Case, folded, twins
+from larder.core.errors import UnknownName
 from larder.session.presets import PRESETS
 
 FIRST = ("random", "streaming_llm", "h2o", "d2o", "snapkv", "keydiff", "full")
@@ -37,24 +34,6 @@ ABLATION = {
     "d2o:values": _D2O.format(recent=0.25, rest='inverse_variance() > fold_ema(likeness="values")'),
     "d2o:half recent": _D2O.format(recent=0.5, rest="inverse_variance() > fold_ema()"),
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A policy with its budget open, and the name that tables give it."""
-
-    name: str
-    policy: Policy
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether it must know the question before it reads."""
-        return "question" in self.policy.scorer.wanted()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it keeps everything."""
-        return self.name == "full"
 
 
 def cases(chosen: Sequence[str] = ()) -> list[Case]:
@@ -78,16 +57,13 @@ def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     """
     known = _by_name()
     named = {str(case.policy): name for name, case in reversed(known.items())}
-    twins = [
-        (name, named[str(twin.policy)])
-        for name in known
-        if name in PRESETS
-        for twin in _twins(name)
+    twinned = [
+        (name, named[str(twin.policy)]) for name in known if name in PRESETS for twin in twins(name)
     ]
-    folded = [(f"{name}:fold", name) for name in FOLDED]
+    merging = [(f"{name}:fold", name) for name in FOLDED]
     lacking = [tuple(name.rsplit(":", 1)) for name in ABLATION]
     lacks = [(base, f"{base}:{part}") for base, part in lacking]
-    found = dict.fromkeys((*EXPECTED, *STEPS, *twins, *folded, *lacks))
+    found = dict.fromkeys((*EXPECTED, *STEPS, *twinned, *merging, *lacks))
     return [pair for pair in found if set(pair) <= set(names)]
 
 
@@ -95,10 +71,10 @@ def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
 def _by_name() -> dict[str, Case]:
     """All cases in their order; a twin that is a preset, too, or another twin, left out."""
     names = [name for name in PRESETS if name not in FIRST + LAST]
-    order = [case for name in (*FIRST, *names) for case in (_preset(name), *_twins(name))]
-    order += [case for name in FOLDED for case in _folded(name)]
+    order = [case for name in (*FIRST, *names) for case in (_preset(name), *twins(name))]
+    order += [case for name in FOLDED for case in folded(name)]
     order += [Case(name, Policy.parse(sentence)) for name, sentence in ABLATION.items()]
-    order += [case for name in LAST for case in (_preset(name), *_twins(name))]
+    order += [case for name in LAST for case in (_preset(name), *twins(name))]
     spelled = {str(Policy.parse(name)) for name in PRESETS}
     found: dict[str, Case] = {}
     for case in order:
@@ -110,24 +86,3 @@ def _by_name() -> dict[str, Case]:
 
 def _preset(name: str) -> Case:
     return Case(name, Policy.parse(name))
-
-
-def _twins(name: str) -> Iterator[Case]:
-    policy = Policy.parse(name)
-    if policy.compensation != Drop():
-        yield from _valid(f"{name}:drop", replace(policy, compensation=Drop()))
-    if policy.storage != Exact():
-        yield from _valid(f"{name}:exact", replace(policy, storage=Exact()))
-
-
-def _folded(name: str) -> Iterator[Case]:
-    policy = Policy.parse(name)
-    yield from _valid(f"{name}:fold", replace(policy, compensation=FoldEma()))
-
-
-def _valid(name: str, policy: Policy) -> Iterator[Case]:
-    """The case, if its parts go together."""
-    try:
-        yield Case(name, Policy.parse(str(policy)))
-    except LarderError:
-        return

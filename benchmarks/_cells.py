@@ -1,27 +1,25 @@
-"""Cells of a table as JSON lines: measured once, kept, and counted to say how long the rest takes.
+"""Cells of a table as JSON lines: a file under a case at a share of its bytes.
 
-A cell is a file under a case at a share of its bytes. Its key holds the spelling of the policy and
-a label for the code, so that a changed policy is measured anew, and old lines stay where they are.
+The key of a line holds the spelling of the policy and a label for the code, so that a changed
+policy is measured anew, and old lines stay where they are.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from _cases import Case
+from larder.bench.amounts import Amount, Matched
+from larder.bench.cases import Case
+from larder.bench.equal_bytes import Wanted, figures_of
+from larder.bench.rows import Row
+from larder.bench.tables import Entry
+from larder.core.spec import ModelSpec
+from larder.session.memory import Memory
 
-from larder.core.errors import LarderError
-
-Row = dict[str, Any]
-SHARES = {"1": 1.0, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
-SMALLER = tuple(SHARES)[1:]
+WHOLE = "1"
+SMALLER = ("1/4", "1/8", "1/16")
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Cell:
 
     Args:
         file: the path of what is read.
-        share: of the bytes of the full cache, by its name in `SHARES`.
+        share: of the bytes of the full cache.
     """
 
     file: Path
@@ -53,72 +51,9 @@ def all_cells(
 ) -> Iterator[Cell]:
     """Case by case; the full cache at its own share only."""
     for case in cases:
-        for share in ("1",) if case.is_full else shares:
+        for share in (WHOLE,) if case.is_full else shares:
             for file in files:
                 yield Cell(file, case, share)
-
-
-def measure_all(
-    cells: Sequence[Cell], measure: Callable[[Cell], Row], out: Path, code: str
-) -> None:
-    """Measure the cells that no line of `out` holds yet; a refusal is a result, too."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    known = {key(row) for row in rows_of(out)}
-    left = [cell for cell in cells if key(cell.head(code)) not in known]
-    print(f"{len(cells)} cells, {len(left)} to measure", file=sys.stderr)
-    begun, commit = time.perf_counter(), commit_of_this()
-    with out.open("a", encoding="utf-8") as lines:
-        for number, cell in enumerate(left, start=1):
-            started = time.perf_counter()
-            try:
-                measured = measure(cell)
-            except LarderError as error:
-                measured = {"refused": str(error)}
-            seconds = time.perf_counter() - started
-            row = cell.head(code) | measured | {"commit": commit, "seconds": round(seconds, 3)}
-            lines.write(json.dumps(row) + "\n")
-            lines.flush()
-            pace = (time.perf_counter() - begun) / number
-            rest = f"{pace * (len(left) - number) / 60:.0f} min left at {pace:.2f} s a cell"
-            print(cell.file.stem, cell.case.name, cell.share, rest, file=sys.stderr, flush=True)
-
-
-def estimate(
-    cells: Sequence[Cell], measure: Callable[[Cell], Row], share: str = "1/8"
-) -> dict[str, float]:
-    """Seconds that all cells of each case would take, from one cell of it at one share."""
-    seconds: dict[str, float] = {}
-    for name in dict.fromkeys(cell.case.name for cell in cells):
-        mine = [cell for cell in cells if cell.case.name == name]
-        probe = next((cell for cell in mine if cell.share == share), mine[0])
-        started = time.perf_counter()
-        try:
-            measure(probe)
-        except LarderError:
-            pass
-        seconds[name] = (time.perf_counter() - started) * len(mine)
-    return seconds
-
-
-def print_estimate(seconds: dict[str, float], cells: Sequence[Cell]) -> None:
-    """A line per case, and the whole."""
-    for name, total in seconds.items():
-        count = sum(cell.case.name == name for cell in cells)
-        print(f"{name:24}{total / count:8.2f} s a cell {total / 60:8.1f} min")
-    print(f"{'all':24}{len(cells):8} cells  {sum(seconds.values()) / 60:8.1f} min")
-
-
-def rows_of(path: Path) -> list[Row]:
-    """All lines of a file; none if there is no file. A line cut off by a stop is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines if line]
-
-
-def latest(rows: Sequence[Row]) -> list[Row]:
-    """The last line of each file, policy and share."""
-    return list({(row["file"], row["policy"], row["share"]): row for row in rows}.values())
 
 
 def key(row: Row) -> tuple[str, ...]:
@@ -126,7 +61,48 @@ def key(row: Row) -> tuple[str, ...]:
     return tuple(row[name] for name in ("file", "policy", "share", "spelling", "code"))
 
 
-def commit_of_this() -> str:
-    """The commit that this file belongs to."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+def entries(rows: Sequence[Row]) -> list[Entry]:
+    """Lines as tables take them."""
+    return [
+        Entry(
+            row["policy"],
+            row["share"],
+            row["file"],
+            tuple(item for item in row.get("items", ()) if item["counts"]),
+            row.get("bytes_share", 0.0),
+            "refused" in row,
+        )
+        for row in rows
+    ]
+
+
+@dataclass(frozen=True)
+class Sizer:
+    """Finds budgets; what it learns of a policy's bytes per token makes the next guess better.
+
+    Args:
+        learned: tokens per byte, by case and share.
+    """
+
+    spec: ModelSpec
+    learned: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def read(
+        self, cell: Cell, context_tokens: int, read: Callable[[int], Memory]
+    ) -> tuple[Memory, Row]:
+        """What was read at the cell's share of the full bytes, and the figures of it.
+
+        Args:
+            read: reads the source under a budget in tokens per kv head.
+
+        Raises:
+            LarderError: the policy refuses every budget that is small enough.
+        """
+        if cell.case.is_full:
+            memory = read(context_tokens)
+            return memory, figures_of(memory.figures) | {"reads": 1}
+        wanted = Wanted(Amount.parse(cell.share), Matched.BYTES, context_tokens, self.spec)
+        place = cell.case.name, cell.share
+        found = wanted.read(read, self.learned.get(place))
+        self.learned[place] = found.tokens / found.made.figures.active_kv_bytes
+        return found.made, figures_of(found.made.figures) | {"reads": found.tries}

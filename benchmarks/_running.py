@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from _cases import Case, cases
-from _cells import (
-    SMALLER,
-    Cell,
-    Row,
-    all_cells,
-    commit_of_this,
-    estimate,
-    measure_all,
-    print_estimate,
-)
+from _cases import cases
+from _cells import SMALLER, Cell, all_cells, key
 
 import larder.cli
+from larder.bench.cases import Case
+from larder.bench.rows import Row, commit_of_this
+from larder.bench.running import Pace, Run, estimate
 
 DEMO = Path(larder.cli.__path__[0]) / "demo"
 
@@ -41,6 +36,11 @@ def named(options: argparse.Namespace) -> list[Case]:
     return cases([name for name in options.policies.split(",") if name])
 
 
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last line of each file, policy and share."""
+    return list({(row["file"], row["policy"], row["share"]): row for row in rows}.values())
+
+
 def run(
     options: argparse.Namespace,
     files: Sequence[Path],
@@ -50,6 +50,23 @@ def run(
     """Measure every cell, or say how long that takes."""
     cells = list(all_cells(files, chosen, options.shares.split(",")))
     if options.estimate:
-        print_estimate(estimate(cells, measure), cells)
-    else:
-        measure_all(cells, measure, options.out, options.code)
+        _print_estimate(estimate(cells, lambda cell: cell.case.name, measure), cells)
+        return
+    common = {"commit": commit_of_this()}
+    made = Run(cells, lambda cell: cell.head(options.code), key, measure, options.out, common)
+    print(f"{len(cells)} cells, {len(made.left())} to measure", file=sys.stderr)
+    made.go(_tell)
+
+
+def _tell(row: Row, pace: Pace) -> None:
+    each = pace.seconds / pace.done
+    rest = f"{pace.left_seconds / 60:.0f} min left at {each:.2f} s a cell"
+    print(row["file"], row["policy"], row["share"], rest, file=sys.stderr, flush=True)
+
+
+def _print_estimate(seconds: dict[object, float], cells: Sequence[Cell]) -> None:
+    """A line per case, and the whole."""
+    for name, total in seconds.items():
+        count = sum(cell.case.name == name for cell in cells)
+        print(f"{name:24}{total / count:8.2f} s a cell {total / 60:8.1f} min")
+    print(f"{'all':24}{len(cells):8} cells  {sum(seconds.values()) / 60:8.1f} min")

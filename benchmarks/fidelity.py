@@ -21,15 +21,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from _cells import Cell, Row, latest, rows_of
-from _equal_bytes import Sizer
-from _running import DEMO, named, parser, run
-from _tables import Scale, report
+from _cases import BASELINES, pairs
+from _cells import Cell, Sizer, entries
+from _running import DEMO, latest, named, parser, run
 from jaxtyping import Float
 from torch import Tensor
 
 from larder import Engine, read_conversation
 from larder.bench.divergence import divergence
+from larder.bench.rows import Row, known_rows
+from larder.bench.tables import Scale, report
 from larder.core.errors import InputError
 from larder.core.types import Mode
 from larder.models.passes import Row as Tokens
@@ -47,7 +48,8 @@ SCALES = (
 def main() -> None:
     options = _options()
     if options.report:
-        print(report({"all conversations": latest(rows_of(options.out))}, SCALES))
+        rows = entries(latest(known_rows(options.out)))
+        print(report({"all conversations": rows}, SCALES, BASELINES, pairs))
         return
     files = [file for path in options.data for file in _files(path)]
     chosen = [case for case in named(options) if not case.asks_first]

@@ -21,15 +21,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from _cells import Cell, Row, latest, rows_of
-from _equal_bytes import Sizer
-from _running import DEMO, named, parser, run
-from _tables import Scale, report
+from _cases import BASELINES, pairs
+from _cells import Cell, Sizer, entries
+from _running import DEMO, latest, named, parser, run
 
 from larder import Conversation, Engine, read_conversation
 from larder.bench.forced import Forced, force, parts_of
 from larder.bench.recite import KIND as RECITE
 from larder.bench.recite import items_of
+from larder.bench.rows import Row, known_rows
+from larder.bench.tables import Scale, report
 from larder.core.conversation import Question
 from larder.session.memory import Memory
 
@@ -43,10 +44,12 @@ SCALES = (
 def main() -> None:
     options = _options()
     if options.report:
-        rows = [row for row in latest(rows_of(options.out)) if _kind(row) in options.kinds]
-        groups = {kind: [row for row in rows if _kind(row) == kind] for kind in options.kinds}
-        groups["all but recite"] = [row for row in rows if _kind(row) != RECITE]
-        print(report(groups, SCALES))
+        rows = [row for row in latest(known_rows(options.out)) if _kind(row) in options.kinds]
+        groups = {
+            kind: entries([row for row in rows if _kind(row) == kind]) for kind in options.kinds
+        }
+        groups["all but recite"] = entries([row for row in rows if _kind(row) != RECITE])
+        print(report(groups, SCALES, BASELINES, pairs))
         return
     run(options, _files(options), named(options), Scorer.load(options.model).measure)
 

@@ -12,7 +12,6 @@ the table, with what each case does worse or better than the full cache on the s
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import time
@@ -20,11 +19,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from _cells import commit_of_this, rows_of
-
 from larder import Conversation, Engine, read_conversation
 from larder.bench.metrics import exact
 from larder.bench.recite import KIND, items_of
+from larder.bench.rows import append, commit_of_this, known_rows
 from larder.engine.answer import Answer
 
 SMALL = "icecache_small"
@@ -52,13 +50,12 @@ def main() -> None:
     cases = options.policies.split(",")
     if not options.report:
         _run(options, cases)
-    _report(list(rows_of(options.out)))
+    _report(list(known_rows(options.out)))
 
 
 def _run(options: argparse.Namespace, cases: list[str]) -> None:
     engine = Engine.load(policy="full")
-    known = {(row["file"], row["case"]) for row in rows_of(options.out)}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    known = {(row["file"], row["case"]) for row in known_rows(options.out)}
     for path in options.files:
         conversation = read_conversation(path)
         for case in cases:
@@ -67,8 +64,7 @@ def _run(options: argparse.Namespace, cases: list[str]) -> None:
             row = {"file": path.stem, "case": case, "commit": commit_of_this()}
             row |= _measure(engine, conversation, case, options.questions)
             row["load"] = os.getloadavg()[0]
-            with options.out.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(row) + "\n")
+            append(options.out, [row])
             right = [item for item in row["items"] if item]
             print(f"{path.stem:20} {case:20} {len(right)} of {len(row['items'])}", flush=True)
 

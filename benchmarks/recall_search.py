@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from _recalled import parked
-from _timing import environment, interleaved, percentiles, write
+from _timing import environment, write
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.bench.timing import interleaved, percentiles
 from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
 from larder.core.types import Variant

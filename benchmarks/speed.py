@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from _models import filled, load_model
-from _timing import environment, interleaved, percentiles, write
+from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
+from larder.bench.timing import interleaved, percentiles
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder

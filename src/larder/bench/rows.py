@@ -112,8 +112,9 @@ def append(path: Path, rows: Sequence[Row]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
+        if path.exists():
             _cut_half_line(path)
+        with path.open("ab") as file:
             file.write(text)
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error}): name another file.") from error
@@ -162,10 +163,10 @@ def _is_timed(name: str) -> bool:
 
 
 def _cut_half_line(path: Path) -> None:
-    text = path.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        os.truncate(path, whole)
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END) or file.seek(-1, os.SEEK_END) < 0 or file.read() == b"\n":
+            return
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _version(package: str) -> str:

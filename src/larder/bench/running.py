@@ -1,0 +1,110 @@
+"""Measure what no line of a file holds yet, one thing after the other, and keep each at once.
+
+Stopped at any moment, a file holds every row that was finished; run again, only the rest is
+measured. That a policy refuses is a result, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from larder.bench.rows import Row, append, known_rows
+from larder.core.errors import LarderError
+
+Job = TypeVar("Job")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far a run is.
+
+    Args:
+        done, total: jobs of this run, those already in the file left out.
+        seconds: since the run began.
+    """
+
+    done: int
+    total: int
+    seconds: float
+
+    @property
+    def left_seconds(self) -> float:
+        """What the rest takes at the pace so far."""
+        return self.seconds / self.done * (self.total - self.done) if self.done else 0.0
+
+
+Tell = Callable[[Row, Pace], None]  # called with each new row
+
+
+def unheard(row: Row, pace: Pace) -> None:
+    """For who does not watch."""
+    del row, pace
+
+
+@dataclass(frozen=True)
+class Run(Generic[Job]):
+    """Jobs and the file that their rows go to.
+
+    Args:
+        jobs: in the order in which they are measured.
+        head: what the row of a job starts with, known before it is measured.
+        key: by which a row is found again; of a head as of a whole row.
+        measure: the rest of the row.
+        out: lines of JSON.
+        common: what every row ends with.
+    """
+
+    jobs: Sequence[Job]
+    head: Callable[[Job], Row]
+    key: Callable[[Row], Hashable]
+    measure: Callable[[Job], Row]
+    out: Path
+    common: Row
+
+    def left(self) -> list[Job]:
+        """The jobs that the file has no row of."""
+        known = {self.key(row) for row in known_rows(self.out) if _is_measured(row)}
+        return [job for job in self.jobs if self.key(self.head(job)) not in known]
+
+    def go(self, tell: Tell = unheard) -> None:
+        """Measure them; each row is in the file before the next job begins."""
+        left, begun = self.left(), time.perf_counter()
+        for number, job in enumerate(left, start=1):
+            row = self._row(job)
+            append(self.out, [row])
+            tell(row, Pace(number, len(left), time.perf_counter() - begun))
+
+    def _row(self, job: Job) -> Row:
+        measured, seconds = timed(self.measure, job)
+        return self.head(job) | measured | {"seconds": round(seconds, 3)} | self.common
+
+
+def timed(measure: Callable[[Job], Row], job: Job) -> tuple[Row, float]:
+    """What was measured, or why nothing was, and how many seconds that took."""
+    started = time.perf_counter()
+    try:
+        measured = measure(job)
+    except LarderError as error:
+        measured = {"refused": " ".join(str(error).split())}
+    return measured, time.perf_counter() - started
+
+
+def estimate(
+    jobs: Sequence[Job], group: Callable[[Job], Hashable], measure: Callable[[Job], Row]
+) -> dict[Hashable, float]:
+    """Seconds that all jobs of each group would take, from the one in the middle of it."""
+    groups: dict[Hashable, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(group(job), []).append(job)
+    return {
+        name: timed(measure, mine[len(mine) // 2])[1] * len(mine) for name, mine in groups.items()
+    }
+
+
+def _is_measured(row: Row) -> bool:
+    """Whether it tells of a job, and not of the surroundings of some."""
+    return row.get("row") != "environment"

@@ -1,0 +1,203 @@
+"""Tables in Markdown of what was measured: means with intervals, and paired differences.
+
+Intervals are of the bootstrap over what was read, or over items where only one thing was. A
+difference is in bold type where its interval leaves out 0. What one of two policies refused is left
+out of their difference. Nothing here needs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from larder.bench.amounts import by_size
+from larder.bench.bootstrap import Bootstrap, Interval, one_by_one
+from larder.bench.rows import Row
+
+Pairs = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A number that each item has.
+
+    Args:
+        key: its name there.
+        title: what tables call it.
+        digits: behind the point.
+    """
+
+    key: str
+    title: str
+    digits: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one policy made of one thing at one budget.
+
+    Args:
+        source: what was read, by which policies are compared in pairs.
+        items: those that count; empty where it was refused.
+        bytes_share: of the full cache that was really held.
+    """
+
+    policy: str
+    budget: str
+    source: str
+    items: tuple[Row, ...] = ()
+    bytes_share: float = 0.0
+    is_refused: bool = False
+
+
+SCALES = (
+    Scale("exact", "Exact match", digits=2),
+    Scale("f1", "F1", digits=2),
+    Scale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
+    Scale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
+    Scale("same", "Likeliest token is the same", digits=3),
+    Scale("mass", "Attention kept", digits=3),
+)
+
+
+def entry(row: Row) -> Entry:
+    """A cell of a results file as a table takes it."""
+    items = tuple(item for item in row.get("items", ()) if item["counts"])
+    source = f"{row['task']} {row['tokens']} {row['seed']}"
+    head = row["policy"], row["budget"], source
+    return Entry(*head, items, row.get("bytes_share", 0.0), "refused" in row)
+
+
+def report(
+    groups: Mapping[str, Sequence[Entry]],
+    scales: Sequence[Scale] = SCALES,
+    baselines: Sequence[str] = (),
+    pairs: Callable[[Sequence[str]], Pairs] = lambda names: (),
+) -> str:
+    """Tables per group and scale: all policies, each against baselines, and pairs."""
+    lines: list[str] = []
+    for group, entries in groups.items():
+        table = Table(entries)
+        if not table.names:
+            continue
+        lines += [f"## {group}", "", table.counted(), ""]
+        for scale in table.held(scales):
+            lines += [f"### {scale.title}", "", *table.means(scale), ""]
+            for base in baselines:
+                against = [(name, base) for name in table.names if name not in (base, "full")]
+                lines += table.differences(f"{scale.title}: difference to {base}", scale, against)
+            lines += table.differences(f"{scale.title}: pairs", scale, pairs(table.names))
+    return "\n".join(lines)
+
+
+class Table:
+    """The entries of one group, by policy and budget; the last of two counts."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = {(one.policy, one.budget, one.source): one for one in entries}
+        self.names = list(dict.fromkeys(one.policy for one in entries))
+        self.budgets = by_size(list(dict.fromkeys(one.budget for one in entries)))
+        self._sources = sorted({one.source for one in entries})
+
+    def counted(self) -> str:
+        """How much was scored, by the policy that refused least."""
+        items = [self._items(name, budget) for name in self.names for budget in self.budgets]
+        most = max(sum(map(len, found.values())) for found in items)
+        return f"{len(self._sources)} files, {most} scored items."
+
+    def held(self, scales: Sequence[Scale]) -> list[Scale]:
+        """Those scales that any item has a number for."""
+        items = [item for one in self._entries.values() for item in one.items[:1]]
+        return [s for s in scales if any(item.get(s.key) is not None for item in items)]
+
+    def means(self, scale: Scale) -> list[str]:
+        """A line per policy: mean, interval, and in brackets the share of the bytes it took."""
+        lines = [_line("policy", *self.budgets), _line(*["---"] * (1 + len(self.budgets)))]
+        for name in self.names:
+            lines.append(_line(name, *(self._mean(scale, name, b) for b in self.budgets)))
+        return lines
+
+    def differences(self, title: str, scale: Scale, wanted: Pairs) -> list[str]:
+        """A line per pair that has been measured, the first less the second; nothing if none."""
+        budgets = self._shared_budgets()
+        lines = []
+        for first, second in wanted:
+            cells = [self._difference(scale, first, second, budget) for budget in budgets]
+            if any(cells):
+                lines.append(_line(f"{first} − {second}", *cells))
+        head = [_line("pair", *budgets), _line(*["---"] * (1 + len(budgets)))]
+        return [title, "", *head, *lines, ""] if lines else []
+
+    def interval(self, scale: Scale, name: str, budget: str) -> Interval | None:
+        """The mean of a policy's items at a budget; None without any."""
+        scores = [
+            [float(item[scale.key]) for item in found if item.get(scale.key) is not None]
+            for found in self._items(name, budget).values()
+        ]
+        scores = [found for found in scores if found]
+        return Bootstrap().mean(drawn(scores)) if scores else None
+
+    def difference(self, scale: Scale, first: str, second: str, budget: str) -> Interval | None:
+        """The first less the second on what both read; None where there is nothing."""
+        left, right = self._items(first, budget), self._items(second, budget)
+        both = [source for source in left if source in right]
+        if not both:
+            return None
+        one, other = (
+            [[float(item[scale.key]) for item in side[source]] for source in both]
+            for side in (left, right)
+        )
+        return Bootstrap().difference(drawn(one), drawn(other))
+
+    def bytes_share(self, name: str, budget: str) -> float:
+        """Of the full cache, the mean over what was not refused."""
+        taken = [
+            self._entries[name, budget, source].bytes_share for source in self._items(name, budget)
+        ]
+        return sum(taken) / len(taken) if taken else 0.0
+
+    def refused(self, name: str, budget: str) -> int:
+        """How many were."""
+        found = (self._entries.get((name, budget, source)) for source in self._sources)
+        return sum(one is not None and one.is_refused for one in found)
+
+    def _mean(self, scale: Scale, name: str, budget: str) -> str:
+        interval, refused = self.interval(scale, name, budget), self.refused(name, budget)
+        if interval is None:
+            return "refused" if refused else ""
+        note = f" ({refused} refused)" if refused else ""
+        shown = _shown(interval, scale.digits)
+        return f"{shown} ({self.bytes_share(name, budget):.3f}){note}"
+
+    def _difference(self, scale: Scale, first: str, second: str, budget: str) -> str:
+        interval = self.difference(scale, first, second, budget)
+        if interval is None:
+            refused = self.refused(first, budget) + self.refused(second, budget)
+            return "refused" if refused else ""
+        shown = _shown(interval, scale.digits, sign="+")
+        return f"**{shown}**" if interval.low > 0 or interval.high < 0 else shown
+
+    def _shared_budgets(self) -> list[str]:
+        """Those of more than the full cache."""
+        of_full = {b for name, b, _ in self._entries if name == "full"}
+        others = {b for name, b, _ in self._entries if name != "full"}
+        return [b for b in self.budgets if b not in of_full or b in others]
+
+    def _items(self, name: str, budget: str) -> dict[str, tuple[Row, ...]]:
+        """The items that count, by source; what was refused or holds none left out."""
+        found = {source: self._entries.get((name, budget, source)) for source in self._sources}
+        return {source: one.items for source, one in found.items() if one is not None and one.items}
+
+
+def drawn(files: list[list[float]]) -> list[list[float]]:
+    """What the bootstrap draws: files, or the items of the only one."""
+    return files if len(files) > 1 else one_by_one(files[0])
+
+
+def _shown(interval: Interval, digits: int, sign: str = "") -> str:
+    form = f"{sign}.{digits}f"
+    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
