@@ -27,8 +27,8 @@ from _running import DEMO, latest, named, parser, run
 
 from larder import Conversation, Engine, read_conversation
 from larder.bench.forced import Forced, force, parts_of
+from larder.bench.items import items_of
 from larder.bench.recite import KIND as RECITE
-from larder.bench.recite import items_of
 from larder.bench.rows import Row, known_rows
 from larder.bench.tables import Scale, report
 from larder.core.conversation import Question

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from larder import Conversation, Engine, read_conversation
+from larder.bench.items import items_of
 from larder.bench.metrics import exact
-from larder.bench.recite import KIND, items_of
+from larder.bench.recite import KIND
 from larder.bench.rows import append, commit_of_this, known_rows
 from larder.engine.answer import Answer
 

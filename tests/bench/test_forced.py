@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from larder.bench.forced import Forced, force, parts_of
-from larder.bench.recite import items_of
+from larder.bench.items import items_of
 from larder.core.conversation import Conversation, Message, Question
 from larder.core.types import Mode
 from larder.engine.engine import Engine

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -238,7 +239,8 @@ class TestDemo:
 
     def test_it_reads_back(self) -> None:
         made, read = demo_conversation(), read_conversation(BUNDLED)
-        assert (read.messages, read.questions) == (made.messages, made.questions)
+        asked = tuple(replace(question, depth=None) for question in made.questions)
+        assert (read.messages, read.questions) == (made.messages, asked)
         assert {q.kind for q in read.questions} == {"single"}
         assert len(read.questions) == 24
 

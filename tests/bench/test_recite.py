@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from larder.bench.items import items_of
 from larder.bench.lifelog import tokens_of
-from larder.bench.recite import items_of, recite_conversation
+from larder.bench.recite import recite_conversation
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
 from larder.session.files import read_conversation

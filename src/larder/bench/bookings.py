@@ -16,7 +16,7 @@ from larder.bench.grammar import load_grammar
 from larder.bench.lifelog import LifeLog, Session, tokens_of
 from larder.bench.lifelog_questions import draw_questions
 from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter
+from larder.core.errors import BadParameter, TooLittle
 
 DIALOGUES_PER_SESSION = (1, 1, 2)
 SESSION_CHANCE = 0.15  # of asking when, not what
@@ -29,13 +29,23 @@ ASKED = (
 )
 
 
+@dataclass(frozen=True)
+class Told:
+    """A fact, its session, the number of its dialogue, and the message that states it last."""
+
+    booking: Booking
+    session: int
+    number: int
+    place: int
+
+
 @dataclass
 class BookingLog:
-    """What was booked so far: each fact with its session and the number of its dialogue."""
+    """What was booked so far."""
 
     dialogues: Sequence[Dialogue]
     random: Random
-    told: list[tuple[Booking, int, int]] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
     drawn: int = 0
 
     def next_session(self, log: LifeLog) -> tuple[Session, tuple[Dialogue, ...]]:
@@ -45,33 +55,38 @@ class BookingLog:
         messages = [message for dialogue in chosen for message in dialogue.messages]
         return Session((log.header(), *messages), ()), chosen
 
-    def keep(self, dialogues: Sequence[Dialogue], session: int) -> None:
-        """Remember what was booked in a session."""
+    def keep(self, dialogues: Sequence[Dialogue], log: LifeLog) -> None:
+        """Remember what was booked in the session that a log kept last."""
+        place = len(log.messages) - sum(len(dialogue.messages) for dialogue in dialogues)
         for dialogue in dialogues:
             self.drawn += 1
-            self.told += [(booking, session, self.drawn) for booking in dialogue.bookings]
+            for booking in dialogue.bookings:
+                stated = place + _stated(dialogue, booking.value)
+                self.told.append(Told(booking, log.sessions, self.drawn, stated))
+            place += len(dialogue.messages)
 
-    def questions(self, count: int) -> tuple[Question, ...]:
+    def questions(self, count: int, log: LifeLog) -> tuple[Question, ...]:
         """Different questions, each about one dialogue that its key tells from all others.
 
         Raises:
-            BadParameter: there are not so many.
+            TooLittle: there are not so many.
         """
         found: dict[str, Question] = {}
         for _ in range(TRIES):
             if len(found) == count:
                 return tuple(found.values())
-            question = self._question()
+            question = self._question(log)
             if question is not None:
                 found.setdefault(question.question, question)
-        raise BadParameter(
+        raise TooLittle(
             f"bookings.questions is {count}, but only {len(found)} can be told apart: ask fewer, "
             "or write more tokens."
         )
 
-    def _question(self) -> Question | None:
-        booking, session, number = self.random.choice(self.told)
-        keys = [key for key in booking.keys if self._numbers(booking.noun, key) == {number}]
+    def _question(self, log: LifeLog) -> Question | None:
+        told = self.random.choice(self.told)
+        booking, depth = told.booking, log.depth(told.place)
+        keys = [key for key in booking.keys if self._numbers(booking.noun, key) == {told.number}]
         if not keys:
             return None
         slot, value = self.random.choice(keys)
@@ -79,18 +94,19 @@ class BookingLog:
             asked = (
                 f"In which session did we talk about the {booking.noun} whose {slot} was {value}?"
             )
-            return Question(asked, f"session {session}", "bksession")
+            return Question(asked, f"session {told.session}", "bksession", depth)
         asked = self.random.choice(ASKED).format(
             noun=booking.noun, slot=slot, value=value, wanted=booking.slot
         )
-        return Question(asked, booking.value, "booking")
+        return Question(asked, booking.value, "booking", depth)
 
     def _numbers(self, noun: str, key: tuple[str, str]) -> set[int]:
         """The dialogues in which something of that name has that slot and value."""
         return {
-            number
-            for booking, _, number in self.told
-            if booking.noun == noun and key in ((booking.slot, booking.value), *booking.keys)
+            told.number
+            for told in self.told
+            if told.booking.noun == noun
+            and key in ((told.booking.slot, told.booking.value), *told.booking.keys)
         }
 
 
@@ -113,7 +129,8 @@ def bookings_conversation(
         share: of the sessions that are dialogues, in (0, 1]; the others are those of a life-log.
 
     Raises:
-        BadParameter: no session of a kind fits, or there is not enough to ask.
+        BadParameter: the share is out of range.
+        TooLittle: no session of a kind fits, or there is not enough to ask.
     """
     if not 0 < share <= 1:
         raise BadParameter(f"bookings.share must be in (0, 1], got {share}.")
@@ -121,9 +138,9 @@ def bookings_conversation(
     log, booked = LifeLog(load_grammar(), random), BookingLog(dialogues, random)
     _fill(log, booked, tokens, count_tokens, share)
     if not booked.told or (share < 1 and not log.latest):
-        raise BadParameter(f"bookings.tokens must hold sessions of all kinds, got {tokens}.")
+        raise TooLittle(f"bookings.tokens must hold sessions of all kinds, got {tokens}.")
     of_life = round(questions * (1 - share))
-    asked = booked.questions(questions - of_life)
+    asked = booked.questions(questions - of_life, log)
     asked += draw_questions(log, of_life) if of_life else ()
     name = "bookings" if share == 1 else "mixed"
     shuffled = tuple(random.sample(asked, len(asked)))
@@ -153,4 +170,10 @@ def _fill(
             continue
         tokens, misfits = tokens - taken, 0
         log.keep(session)
-        booked.keep(dialogues, log.sessions)
+        booked.keep(dialogues, log)
+
+
+def _stated(dialogue: Dialogue, value: str) -> int:
+    """The last message that holds a value; the first where the value goes over two."""
+    holding = (n for n, message in enumerate(dialogue.messages) if value in message.content)
+    return max(holding, default=0)

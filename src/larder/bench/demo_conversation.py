@@ -6,13 +6,13 @@ single facts of many sessions, the kind it answers best with the full cache.
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib import resources
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from larder.bench.conversation_file import as_json
 from larder.bench.lifelog_questions import lifelog_conversation
 from larder.core.conversation import Conversation
 
@@ -30,16 +30,6 @@ def demo_conversation() -> Conversation:
     return lifelog_conversation(
         SEED, TOKENS, lambda text: len(tokenizer.encode(text).ids), QUESTIONS, kinds=("single",)
     )
-
-
-def as_json(conversation: Conversation) -> str:
-    """The conversation as a file with messages and questions."""
-    messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
-    questions = [
-        {"question": q.question, "answer": q.answer, "kind": q.kind} for q in conversation.questions
-    ]
-    document = {"messages": messages, "qa": questions}
-    return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
 
 
 def main() -> None:

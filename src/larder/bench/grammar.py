@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from random import Random
 from string import ascii_uppercase
@@ -44,6 +45,7 @@ class Grammar:
     words: Words
 
 
+@cache
 def load_grammar() -> Grammar:
     """The grammar that comes with the package, in `topics.json` beside this file."""
     data = json.loads(resources.files("larder.bench").joinpath("topics.json").read_text("utf-8"))

@@ -13,7 +13,7 @@ from random import Random
 
 from larder.bench.grammar import Attribute, Grammar, Topic, draw_value, load_grammar
 from larder.core.conversation import Message
-from larder.core.errors import BadParameter
+from larder.core.errors import BadParameter, TooLittle
 
 # Each message stands between a mark of its role and one of its end.
 MARK_TOKENS = 2
@@ -35,11 +35,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Fact:
-    """A value told of a subject in a session, counted from 1."""
+    """A value told of a subject in a session, counted from 1, by a message, counted from 0."""
 
     subject: Subject
     value: str
     session: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class LifeLog:
         messages, facts = [self.header()], []
         for subject in subjects:
             value = draw_value(subject.attribute.value_kind, self.grammar.words, random)
-            facts.append(Fact(subject, value, self.sessions + 1))
+            place = len(self.messages) + len(messages)
+            facts.append(Fact(subject, value, self.sessions + 1, place))
             messages += self._told(facts[-1])
             if random.random() < CHAT_CHANCE:
                 messages += self._answered(random.choice(subject.topic.chat))
@@ -97,6 +99,10 @@ class LifeLog:
             self.first.setdefault(fact.subject, fact)
             self.latest[fact.subject] = fact
         self.untold = [subject for subject in self.untold if subject not in self.first]
+
+    def depth(self, place: int) -> float:
+        """Where a message starts: the share of all letters that stand before it."""
+        return depth_of(self.messages, place)
 
     def header(self) -> Message:
         """What heads the next session, on a day of its own."""
@@ -134,7 +140,8 @@ def write_lifelog(seed: int, tokens: int, count_tokens: Callable[[str], int]) ->
     """Sessions one after the other, as many whole ones as fit into `tokens`.
 
     Raises:
-        BadParameter: not one session fits, or all there is to tell does not fill `tokens`.
+        TooLittle: not one session fits.
+        BadParameter: all there is to tell does not fill `tokens`.
     """
     log = LifeLog(load_grammar(), Random(seed))
     left = tokens
@@ -144,12 +151,18 @@ def write_lifelog(seed: int, tokens: int, count_tokens: Callable[[str], int]) ->
             break
         log.keep(session)
     if not log.sessions:
-        raise BadParameter(f"lifelog.tokens must hold a session, got {tokens}: take 400 or more.")
+        raise TooLittle(f"lifelog.tokens must hold a session, got {tokens}: take 400 or more.")
     if left > 0 and not log.untold:
         raise BadParameter(
             f"lifelog.tokens is {tokens}, but all there is to tell is {tokens - left}: take less."
         )
     return log
+
+
+def depth_of(messages: Sequence[Message], place: int, start: int = 0) -> float:
+    """Where a message, or a letter of it, stands: the share of all letters that come before it."""
+    lengths = [len(message.content) for message in messages]
+    return (sum(lengths[:place]) + start) / sum(lengths)
 
 
 def tokens_of(messages: Sequence[Message], count_tokens: Callable[[str], int]) -> int:

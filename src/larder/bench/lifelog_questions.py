@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 from larder.bench.lifelog import Fact, LifeLog, Subject, write_lifelog
 from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, UnknownName
+from larder.core.errors import BadParameter, TooLittle, UnknownName
 
 # How often each fact may be tried before there is nothing left to ask.
 ROUNDS = 20
@@ -25,7 +26,7 @@ def lifelog_conversation(
     Questions ask for facts of all sessions by turns. Their kinds come as often as in the training
     of the seed model: `single` asks for a fact as it stands last, `session` in which session
     something first came up, `twohop` for one attribute of what another attribute identifies, `list`
-    for all that was told of something.
+    for all that was told of something, and `update`, if it is named, for facts that have changed.
 
     Args:
         seed: of everything random.
@@ -35,8 +36,8 @@ def lifelog_conversation(
         kinds: those that may be asked.
 
     Raises:
-        BadParameter: `tokens` is too small for a session or larger than there is to tell, or the
-            log does not hold enough to ask.
+        TooLittle: `tokens` is too small for a session, or the log does not hold enough to ask.
+        BadParameter: `tokens` is more than there is to tell.
         UnknownName: a kind that does not exist.
     """
     if not kinds:
@@ -58,7 +59,7 @@ def draw_questions(
     """Different questions of the kinds named, their answers read off the log.
 
     Raises:
-        BadParameter: the log does not hold enough to ask.
+        TooLittle: the log does not hold enough to ask.
     """
     found: dict[str, Question] = {}
     weights = [KINDS[kind][0] for kind in kinds]
@@ -70,7 +71,7 @@ def draw_questions(
         if question:
             found.setdefault(question.question, question)
     if len(found) < count:
-        raise BadParameter(
+        raise TooLittle(
             f"lifelog.questions is {count}, but the log holds only {len(found)} of the kinds "
             f"{', '.join(kinds)}: ask fewer, or write more tokens."
         )
@@ -94,14 +95,23 @@ def _shuffled(facts: Sequence[Fact], random: Random) -> list[Fact]:
 
 def _single(fact: Fact, log: LifeLog) -> Question:
     asked = log.random.choice(fact.subject.attribute.questions)
-    return Question(asked.replace("{E}", fact.subject.entity), fact.value, "single")
+    asked = asked.replace("{E}", fact.subject.entity)
+    return Question(asked, fact.value, "single", log.depth(fact.place))
+
+
+def _update(fact: Fact, log: LifeLog) -> Question | None:
+    """None where the value has never changed."""
+    if log.first[fact.subject].value == fact.value:
+        return None
+    return replace(_single(fact, log), kind="update")
 
 
 def _session(fact: Fact, log: LifeLog) -> Question:
     entity = fact.subject.entity
-    first = min(log.first[subject].session for subject in _told_of(fact.subject, log))
+    told = [log.first[subject] for subject in _told_of(fact.subject, log)]
+    first = min(told, key=lambda fact: fact.place)
     asked = f"In which session did I first talk about {entity}?"
-    return Question(asked, f"session {first}", "session")
+    return Question(asked, f"session {first.session}", "session", log.depth(first.place))
 
 
 def _two_hop(fact: Fact, log: LifeLog) -> Question | None:
@@ -139,4 +149,5 @@ KINDS: Mapping[str, tuple[float, Callable[[Fact, LifeLog], Question | None]]] = 
     "session": (0.10, _session),
     "twohop": (0.10, _two_hop),
     "list": (0.08, _list),
+    "update": (0.10, _update),
 }

@@ -7,13 +7,13 @@ arXiv:2404.06654.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from string import ascii_uppercase
 
 from larder.bench.grammar import Grammar, draw_value, load_grammar
-from larder.bench.lifelog import MARK_TOKENS
+from larder.bench.lifelog import MARK_TOKENS, depth_of
 from larder.core.conversation import Conversation, Message, Question
 from larder.core.errors import BadParameter, UnknownName
 from larder.session.transcript import ACKNOWLEDGEMENT
@@ -23,11 +23,13 @@ NAMES_PER_CHAIN = (2, 4)
 
 @dataclass(frozen=True)
 class Needle:
-    """Lines to hide, in their order, the names in them, and the one question that they answer."""
+    """Lines to hide, in their order, the names in them, and the question that they answer, if they
+    are not there to mislead.
+    """
 
     lines: tuple[str, ...]
     names: frozenset[str]
-    question: Question
+    question: Question | None
 
 
 def needles_conversation(
@@ -58,17 +60,44 @@ def needles_conversation(
     if needles < 1:
         raise BadParameter(f"needles.needles must be 1 or more, got {needles}.")
     random, grammar = Random(seed), load_grammar()
-    hidden = _different(KINDS[kind], grammar, random, 1 if kind == "passkey" else needles)
+    hidden = different(KINDS[kind], grammar, random, 1 if kind == "passkey" else needles)
+    return hide(f"needles-{tokens}-{seed}", hidden, sentences(random), random, count_tokens, tokens)
+
+
+def hide(
+    name: str,
+    needles: Sequence[Needle],
+    sentences: Iterator[str],
+    random: Random,
+    count_tokens: Callable[[str], int],
+    tokens: int,
+) -> Conversation:
+    """A text of at most `tokens` tokens, acknowledged, with needles in it and what they answer.
+
+    Args:
+        sentences: an endless haystack.
+        random: chooses where needles lie, and in what order is asked.
+
+    Raises:
+        BadParameter: the needles do not fit.
+    """
     room = tokens - count_tokens(ACKNOWLEDGEMENT) - 2 * MARK_TOKENS
-    text = _hide(hidden, sentences(random), random, count_tokens, room)
-    return Conversation(
-        name=f"needles-{tokens}-{seed}",
-        messages=(Message("user", text), Message("assistant", ACKNOWLEDGEMENT)),
-        questions=tuple(needle.question for needle in random.sample(hidden, len(hidden))),
-    )
+    text = _hidden(needles, sentences, random, count_tokens, room)
+    messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
+    asked = [_asked(needle, messages) for needle in random.sample(needles, len(needles))]
+    return Conversation(name, messages, tuple(question for question in asked if question))
 
 
-def _different(
+def _asked(needle: Needle, messages: Sequence[Message]) -> Question | None:
+    """The question, with the depth of the line that answers it, if it is one alone."""
+    line, *others = needle.lines
+    if needle.question is None or others:
+        return needle.question
+    start = messages[0].content.index(line)
+    return replace(needle.question, depth=depth_of(messages, 0, start))
+
+
+def different(
     draw: Callable[[Grammar, Random], Needle], grammar: Grammar, random: Random, count: int
 ) -> list[Needle]:
     """As many needles, no two of which share a name."""
@@ -80,8 +109,8 @@ def _different(
     return found
 
 
-def _hide(
-    needles: list[Needle],
+def _hidden(
+    needles: Sequence[Needle],
     sentences: Iterator[str],
     random: Random,
     count_tokens: Callable[[str], int],
@@ -104,7 +133,7 @@ def _hide(
     return " ".join(_scattered(hay, needles, random))
 
 
-def _scattered(hay: list[str], needles: list[Needle], random: Random) -> Iterator[str]:
+def _scattered(hay: list[str], needles: Sequence[Needle], random: Random) -> Iterator[str]:
     """The hay with every line at a place of its own choice, the lines of a needle in order."""
     placed: list[tuple[int, str]] = []
     for needle in needles:
@@ -142,10 +171,9 @@ def _key_value(grammar: Grammar, random: Random) -> Needle:
     return Needle((line,), frozenset({key}), Question(asked, value, "niah_kv"))
 
 
-def _chain(grammar: Grammar, random: Random) -> Needle:
-    del grammar
-    value, length = str(random.randint(10**4, 10**5 - 1)), random.randint(*NAMES_PER_CHAIN)
-    names = list[str]()
+def chain(random: Random, length: int) -> Needle:
+    """So many variables, each but the first standing for the one before it."""
+    value, names = str(random.randint(10**4, 10**5 - 1)), list[str]()
     while len(names) < length:
         name = "".join(random.choice(ascii_uppercase) for _ in range(3))
         names += [] if name in names else [name]
@@ -153,6 +181,11 @@ def _chain(grammar: Grammar, random: Random) -> Needle:
     asked = f"What is the value of the variable {names[-1]}?"
     lines = (f"VAR {names[0]} = {value}.", *follow)
     return Needle(lines, frozenset(names), Question(asked, value, "niah_vars"))
+
+
+def _chain(grammar: Grammar, random: Random) -> Needle:
+    del grammar
+    return chain(random, random.randint(*NAMES_PER_CHAIN))
 
 
 KINDS: Mapping[str, Callable[[Grammar, Random], Needle]] = {

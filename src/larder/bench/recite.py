@@ -1,24 +1,22 @@
 """Recitals: numbered reminders scattered in small talk, to be recited in order.
 
 The wording is that which the bundled seed model was trained on. One answer holds many items, and
-`items_of` cuts it into them, so that each can be scored by itself.
+each is scored by itself.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from random import Random
 
 from larder.bench.grammar import Grammar, draw_value, load_grammar
+from larder.bench.items import items_of
 from larder.bench.lifelog import tokens_of
 from larder.core.conversation import Conversation, Message, Question
 from larder.core.errors import BadParameter
 
 REMINDER_CHANCE = 0.4
 KIND = "recite"
-# Between two items: the stop of one, and the number of the next behind the space.
-BORDER = re.compile(r"(?<=\.)(?= \d+: )")
 
 
 def recite_conversation(
@@ -53,12 +51,6 @@ def recite_conversation(
     return Conversation(KIND, tuple(messages), tuple(_questions(reminders, items)))
 
 
-def items_of(answer: str) -> tuple[tuple[int, int], ...]:
-    """Where each item of an answer stands: characters [start, stop), the space before included."""
-    starts = [0, *(found.start() for found in BORDER.finditer(answer))]
-    return tuple(zip(starts, [*starts[1:], len(answer)], strict=True))
-
-
 def _talk(
     grammar: Grammar, random: Random, told: list[str]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -81,4 +73,5 @@ def _questions(reminders: list[str], most: int) -> Iterator[Question]:
     cuts = [len(reminders) * run // runs for run in range(runs + 1)]
     for start, stop in zip(cuts, cuts[1:], strict=False):
         said = (f"{n}: {text}." for n, text in enumerate(reminders[start:stop], start=start + 1))
-        yield Question(f"Recite reminders {start + 1} to {stop}.", " ".join(said), KIND)
+        answer, asked = " ".join(said), f"Recite reminders {start + 1} to {stop}."
+        yield Question(asked, answer, KIND, items=items_of(answer))

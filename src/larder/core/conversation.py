@@ -43,11 +43,23 @@ class Message:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a conversation, with the answer that a scorer expects, if known."""
+    """A question about a conversation, with the answer that a scorer expects, if known.
+
+    Args:
+        kind: what sort of question it is, for tables.
+        depth: where the one fact that it needs stands, from 0, the start of the text, to 1; None
+            where it needs several, or nobody knows.
+        items: where in the answer each part that is scored by itself stands, as characters
+            [start, stop); none where the answer is right or wrong as a whole.
+        others: answers that are as good.
+    """
 
     question: str
     answer: str = ""
     kind: str = ""
+    depth: float | None = None
+    items: tuple[tuple[int, int], ...] = ()
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

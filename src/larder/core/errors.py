@@ -5,6 +5,7 @@
     │   ├── SpellingError       a policy sentence does not parse
     │   └── UnknownName         no part, preset or model of that name
     ├── BadParameter            a part was given a value outside its range
+    │   └── TooLittle           what was drawn by chance holds less than was asked for
     ├── BudgetError             the memory asked for cannot hold what must be kept
     ├── InputError              a file or conversation cannot be read
     ├── ModelError              a model cannot be loaded, or asks for what Larder cannot honour
@@ -42,6 +43,10 @@ class BadParameter(LarderError):
     """A part was given a value outside its range."""
 
     exit_code = 2
+
+
+class TooLittle(BadParameter):
+    """What was drawn by chance holds less than was asked for; another seed may hold more."""
 
 
 class BudgetError(LarderError):

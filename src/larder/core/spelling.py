@@ -38,8 +38,11 @@ class Call:
     parameters: dict[str, Value] = field(default_factory=dict[str, Value])
 
 
-def parse(sentence: str) -> list[Call]:
+def parse(sentence: str, what: str = "policy") -> list[Call]:
     """The calls of a sentence, in order.
+
+    Args:
+        what: the sentence spells, for errors.
 
     Raises:
         SpellingError: says where the sentence stops making sense.
@@ -48,7 +51,7 @@ def parse(sentence: str) -> list[Call]:
         tree = ast.parse(_without_keywords(sentence.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpellingError(
-            f"The policy {_shortened(sentence)!r} does not parse: {_reason(error)}. "
+            f"The {what} {_shortened(sentence)!r} does not parse: {_reason(error)}. "
             'Write parts as name(parameter=value), joined by " > ".'
         ) from None
     if isinstance(tree, ast.Compare):

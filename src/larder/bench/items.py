@@ -1,0 +1,28 @@
+"""Answers of many parts, each scored by itself: numbered steps, and values in a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+Spans = tuple[tuple[int, int], ...]
+
+# Between two items: the stop of one, and the number of the next behind the space.
+BORDER = re.compile(r"(?<=\.)(?= (?:\d+|Answer): )")
+
+
+def items_of(answer: str) -> Spans:
+    """Where each step of "1: one. 2: two. Answer: three" stands: characters [start, stop), the
+    space before included.
+    """
+    starts = [0, *(found.start() for found in BORDER.finditer(answer))]
+    return tuple(zip(starts, [*starts[1:], len(answer)], strict=True))
+
+
+def listed(parts: Sequence[str]) -> tuple[str, Spans]:
+    """The parts in a row, and where each stands in it, the comma behind it included."""
+    answer, spans = ", ".join(parts), list[tuple[int, int]]()
+    for part in parts:
+        start = spans[-1][1] if spans else 0
+        spans.append((start, min(len(answer), start + bool(start) + len(part) + 1)))
+    return answer, tuple(spans)

@@ -1,0 +1,80 @@
+"""What every task of the benchmark can be asked: a conversation with questions, made from a seed.
+
+Tasks are a family as the parts of a policy are: a file in `bench/tasks` is a task, and its name the
+public one. They are written as parts are, `needles(kind="magic", needles=8)`; third parties add
+theirs through the entry point group `larder.task`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import ClassVar
+
+from larder.bench.sources import Sources
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import SpellingError
+from larder.core.family import Family
+from larder.core.spelling import build, parse
+
+Sitting = tuple[Question, ...]
+
+
+class Style(Enum):
+    """How the questions of a task are asked.
+
+    INDEPENDENT: each on a fork of what was read.
+    TURNS: one after the other in one sitting; each sees the questions and answers before it.
+    REQUESTS: several sittings that share what was read, each of one or more turns on a fork of it.
+    RECITAL: as INDEPENDENT; answers are long and scored item by item (`Question.items`).
+
+    In TURNS and REQUESTS a policy that looks at a question before it reads sees the first one only.
+    """
+
+    INDEPENDENT = "independent"
+    TURNS = "turns"
+    REQUESTS = "requests"
+    RECITAL = "recital"
+
+
+class Task(ABC):
+    """A frozen dataclass that makes conversations whose answers stand in them or follow from them.
+
+    Equal tasks, seeds, lengths and sources make equal conversations.
+    """
+
+    style: ClassVar[Style] = Style.INDEPENDENT
+
+    @abstractmethod
+    def make(self, seed: int, tokens: int, sources: Sources) -> Conversation:
+        """A conversation of at most `tokens` tokens, marks between messages included, and of
+        little less where the task can make as much.
+
+        Raises:
+            BadParameter: there is no room for what is asked, or nothing to ask.
+            UsageError: a source that the task needs was not named.
+            InputError: a source cannot be read.
+        """
+
+    def sittings(self, questions: Sitting) -> tuple[Sitting, ...]:
+        """The questions as they are asked: each sitting on a fork of what was read, and in it each
+        question behind the answers to those before.
+        """
+        return tuple((question,) for question in questions)
+
+
+TASKS = Family("task", "larder.bench.tasks")
+
+
+def parse_task(sentence: str) -> Task:
+    """A task as it is written.
+
+    Raises:
+        SpellingError: it does not parse, or is more than one part.
+        UnknownName: no such task or parameter.
+        BadParameter: a value out of range.
+    """
+    calls = parse(sentence, "task")
+    if len(calls) > 1:
+        raise SpellingError(f"{sentence!r} is not one task: write name(parameter=value).")
+    return build(TASKS.load(calls[0].name), calls[0].parameters)

@@ -1,0 +1,51 @@
+"""A life-log: facts told session by session, some of which change.
+
+No paper for the generator; its kinds of questions are those of Di Wu et al., "LongMemEval:
+Benchmarking Chat Assistants on Long-Term Interactive Memory" (2024), arXiv:2410.10813, section 3:
+`single` asks for a fact as it stands last, `session` in which session something first came up,
+`twohop` for one attribute of what another identifies, `list` for all that was told of something,
+`update` for facts that have changed only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.bench.lifelog_questions import KINDS, lifelog_conversation
+from larder.bench.luck import first_that_holds
+from larder.bench.sources import Sources
+from larder.bench.task import Task
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+
+
+@dataclass(frozen=True)
+class Lifelog(Task):
+    """Sessions of a life-log.
+
+    Args:
+        questions: how many, all different.
+        kinds: those that are asked, by chance in the shares of the seed model's training, with
+            commas between them.
+    """
+
+    questions: int = 28
+    kinds: str = "single,session,twohop,list"
+
+    def __post_init__(self) -> None:
+        if self.questions < 1:
+            raise BadParameter(f"lifelog.questions must be 1 or more, got {self.questions}.")
+        if unknown := [kind for kind in self.kinds.split(",") if kind not in KINDS]:
+            raise BadParameter(
+                f"lifelog.kinds must name some of {','.join(KINDS)}, got {unknown[0]!r}."
+            )
+
+    def make(self, seed: int, tokens: int, sources: Sources) -> Conversation:
+        def made(own: int) -> Conversation:
+            kinds = self.kinds.split(",")
+            return lifelog_conversation(own, tokens, sources.count_tokens, self.questions, kinds)
+
+        return first_that_holds("lifelog", seed, tokens, made)
+
+
+Part = Lifelog

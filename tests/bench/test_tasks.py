@@ -1,0 +1,132 @@
+"""What holds for every task of the family, and how tasks are written."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.material import sources
+from larder.bench.lifelog import tokens_of
+from larder.bench.sources import Sources
+from larder.bench.task import TASKS, Style, Task, parse_task
+from larder.cli.citations import citations
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName, UsageError
+from larder.core.spelling import spell
+
+TOKENS = 900
+NAMES = TASKS.names()
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return sources(tmp_path_factory.mktemp("material"))
+
+
+@pytest.fixture(scope="module")
+def made(material: Sources) -> dict[str, Conversation]:
+    return {name: parse_task(name).make(1, TOKENS, material) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_seeds_equal_conversations(
+    name: str, material: Sources, made: dict[str, Conversation]
+) -> None:
+    assert parse_task(name).make(1, TOKENS, material) == made[name]
+    assert parse_task(name).make(2, TOKENS, material).messages != made[name].messages
+    assert made[name].name == f"{name}-{TOKENS}-1"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_a_bound_that_is_nearly_reached(
+    name: str, made: dict[str, Conversation]
+) -> None:
+    taken = tokens_of(made[name].messages, lambda text: len(text.split()))
+    assert 0.7 * TOKENS < taken <= TOKENS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_questions_differ_and_say_where_their_answers_are(
+    name: str, made: dict[str, Conversation]
+) -> None:
+    questions = made[name].questions
+    assert questions and len({question.question for question in questions}) == len(questions)
+    text = "".join(message.content for message in made[name].messages)
+    for question in questions:
+        assert question.question and question.answer and question.kind
+        if question.items:
+            starts, stops = zip(*question.items, strict=True)
+            assert (0, *stops[:-1]) == starts and stops[-1] == len(question.answer)
+        if question.depth is not None and question.answer in text:
+            behind = text[round(question.depth * len(text)) :]
+            assert question.answer.lower() in behind.lower()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_task_is_written_as_it_reads_and_names_its_source(name: str) -> None:
+    task = parse_task(name)
+    assert parse_task(spell(task)) == task
+    assert spell(task).startswith(f"{name}(")
+    assert isinstance(task.style, Style)
+    docstring = importlib.import_module(f"larder.bench.tasks.{name}").__doc__ or ""
+    assert citations(docstring) or "No paper" in docstring
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sittings_hold_every_question(name: str, made: dict[str, Conversation]) -> None:
+    task, questions = parse_task(name), made[name].questions
+    sittings = task.sittings(questions)
+    assert sum(sittings, ()) == questions
+    if task.style in (Style.INDEPENDENT, Style.RECITAL):
+        assert all(len(sitting) == 1 for sitting in sittings)
+    if task.style is Style.TURNS:
+        assert len(sittings) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_too_little_room_is_said(name: str, material: Sources) -> None:
+    with pytest.raises(BadParameter, match=r"token|question|hold"):
+        parse_task(name).make(0, 12, material)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counts_must_be_positive(name: str) -> None:
+    for parameter in re.findall(r"(\w+)=\d+\b(?!\.)", spell(parse_task(name))):
+        with pytest.raises(BadParameter, match=rf"{name}\.{parameter} must be .*got -1"):
+            parse_task(f"{name}({parameter}=-1)")
+
+
+def test_what_was_not_named_is_asked_for(material: Sources) -> None:
+    bare = Sources(material.count_tokens)
+    with pytest.raises(UsageError, match="--corpus FOLDER"):
+        parse_task("bookings").make(0, TOKENS, bare)
+    with pytest.raises(UsageError, match="--corpus FOLDER"):
+        parse_task('needles(hay="prose")').make(0, TOKENS, bare)
+    with pytest.raises(UsageError, match="--data FOLDER"):
+        bare.folder("locomo")
+    with pytest.raises(UsageError, match="must hold a folder 'locomo'"):
+        Sources(material.count_tokens, data=Path("nowhere")).folder("locomo")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "error", "said"),
+    [
+        ("nedles", UnknownName, "Did you mean 'needles'"),
+        ("needles(", SpellingError, "The task 'needles\\('"),
+        ("needles() > recite()", SpellingError, "is not one task"),
+        ('needles(kind="hay")', BadParameter, "needles.kind must be one of 'magic'"),
+        ("needles(pins=3)", UnknownName, "no parameter 'pins'"),
+        ('lifelog(kinds="riddle")', BadParameter, "lifelog.kinds must name some of"),
+    ],
+)
+def test_what_is_written_wrong(sentence: str, error: type[LarderError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        parse_task(sentence)
+
+
+def test_a_task_cannot_be_made_without_a_way(material: Sources) -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Task()  # pyright: ignore[reportAbstractUsage]
