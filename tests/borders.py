@@ -2,7 +2,8 @@
 
 As `jaxtyping.install_import_hook` with beartype, at a fraction of its time: that one compiles two
 checks of every function at import and checks the arguments of a call twice, with a scope for
-dimension names around functions that name none. Here a function gets its check at its first call.
+dimension names around functions that name none. Here a function gets its check at its first call,
+and a tensor that fits is recognised without jaxtyping, which has the word on all others.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from inspect import isasyncgenfunction, isgeneratorfunction
@@ -19,13 +20,19 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, get_args, get_type_hints
 
+import torch
 from beartype import beartype
 from jaxtyping import AbstractArray, jaxtyped
+from jaxtyping._storage import get_shape_memo, pop_shape_memo, push_shape_memo
+from torch import Tensor
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "larder"
 # Kernels are compiled by numba, which cannot compile a function wrapped in a type check.
 UNCHECKED = "larder.ops.fast"
 MARK = "__checked__"  # what the decorator is called in the modules
+ARRAYS: Any = type(AbstractArray)  # what decides whether a tensor is of an annotated kind
+ASKED = ARRAYS.__instancecheck__  # as jaxtyping does
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
 def checked_modules(package: Path, unchecked: str) -> list[str]:
@@ -44,6 +51,7 @@ def checked_modules(package: Path, unchecked: str) -> list[str]:
 def check_imports(modules: Sequence[str]) -> None:
     """From now on these modules, and what lies in them, are imported with their types checked."""
     sys.meta_path.insert(0, Finder(modules))
+    ARRAYS.__instancecheck__ = fits
 
 
 def checked(target: Any) -> Any:
@@ -100,24 +108,35 @@ def _mark(node: ast.FunctionDef | ast.ClassDef) -> ast.expr:
 
 
 def _when_called(function: FunctionType) -> Callable[..., Any]:
-    """At its first call a function's module is whole, so every name in its types is known."""
+    """At its first call a function's module is whole, so every name in its types is known.
+
+    Dimension names stand for the same sizes within one call, and within no other.
+    """
     strict: Callable[..., Any] | None = None
+    is_scoped = False
 
     @wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:
-        nonlocal strict
+        nonlocal strict, is_scoped
         if strict is None:
-            strict = _strict(function)
-        return strict(*args, **named)
+            strict, is_scoped = _strict(function)
+        if not is_scoped:
+            return strict(*args, **named)
+        push_shape_memo({})
+        try:
+            return strict(*args, **named)
+        finally:
+            pop_shape_memo()
 
     return guarded
 
 
-def _strict(function: FunctionType) -> Callable[..., Any]:
+def _strict(function: FunctionType) -> tuple[Callable[..., Any], bool]:
+    """The function with checks, and whether they name dimensions."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError:  # imported for type checkers alone: jaxtyping lets any value pass there
-        return jaxtyped(function, typechecker=beartype)
+        return jaxtyped(function, typechecker=beartype), False
     resolved = FunctionType(
         function.__code__,
         function.__globals__,
@@ -129,18 +148,7 @@ def _strict(function: FunctionType) -> Callable[..., Any]:
     resolved.__qualname__ = function.__qualname__
     resolved.__module__ = function.__module__
     resolved.__annotations__ = hints
-    strict = beartype(resolved)
-    return _scoped(strict) if any(map(_names_dimensions, hints.values())) else strict
-
-
-def _scoped(strict: Callable[..., Any]) -> Callable[..., Any]:
-    """Dimension names stand for the same sizes within one call, and within no other."""
-
-    def scoped(*args: Any, **named: Any) -> Any:
-        with jaxtyped("context"):
-            return strict(*args, **named)
-
-    return scoped
+    return beartype(resolved), any(map(_names_dimensions, hints.values()))
 
 
 def _names_dimensions(hint: Any) -> bool:
@@ -151,3 +159,34 @@ def _names_dimensions(hint: Any) -> bool:
         if any(map(_names_dimensions, parts)):
             return True
     return False
+
+
+def fits(kind: Any, given: Any) -> bool:
+    """Whether a value is of an annotated kind, with the names of its dimensions bound if it is.
+
+    A tensor of the right type and of sizes that agree is; what is not that plain is for jaxtyping
+    to say.
+    """
+    dtypes, names = _plain(kind)
+    if type(given) is not Tensor or given.dtype not in dtypes or given.ndim != len(names):
+        return ASKED(kind, given)
+    sizes = get_shape_memo()[0]
+    known = len(sizes)
+    for name, size in zip(names, given.shape, strict=True):
+        if name is not None and sizes.setdefault(name, size) != size:
+            while len(sizes) > known:
+                sizes.popitem()
+            return ASKED(kind, given)
+    return True
+
+
+@cache
+def _plain(kind: Any) -> tuple[frozenset[torch.dtype], tuple[str | None, ...]]:
+    """The types of number of a kind and the names of its dimensions; no type where it has more."""
+    if kind is AbstractArray or kind.array_type is not Tensor or kind._skip_instancecheck:
+        return frozenset(), ()
+    words = kind.dim_str.split()
+    if not isinstance(kind.dtypes, list | tuple) or not all(word.isidentifier() for word in words):
+        return frozenset(), ()
+    dtypes = frozenset(DTYPES[name] for name in kind.dtypes if name in DTYPES)
+    return dtypes, tuple(None if word == "_" else word for word in words)

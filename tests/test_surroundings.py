@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Float
+from jaxtyping import AbstractArray, Float, Float32, Int, jaxtyped
+from jaxtyping._storage import get_shape_memo
 from torch import Tensor
 
-from borders import PACKAGE, UNCHECKED, checked, checked_modules
+from borders import ASKED, PACKAGE, UNCHECKED, checked, checked_modules, fits
 
 
 def test_the_network_is_out_of_reach() -> None:
@@ -76,6 +77,24 @@ def test_dimension_names_stand_for_one_size_within_a_call() -> None:
         for keys, values in (((3, 2), (4, 2)), ((3, 2), (3, 1)), ((3,), (3,))):
             with pytest.raises(Exception, match=r"keys|values"):
                 strict(torch.ones(keys), torch.ones(values))
+
+
+KINDS = [Float[Tensor, "S D"], Float[Tensor, "S S"], Float[Tensor, " _"], Int[Tensor, "D _ D"]]
+MORE = [Float32[Tensor, "3 D"], Float[Tensor, "*S D"], Float[Tensor, "S+1"], Float[np.ndarray, "S"]]
+SHAPES = [(3, 2), (2, 2), (3,), (2, 5, 2), (2, 5, 3), (4,), ()]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
+def test_a_tensor_is_recognised_where_jaxtyping_recognises_it(kind: type[AbstractArray]) -> None:
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
+            told = []
+            for asked in (fits, ASKED):
+                with jaxtyped("context"):  # pyright: ignore
+                    assert fits(Float[Tensor, " S"], torch.ones(3))
+                    given = torch.ones(shape, dtype=dtype)
+                    told.append((asked(kind, given), get_shape_memo()[:2]))
+            assert told[0] == told[1]
 
 
 def test_results_and_generators_are_checked() -> None:

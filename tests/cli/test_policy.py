@@ -101,11 +101,11 @@ def test_list_names_everything(run: Run) -> None:
 
 def test_lists_and_pages_share_their_words(run: Run) -> None:
     told = document(run("policy", "list", "--json"))
-    for preset in told["presets"][::7]:
+    for preset in told["presets"][::15]:
         page = document(run("policy", "show", preset["name"], "--json"))["preset"]
         assert preset == {name: page[name] for name in ("name", "sentence", "full")}
         assert preset["sentence"] == PRESETS[preset["name"]]
-    for part in told["parts"][::9]:
+    for part in told["parts"][::17]:
         assert document(run("policy", "show", part["name"], "--json"))["part"] == part
 
 
@@ -152,12 +152,13 @@ def test_what_has_no_paper_says_so(run: Run, name: str) -> None:
     assert document(run("policy", "cite", name, "--json"))["citations"] == []
     if name.isidentifier():
         assert run("policy", "show", name).stdout.endswith("\nno paper\n")
-        row = next(r for r in run("policy", "list").stdout.splitlines() if r.startswith(name))
-        assert row.rstrip().endswith("no paper")
 
 
 def test_a_list_names_every_paper_of_a_part(run: Run) -> None:
-    shown = " ".join(run("policy", "list").stdout.split())
+    rows = run("policy", "list").stdout.splitlines()
+    for name in ("drop", "episodic", "whole", "single", "protect"):
+        assert next(r for r in rows if r.startswith(name)).rstrip().endswith("no paper")
+    shown = " ".join(" ".join(rows).split())
     for paper in ("2509.17396", "2410.01518", "2408.00167"):
         assert paper in shown
     assert "Corallo and Papotti" in shown

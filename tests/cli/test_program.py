@@ -45,8 +45,7 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
     ("words", "buffered"),
     [
         # More than a buffer holds, so that writing fails and not the last flush.
-        (("policy", "list"), ""),
-        (("policy", "list", "--json"), "1"),
+        (("policy", "list", "--json"), ""),
         *((words, buffered) for words in (("--version",), ("--help",)) for buffered in ("", "1")),
     ],
 )
@@ -66,9 +65,16 @@ def test_a_full_disk_is_one_line(words: tuple[str, ...], buffered: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a shell that closes streams")
-@pytest.mark.parametrize(("closed", "code"), [(">&-", 1), ("2>&-", 0), (">&- 2>&-", 1)])
-def test_streams_that_are_closed(closed: str, code: int) -> None:
-    line = f"{shlex.join(command('policy', 'cite', 'snapkv'))} {closed}"
+@pytest.mark.parametrize(
+    ("closed", "words", "code"),
+    [
+        (">&-", ("--version",), 1),
+        ("2>&-", ("policy", "cite", "snapkv"), 0),
+        (">&- 2>&-", ("--version",), 1),
+    ],
+)
+def test_streams_that_are_closed(closed: str, words: tuple[str, ...], code: int) -> None:
+    line = f"{shlex.join(command(*words))} {closed}"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert done.stderr == ("larder: stdout is closed: " + WAY_OUT if closed == ">&-" else "")
@@ -78,7 +84,7 @@ def test_streams_that_are_closed(closed: str, code: int) -> None:
 def test_a_reader_that_has_gone_is_told_nothing() -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    for buffered, words in (("", ("policy", "list")), ("1", ("--help",))):
+    for buffered, words in (("", ("--version",)), ("1", ("--help",))):
         environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
         done = subprocess.run(
             command(*words),

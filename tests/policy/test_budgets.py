@@ -76,19 +76,27 @@ def kept_per_head(plan: Any, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @given(case=CASES)
-def test_a_budget_equals_its_loop(budget, loop_of, case) -> None:
+def test_a_budget_equals_its_loop_and_keeps_its_promises(budget, loop_of, case) -> None:
     ready, quotas = ready_of(case)
+    before = {i: (s.scores.clone(), s.protected.clone()) for i, s in ready.items()}
     plans = chosen(budget, ready, quotas)
-    expected = loop_of(budget).choose(
-        budget, {i: as_lists(s) for i, s in ready.items()}, quotas, MEASURES
-    )
+    for index, scored in ready.items():  # nothing written is an input
+        assert torch.equal(scored.scores, before[index][0])
+        assert torch.equal(scored.protected, before[index][1])
+    judged = {i: as_lists(s) for i, s in ready.items()}
+    expected = loop_of(budget).choose(budget, judged, quotas, MEASURES)
     assert {i: kept_per_head(p, ready[i].lengths) for i, p in plans.items()} == expected
+    assert_a_bound_that_is_used_up(budget, ready, quotas, plans)
+    most = {i: max(sum(p for _, p in head) for head in heads) for i, heads in judged.items()}
+    if all(most[i] <= quotas[i] for i in ready):
+        for index, plan in plans.items():
+            kept = set(plan.kept.tolist())
+            assert set(ready[index].protected.nonzero().flatten().tolist()) <= kept
 
 
-@given(case=CASES)
-def test_a_budget_is_a_bound_and_is_used_up(budget, case) -> None:
-    ready, quotas = ready_of(case)
-    plans = chosen(budget, ready, quotas)
+def assert_a_bound_that_is_used_up(
+    budget: Any, ready: dict[int, Scored], quotas: dict[int, int], plans: dict[int, Plan]
+) -> None:
     assert plans.keys() == ready.keys()
     for index, plan in plans.items():
         assert plan.kept.dtype is torch.int64
@@ -109,27 +117,6 @@ def test_a_budget_is_a_bound_and_is_used_up(budget, case) -> None:
         for index, plan in plans.items():
             pool = quotas[index] * len(ready[index].lengths)
             assert sum(plan.lengths) == min(sum(ready[index].lengths), pool)
-
-
-@given(case=CASES)
-def test_the_protected_survive_where_they_fit(budget, case) -> None:
-    ready, quotas = ready_of(case)
-    for index, scored in ready.items():
-        most = max(sum(p for _, p in head) for head in as_lists(scored))
-        assume(most <= quotas[index])
-    for index, plan in budget.choose(ready, quotas).items():
-        kept = set(plan.kept.tolist())
-        assert set(ready[index].protected.nonzero().flatten().tolist()) <= kept
-
-
-@given(case=CASES)
-def test_nothing_written_is_an_input(budget, case) -> None:
-    ready, quotas = ready_of(case)
-    before = {i: (s.scores.clone(), s.protected.clone()) for i, s in ready.items()}
-    budget.choose(ready, quotas)
-    for index, scored in ready.items():
-        assert torch.equal(scored.scores, before[index][0])
-        assert torch.equal(scored.protected, before[index][1])
 
 
 def test_head_order_does_not_matter(budget) -> None:

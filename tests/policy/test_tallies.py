@@ -100,33 +100,43 @@ def assert_remembers(done: Run, tally: Any, loop: Any, within: float = 1e-5) -> 
         assert got == pytest.approx(expected, rel=within, abs=within), name
 
 
+def every_tally() -> list[Any]:
+    return [TALLIES.load(name)() for name in TALLIES.names()]
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["single", "counted"])
+def test_a_tally_equals_its_loop(tally, loop_of, counted) -> None:
+    assert_remembers(run([tally], "blocks", counted), tally, loop_of(tally))
+
+
 @pytest.mark.parametrize("counted", [False, True], ids=["single", "counted"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_tally_equals_its_loop(tally, loop_of, case, counted) -> None:
-    assert_remembers(run([tally], case, counted), tally, loop_of(tally))
-
-
-def test_a_tally_equals_its_loop_when_attention_is_sharp(tally, loop_of) -> None:
-    """Most weights are next to nothing: entries go unneeded for long."""
-    done = run([tally], "reading_then_generating", sharp=12.0)
-    assert_remembers(done, tally, loop_of(tally))
-    if "longest_gap" in tally.columns:
-        gaps = [got for name, got, _ in done.remembered(loop_of(tally)) if name == "longest_gap"]
-        assert min(gaps) == 0 and max(gaps) > 10
-
-
-def test_half_precision_is_tallied_in_float32(tally, loop_of) -> None:
-    done = run([tally], "reading_then_generating", dtype=torch.bfloat16)
-    assert_remembers(done, tally, loop_of(tally), 2e-4)
-
-
-def test_tallies_do_not_disturb_each_other(loop_of) -> None:
-    tallies = [TALLIES.load(name)() for name in TALLIES.names()]
-    names = [name for each in tallies for name in each.columns]
-    assert len(names) == len(set(names))
-    done = run(tallies, "reading_then_generating")
-    for tally in tallies:
+def test_tallies_that_run_together_equal_their_loops(loop_of, case, counted) -> None:
+    done = run(every_tally(), case, counted)
+    for tally in every_tally():
         assert_remembers(done, tally, loop_of(tally))
+
+
+def test_tallies_equal_their_loops_when_attention_is_sharp(loop_of) -> None:
+    """Most weights are next to nothing: entries go unneeded for long."""
+    done = run(every_tally(), "reading_then_generating", sharp=12.0)
+    for tally in every_tally():
+        assert_remembers(done, tally, loop_of(tally))
+        if "longest_gap" in tally.columns:
+            told = done.remembered(loop_of(tally))
+            gaps = [got for name, got, _ in told if name == "longest_gap"]
+            assert min(gaps) == 0 and max(gaps) > 10
+
+
+def test_half_precision_is_tallied_in_float32(loop_of) -> None:
+    done = run(every_tally(), "reading_then_generating", dtype=torch.bfloat16)
+    for tally in every_tally():
+        assert_remembers(done, tally, loop_of(tally), 2e-4)
+
+
+def test_tallies_do_not_disturb_each_other() -> None:
+    names = [name for each in every_tally() for name in each.columns]
+    assert len(names) == len(set(names))
 
 
 def test_an_update_writes_nothing(tally) -> None:

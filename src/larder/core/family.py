@@ -8,6 +8,7 @@ of ours cannot be taken over.
 from __future__ import annotations
 
 import pkgutil
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -55,7 +56,7 @@ class Family:
         own = self.own()
         return {
             point.name: point
-            for point in entry_points(group=f"larder.{self.kind}")
+            for point in _offers(f"larder.{self.kind}", tuple(sys.path))
             if point.name not in own
         }
 
@@ -85,6 +86,12 @@ def _taken(part: type) -> frozenset[str]:
         if base.__module__.startswith(_OURS):
             return _modules(base.__module__.rpartition(".")[0])
     return frozenset()
+
+
+@cache
+def _offers(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """What packages on this path offer, read once: every package's metadata is opened for it."""
+    return tuple(entry_points(group=group))
 
 
 @cache
