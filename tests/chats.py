@@ -15,6 +15,11 @@ from larder.engine.chat import Chat
 from larder.engine.engine import Engine
 from larder.models.loading import Loaded
 from larder.models.passes import Row
+from larder.prefill.base import silent
+from larder.session.memory import Memory
+from larder.session.policy import Policy
+from larder.session.reading import Desk, Source
+from larder.session.shelf import Shelf
 from topics import TopicEmbedder
 
 BUDGET, BLOCK = 96, 32
@@ -37,6 +42,28 @@ HISTORY = Conversation(
         )
     ),
 )
+
+
+class Library:
+    """Reads a conversation once under each policy, and hands out copies of what was left."""
+
+    def __init__(self, gather: Callable[..., Memory]) -> None:
+        self._gather, self._read = gather, dict[Any, tuple[Memory, list[Any], Any]]()
+
+    def gather(
+        self, desk: Desk, source: Source, policy: Policy, prompts: Any, progress: Any = silent
+    ) -> Memory:
+        """As `larder.session.reading.gather`; who watches or prompts has it read anew."""
+        if prompts or progress is not silent:
+            return self._gather(desk, source, policy, prompts, progress)
+        key = id(desk.decoder), str(policy), source.ids, source.said
+        if key not in self._read:
+            memory = self._gather(desk, source, policy, prompts, progress)
+            kept = [memory.shelf.activate(n).fork() for n in range(len(memory.shelf))]
+            self._read[key] = memory, kept, desk.decoder  # whose id is the key stays
+        memory, kept, _ = self._read[key]
+        shelf = Shelf(desk.decoder.spec, [cache.fork() for cache in kept])
+        return replace(memory, conversation=source.conversation, shelf=shelf)
 
 
 def under(loaded: Loaded, policy: str) -> Engine:

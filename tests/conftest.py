@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 THREADS, KERNEL_THREADS = "1", str(min(2, os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", THREADS)
 os.environ.setdefault("NUMBA_NUM_THREADS", KERNEL_THREADS)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else the second spins until the next kernel
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -101,6 +102,14 @@ def offline() -> Iterator[None]:
         patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
         patch.setattr(socket, "getaddrinfo", guarded_look_up)
         yield
+
+
+@pytest.fixture(scope="session")
+def seed_model() -> Any:
+    """The bundled model, loaded once for all tests that leave it as it is."""
+    from larder.models.loading import load
+
+    return load()
 
 
 @pytest.fixture(scope="session")

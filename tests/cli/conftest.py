@@ -1,4 +1,4 @@
-"""The bundled model, loaded once, and a way to run commands with it in this process."""
+"""A way to run commands in this process, with a bundled model that is loaded once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from commands import Run
 from larder.cli import sitting
 from larder.cli.main import app
 from larder.models.loading import SEED, Loaded, load
-
-
-@pytest.fixture(scope="session")
-def seed_model() -> Loaded:
-    return load(SEED)
 
 
 @pytest.fixture

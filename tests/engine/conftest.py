@@ -1,17 +1,30 @@
-"""The bundled model, loaded once for all chats."""
+"""The bundled model, loaded once for all chats, and conversations that are read once."""
 
 from __future__ import annotations
 
 import pytest
 
-from chats import EPISODES, under
+from chats import EPISODES, Library, under
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded, load
+from larder.models.loading import Loaded
+from larder.session import filing, reading
 
 
 @pytest.fixture(scope="session")
-def loaded() -> Loaded:
-    return load()
+def loaded(seed_model: Loaded) -> Loaded:
+    return seed_model
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    return Library(reading.gather)
+
+
+@pytest.fixture
+def read_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chats with the same history under the same policy begin with copies of one reading."""
+    for module in (reading, filing):
+        monkeypatch.setattr(module, "gather", library.gather)
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from larder.engine.engine import Engine
 from larder.models.loading import Loaded
 from larder.models.passes import Row
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_first_turn_says_what_asking_says(loaded: Loaded, policy: str) -> None:

@@ -28,6 +28,8 @@ from larder.models.tiny import tiny
 from larder.session.logbook import SessionFile, session_path
 from larder.session.routing import NearestEpisode
 
+pytestmark = pytest.mark.usefixtures("read_once")
+
 
 @pytest.mark.parametrize("policy", ["episodes", "single"])
 def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: Loaded, policy: str) -> None:

@@ -20,6 +20,8 @@ PARKED = (
     "sinks_and_window(sinks=2) > uniform() > park() > flat(tokens=80, page=4, dense=1) > "
     "every_step()"
 )
+
+pytestmark = pytest.mark.usefixtures("read_once")
 EXCESS = {"lagged": 7}
 
 

@@ -9,7 +9,6 @@ from builders import a_layer, a_plan, draw
 from larder.cache.ragged import Ragged
 from larder.core.ledger import Ledger
 from larder.core.observation import Seen
-from larder.models.loading import load
 from larder.policy.planner import TALLIES
 from larder.policy.tallies.sentence import ENDS
 from larder.session.policy import Policy
@@ -75,8 +74,8 @@ def test_the_planner_has_the_column_kept() -> None:
 
 
 @pytest.fixture(scope="module")
-def scribe() -> Scribe:
-    return Scribe(load().tokenizer)
+def scribe(seed_model) -> Scribe:
+    return Scribe(seed_model.tokenizer)
 
 
 def test_ends_are_read_off_the_tokenizer(scribe) -> None:
