@@ -17,8 +17,9 @@ from larder.core.spec import ModelSpec
 from larder.core.types import Mode
 from larder.models import seam
 from larder.models.ahead import Ahead, attentions
+from larder.models.apart import OwnConfigs
 from larder.models.fingerprint import fingerprint
-from larder.models.head import Head
+from larder.models.head import Head, body_of
 from larder.models.kinds import check_kinds
 from larder.models.passes import Observer, Pass, Row
 from larder.models.rotation import measured
@@ -30,9 +31,9 @@ SURVEY_TOKENS = 8
 class Decoder:
     """A model on Larder's attention, and what its caches look like.
 
-    The module's attention implementation is set to ours while a decoder holds it; `release`, or
-    leaving the `with` block, sets the former one again. Nothing else of the model is touched. One
-    thread at a time.
+    While a decoder holds the module, its attention implementation is ours, in a configuration of
+    its own: other modules that share the former one are not touched. `release`, or leaving the
+    `with` block, puts that back. Nothing else of the model is touched. One thread at a time.
 
     Args:
         module: a `PreTrainedModel` with a language-model head, in eval mode.
@@ -45,14 +46,14 @@ class Decoder:
     def __init__(self, module: Any) -> None:
         seam.register()
         self.module = module
-        self._former = module.config._attn_implementation
-        if self._former == seam.NAME:
+        if module.config._attn_implementation == seam.NAME:
             raise ModelError(
                 f"This {type(module).__name__} is held by another decoder: use that one, or give "
                 "the model back first with its release()."
             )
-        _switch(module, seam.NAME)
+        self._configs = OwnConfigs(module)
         try:
+            _switch(module, seam.NAME)
             self.spec = self._survey()
         except BaseException:
             self.release()
@@ -62,6 +63,11 @@ class Decoder:
     def vocabulary(self) -> int:
         """V, the number of token ids that the model's input table knows."""
         return int(self.module.get_input_embeddings().weight.shape[0])
+
+    @cached_property
+    def body(self) -> Any:
+        """The layers of the model, without its head."""
+        return body_of(self.module)[1]
 
     def token_table(self) -> Float[Tensor, "V hidden"]:
         """The input embedding table, by reference."""
@@ -116,7 +122,7 @@ class Decoder:
 
     def release(self) -> None:
         """Give the model its own attention back."""
-        self.module.set_attn_implementation(self._former)
+        self._configs.restore()
 
     def __enter__(self) -> Decoder:
         return self
@@ -135,13 +141,13 @@ class Decoder:
 
     @cached_property
     def _attentions(self) -> dict[int, nn.Module]:
-        return attentions(self.module.base_model)
+        return attentions(self.body)
 
     def _hidden(
         self, rows: Sequence[Row], mode: Mode, observer: Observer | None
     ) -> list[Float[Tensor, "_ hidden"]]:
         """What the last layer makes of each row; caches that follow remember the last of theirs."""
-        out = self._run(self.module.base_model, rows, mode, observer)
+        out = self._run(self.body, rows, mode, observer)
         parts = list(out.last_hidden_state[0].split([len(row.ids) for row in rows]))
         if mode is Mode.APPEND:
             for row, part in zip(rows, parts, strict=True):
@@ -202,9 +208,7 @@ class Decoder:
         table = self.token_table()
         survey, count = Survey(), min(SURVEY_TOKENS, table.shape[0])
         places = torch.arange(count, device=table.device)[None]
-        self.module.base_model(
-            input_ids=places, position_ids=places, use_cache=False, larder=survey
-        )
+        self.body(input_ids=places, position_ids=places, use_cache=False, larder=survey)
         expected = self.module.config.get_text_config().num_hidden_layers
         if set(survey.layers) != set(range(expected)):
             raise ModelError(
@@ -214,7 +218,7 @@ class Decoder:
             )
         layers = tuple(survey.layers[index] for index in range(expected))
         check_kinds(self.module.config, layers)
-        layers = measured(self.module.base_model, layers)
+        layers = measured(self.body, layers)
         return ModelSpec(layers, table.dtype, table.device, fingerprint(self.module))
 
 

@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from larder.core.errors import ModelError
+
 # Logits computed at a time: 64 MiB in float32.
 LOGITS_AT_ONCE = 1 << 24
 
@@ -27,7 +29,7 @@ class Head:
         self._module = copy.copy(module)
         self._module.__dict__.pop("forward", None)  # a wrapper would call the module it wraps
         self._module._modules = dict(module._modules)
-        setattr(self._module, module.base_model_prefix, _Nothing())
+        setattr(self._module, body_of(module)[0], _Nothing())
 
     def logits(self, hidden: Float[Tensor, "N hidden"]) -> Float[Tensor, "N V"]:
         """Float32 logits of the tokens that follow."""
@@ -48,6 +50,26 @@ class Head:
     ) -> Float[Tensor, " N"]:
         logits = self.logits(hidden)
         return logits.logsumexp(-1) - logits.gather(1, ids[:, None])[:, 0]
+
+
+def body_of(module: Any) -> tuple[str, nn.Module]:
+    """What is below a model's head, and the name that the model has for it.
+
+    `base_model` is the model itself where its class names a part that it does not have, as Gemma3's
+    does in transformers 4.54; then it is the part with the input embeddings.
+
+    Raises:
+        ModelError: the model has no such part.
+    """
+    parts = dict(module.named_children())
+    table = module.get_input_embeddings()
+    holding = [name for name, part in parts.items() if any(m is table for m in part.children())]
+    for name in [n for n, part in parts.items() if part is module.base_model] or holding:
+        return name, parts[name]
+    raise ModelError(
+        f"{type(module).__name__} does not say which of its parts holds its layers, so Larder "
+        "cannot read without its head: take a model for causal language modeling."
+    )
 
 
 class _Nothing(nn.Module):

@@ -48,7 +48,7 @@ class Recompute:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._base: Any = decoder.module.base_model
+        self._base: Any = decoder.body
         self._stack = Stack(self._base, len(decoder.spec.layers))
         self._probed = self._stack.visiting(
             {index: partial(_probe, index) for index in range(len(decoder.spec.layers))}

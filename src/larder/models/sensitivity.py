@@ -101,7 +101,7 @@ def layer_similarities(
         _Masked(partial(block_mask, profile), managed, compare),
     )
     for layers in passes:
-        decoder.module.base_model(
+        decoder.body(
             input_ids=text,
             position_ids=torch.arange(profile.tokens, device=text.device)[None],
             use_cache=False,

@@ -80,7 +80,7 @@ class Watching:
 def watch(decoder: Decoder, ids: tuple[int, ...], show: Callable[[int, Shown], None]) -> None:
     """Read a text, and show each managed layer by its index as it is reached."""
     device = decoder.spec.device
-    decoder.module.base_model(
+    decoder.body(
         input_ids=torch.tensor([ids], device=device),
         position_ids=torch.arange(len(ids), device=device)[None],
         use_cache=False,

@@ -41,7 +41,7 @@ class Squeeze(Measurement):
             raise BadParameter(f"squeeze reads 1 token or more, got {self.tokens}.")
 
     def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
-        with _cosines(decoder.module.base_model) as cosines:
+        with _cosines(decoder.body) as cosines:
             watch(decoder, sample.ids(self.tokens), _nothing)
         return tuple(cosines[layer.index] for layer in decoder.spec.managed)
 
