@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from builders import a_layer, a_plan, a_view
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.observation import Inspected, Scored, Seen
+from larder.core.plan import Folds
 from larder.core.spelling import name_of
 from larder.policy.storage._tiers import lowered
 from larder.policy.storage.arkv import ARKV
@@ -66,6 +67,9 @@ def test_grades_are_those_of_the_loop(
     seen, scored = judged(part, seed, is_graded)
     entries = seen.entries
     plan = a_plan([range(1, len(head), 1 + seed % 2) for head in POSITIONS], entries.lengths)
+    targets = plan.kept[seed % 3 :: 4]
+    ones = torch.ones(len(targets))
+    plan = replace(plan, folds=Folds(torch.zeros_like(targets), targets, ones, ones))
     reference = import_module(f"references.{name_of(type(part))}")
     expected = reference.grades(part, plan, entries, scored, quota, share)
     graded = part.grade(plan, entries, scored, quota, share)

@@ -151,14 +151,15 @@ def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) ->
     storage=st.sampled_from(sorted(set(FAMILIES["storage"].names()) - {"exact", "compact"})),
     scorer=st.sampled_from(["column_mass", "keydiff", "sinks_and_window"]),
     budget=st.sampled_from(["uniform", "pooled", "pyramid", "inverse_variance", "global"]),
+    compensation=st.sampled_from(["drop", "fold_ema", "cam", "chelsea", "razor"]),
     timing=st.sampled_from(["every_step()", "lagged(tokens=3)"]),
     context=st.integers(1, 120),
 )
 def test_the_bytes_of_a_budget_hold_at_every_step_in_every_form(
-    decoder, storage, scorer, budget, timing, context
+    decoder, storage, scorer, budget, compensation, timing, context
 ) -> None:
     group = "recent=8" if storage == "minicache" else "group=8"
-    parts = f"{scorer}() > {budget}() > drop() > {storage}({group}) > {timing}"
+    parts = f"{scorer}() > {budget}() > {compensation}() > {storage}({group}) > {timing}"
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=4) > {parts}"
     counting = generated(decoder, sentence, 60, context, 24, Weighing)
     assert counting.over == []

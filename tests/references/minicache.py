@@ -6,16 +6,14 @@ from typing import Any
 
 from larder.core.observation import Entries, Scored
 from larder.core.plan import Plan
+from references.tiers_loop import standing
 
 
 def grades(
     part: Any, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float
 ) -> list[int]:
     """One grade per kept entry."""
-    held = [0] * sum(entries.lengths)
-    if len(entries.grades):
-        spans = zip(entries.starts, entries.lengths, strict=True)
-        held = [int(entries.grades[s + i]) for s, n in spans for i in range(n)]
+    held = standing(plan, entries)
     found: list[int] = []
     kept = plan.kept.tolist()
     for length in plan.lengths:

@@ -8,7 +8,7 @@ from typing import Any
 from larder.core.observation import Entries, Scored, Seen
 from larder.core.plan import Plan
 from references.attention_loop import group_of, positions_of, weights
-from references.tiers_loop import lowered, positions, rooms
+from references.tiers_loop import lowered, positions, rooms, standing
 
 
 def grades(
@@ -19,16 +19,12 @@ def grades(
     room = rooms(quota, part.group, [(part.codecs[0], 1.0)], size, itemsize)
     leaving = lowered(plan, entries, positions(entries), room, [part.group])
     found: list[int] = []
-    packed = 0
+    weights_of = iter(scored.inspected.weights.tolist())
     for head, length in enumerate(entries.lengths):
         for row in range(entries.starts[head], entries.starts[head] + length):
-            weight = float(scored.inspected.weights[packed])
-            found.append(wanted(part, entries, row, weight, scored.inspected.numbers[0], length))
-            packed += 1
-    held = [0] * packed
-    if len(entries.grades):
-        spans = zip(entries.starts, entries.lengths, strict=True)
-        held = [int(entries.grades[s + i]) for s, n in spans for i in range(n)]
+            told = next(weights_of), scored.inspected.numbers[0]
+            found.append(wanted(part, entries, row, *told, length))
+    held = standing(plan, entries)
     pairs = zip(plan.kept.tolist(), leaving, strict=True)
     return [found[e] if held[e] == 0 and leaves else held[e] for e, leaves in pairs]
 

@@ -33,10 +33,7 @@ def lowered(
     groups: list[int],
 ) -> list[int]:
     """One grade per kept entry; `ranked` and the held grades are per packed entry."""
-    held: list[int] = []
-    for head, length in enumerate(entries.lengths):
-        for row in range(entries.starts[head], entries.starts[head] + length):
-            held.append(int(entries.grades[row]) if len(entries.grades) else 0)
+    held = standing(plan, entries)
     kept = plan.kept.tolist()
     result: list[int] = []
     start = 0
@@ -54,6 +51,17 @@ def lowered(
         result += grades
         start += length
     return result
+
+
+def standing(plan: Plan, entries: Entries) -> list[int]:
+    """The grade of every packed entry; that of one others are merged into is forgotten."""
+    held: list[int] = []
+    for head, length in enumerate(entries.lengths):
+        for row in range(entries.starts[head], entries.starts[head] + length):
+            held.append(int(entries.grades[row]) if len(entries.grades) else 0)
+    for target in plan.folds.targets.tolist():
+        held[target] = 0
+    return held
 
 
 def positions(entries: Entries) -> list[float]:

@@ -63,6 +63,8 @@ def refuse_grades(plan: Plan) -> None:
 def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Tensor, " T"]:
     """The grades that kept entries shall have, who have these now; in host memory.
 
+    Targets of folds have grade 0: they are sums now.
+
     Raises:
         CacheError: grades that there are not, or a finer one than an entry has.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.ops.folding import weighted_sums
 from larder.ops.marking import are_among
+
+Numbers = Callable[[Int64[Tensor, " N"]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,11 @@ class Folded:
     keys: Float[Tensor, "N D"]
     values: Float[Tensor, "N D"]
 
+    def among(self, places: Int64[Tensor, " M"]) -> Folded:
+        """Only those targets that are among `places`, which ascend."""
+        own = are_among(self.targets, places.to(self.targets.device))
+        return Folded(self.targets[own], self.keys[own], self.values[own])
+
 
 def folded(plan: Plan, entries: Entries) -> Folded:
     """The sums that a plan asks for, computed before anything moves.
@@ -42,6 +50,27 @@ def folded(plan: Plan, entries: Entries) -> Folded:
     check_folds(plan, sum(entries.lengths))
     rows = folds.sources, folds.targets, folds.key_weights, folds.value_weights
     return Folded(*weighted_sums(entries.keys, entries.values, *entries.layout, *rows))
+
+
+def summed(
+    plan: Plan, order: Int64[Tensor, " T"], numbers: Numbers, device: torch.device
+) -> Folded:
+    """As `folded`, where a layer holds entries in several manners, by place.
+
+    Args:
+        order: the place of each packed entry, in host memory; targets are told by it.
+        numbers: keys and values of some places, each once.
+
+    Raises:
+        CacheError: as `folded`.
+    """
+    check_folds(plan, len(order))
+    folds = plan.folds
+    sources, rows = torch.unique(order[folds.sources.cpu()], return_inverse=True)
+    targets = order[folds.targets.cpu()].to(device)
+    layout = torch.tensor([0]), torch.tensor([len(sources)])
+    case = rows.to(device), targets, folds.key_weights, folds.value_weights
+    return Folded(*weighted_sums(*numbers(sources), *layout, *case))
 
 
 def unfolded(keys: Float[Tensor, "C D"]) -> Folded:

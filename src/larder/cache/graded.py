@@ -3,11 +3,17 @@
     grade 0    a ragged tier as in `larder.cache.ragged`: new entries, and all that stay exact
     grade g    a coded tier in the manner of the g-th codec
 
-Entries only ever go to a coarser grade. Those that come into a tier are encoded in groups of their
-head, in order of position. When entries leave, the others keep their codes, until less than half of
-their group is left; such groups of a head are pooled with what comes in, and encoded anew from what
-their codes stand for. So a coded entry never costs more than one in a half-full group does, and
-demoting one entry at a time rounds the same entries again and again: demote many at once.
+An entry that is not changed only ever goes to a coarser grade. Those that come into a tier are
+encoded in groups of their head, in order of position. When entries leave, the others keep their
+codes, until less than half of their group is left; such groups of a head are pooled with what comes
+in, and encoded anew from what their codes stand for. So a coded entry never costs more than one in
+a half-full group does, and demoting one entry at a time rounds the same entries again and again:
+demote many at once.
+
+Folds sum what is held, codes turned back, in float32. The target of a fold leaves its group, whose
+offsets, scales and other codes stay as they are, and is written again as the sum that it became: at
+full precision, where it stays until a plan rounds it with others, or at once at the grade that this
+plan gives it, in a group with whatever else comes into that tier.
 
 Attention reads codes, never a layer turned back into numbers; `entries` and folds turn back what
 they need, and `entries` is everything.
@@ -23,13 +29,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.cache.arriving import Arrivals
 from larder.cache.base import Attended
 from larder.cache.checking import check_channels, check_grades, check_kept
 from larder.cache.coded import Coded, codec_of
 from larder.cache.columns import check_columns
 from larder.cache.folding import Folded
 from larder.cache.mixed import Mixed
-from larder.cache.places import Places
 from larder.cache.ragged import Ragged
 from larder.cache.tiers import Tiers
 from larder.core.codec import Codec
@@ -69,14 +75,14 @@ class Graded(Mixed):
 
     def apply(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)
-        tiers, own, sums = self._planned(plan)
-        self._finest.apply_folded(own, sums)
+        tiers, own, sums, coming = self._planned(plan)
+        self._finest.apply_folded(own, sums, coming)
         self._replace(tiers)
 
     def evict(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)
-        tiers, own, sums = self._planned(plan)
-        self._finest.evict_folded(own, sums)
+        tiers, own, sums, coming = self._planned(plan)
+        self._finest.evict_folded(own, sums, coming)
         self._replace(tiers)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
@@ -146,7 +152,7 @@ class Graded(Mixed):
 
     def _tiers(self) -> Tiers:
         finest = self._finest.entries()
-        return Tiers(finest, self._coded, Places.of(finest, self._coded))
+        return Tiers.of(finest, self._coded)
 
     def _attended(self, queries: Queries) -> Iterator[Attended]:
         told, column = (queries, self.layer.kv_heads, self.layer.scaling), self._bias_column
@@ -154,29 +160,20 @@ class Graded(Mixed):
             if len(tier):
                 yield tier.attended(*told, None if column is None else tier.columns[column])
 
-    def _planned(self, plan: Plan) -> tuple[tuple[Coded, ...], Plan, Folded]:
-        """The coded tiers after a plan, the plan for the finest, and what its targets become.
+    def _planned(self, plan: Plan) -> tuple[tuple[Coded, ...], Plan, Folded, Arrivals | None]:
+        """The coded tiers after a plan; for the finest the plan, its sums and who comes into it.
 
         Raises:
             CacheError: the plan cannot be carried out.
         """
         self._finest.check_numbers(plan)
         check_channels(plan, self.layer)
-        tiers = self._tiers()
+        tiers = self._tiers().folded(plan)
         kept = tiers.places.order[plan.kept.cpu()]
-        grades = check_grades(plan, tiers.places.grades[kept], len(self._coded))
-        sums = tiers.folded(plan, kept, grades)
-        coded = tiers.after(kept, grades, plan.channels, plan.columns, self._finest.ledger)
-        exact = grades == 0
-        places = kept[exact]
-        counts = torch.bincount(tiers.places.heads[places], minlength=self.layer.kv_heads)
-        own = Plan(
-            places,
-            tuple(counts.tolist()),
-            columns={name: part[exact.to(part.device)] for name, part in plan.columns.items()},
-            scalars=plan.scalars,
-        )
-        return coded, own, sums
+        grades = check_grades(plan, tiers.grades[kept], len(self._coded))
+        ledger = self._finest.ledger
+        coded = tiers.after(kept, grades, plan.channels, plan.columns, ledger)
+        return coded, *tiers.own(plan, kept, grades, ledger)
 
     def _replace(self, coded: tuple[Coded, ...]) -> None:
         """Take new tiers over, when nothing can fail any more."""

@@ -7,7 +7,8 @@
 A plan says by grade 1 which entries a layer would share. They are shared once the upper layer's
 plan is carried out, if both layers hold them and both would, save those whose directions are too
 far apart; until then, and in a layer without a partner, they stay whole. What one layer evicts the
-other still holds.
+other still holds. An entry into which a layer folds others becomes its own again: what it becomes
+is not what the other layer holds.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.cache.arriving import Arrivals
 from larder.cache.base import Attended, Store
 from larder.cache.checking import check_grades, check_kept
 from larder.cache.columns import check_columns
-from larder.cache.folding import folded
+from larder.cache.folding import Folded, summed, unfolded
 from larder.cache.mixed import Mixed
 from larder.cache.pairs import Change, Order, Pair, Wishes
 from larder.cache.ragged import Ragged
 from larder.cache.shared import LOWER, UPPER, Shared
-from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.pairing import Pairing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.packing import starts_of
+from larder.ops.packing import rows_of, starts_of
 
 
 class Half(Mixed):
@@ -69,10 +70,10 @@ class Half(Mixed):
         self.replaced_bytes = self._finest.replaced_bytes
 
     def apply(self, plan: Plan) -> None:
-        self._carry(plan, lambda own, rest: own.apply_folded(rest, folded(rest, own.entries())))
+        self._carry(plan, Ragged.apply_folded)
 
     def evict(self, plan: Plan) -> None:
-        self._carry(plan, lambda own, rest: own.evict_folded(rest, folded(rest, own.entries())))
+        self._carry(plan, Ragged.evict_folded)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if not self._is_mixed:
@@ -161,7 +162,8 @@ class Half(Mixed):
         """Own entries, as packed rows, that are held as shared ones from now on."""
         keep = torch.ones(sum(self._finest.lengths), dtype=torch.bool)
         keep[rows] = False
-        change(self._finest, Plan.from_mask(keep, self._finest.lengths))
+        own = self._finest
+        change(own, Plan.from_mask(keep, own.lengths), unfolded(own.entries().keys), None)
         self.wished = Wishes.none()
 
     def own_entries(self) -> Entries:
@@ -208,31 +210,65 @@ class Half(Mixed):
             held[self._finest.ledger.columns.index(name), there] = numbers.to(held)
         return held
 
+    def _sums(self, plan: Plan, order: Order) -> Folded:
+        """What the targets of a plan become, by place."""
+        own, shared = self._finest.entries(), self._pair.shared
+        if not len(plan.folds):
+            return unfolded(own.keys)
+        layout, theirs = own.layout, shared.rows(self.side)
+
+        def numbers(places: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+            mine = places < order.own
+            rows = rows_of(places[mine], *layout).to(own.keys.device)
+            others = theirs[(places[~mine] - order.own).to(theirs.device)]
+            parts = zip((own.keys, own.values), shared.decoded(self.side, others), strict=True)
+            keys, values = (torch.cat([part[rows].float(), other]) for part, other in parts)
+            return keys, values  # places ascend: own entries come first
+
+        return summed(plan, order.places, numbers, own.keys.device)
+
+    def _arrivals(
+        self, sums: Folded, order: Order, columns: Float[Tensor, "n T"]
+    ) -> Arrivals | None:
+        """The targets that were shared, in order of heads and positions."""
+        places = sums.targets.cpu()
+        come = (places >= order.own).nonzero().flatten()
+        come = come[
+            (order.heads[places[come]] * (1 << 32) + order.positions[places[come]]).argsort()
+        ]
+        if not len(come):
+            return None
+        there, places = come.to(columns.device), places[come]
+        return Arrivals(
+            order.heads[places],
+            sums.keys[there],
+            sums.values[there],
+            order.positions[places].int().to(columns.device),
+            columns[:, places.to(columns.device)],
+        )
+
     def _carry(self, plan: Plan, change: Change) -> None:
         check_kept(plan, self.lengths)
         self._finest.check_numbers(plan)
-        if len(plan.folds):
-            raise CacheError(
-                "A layer that shares entries with another cannot fold some into others, but the "
-                "plan asks for it: take another compensation, or exact storage."
-            )
-        order = self._order()
+        order, shared = self._order(), self._pair.shared
+        sums = self._sums(plan, order)
         kept = order.places[plan.kept.cpu()]
-        grades = check_grades(plan, order.is_shared[kept].to(torch.int8), 1)
-        mine = kept < order.own
-        counts = torch.bincount(order.heads[kept[mine]], minlength=len(plan.lengths))
-        there = mine.to(plan.kept.device)
+        mine = (kept < order.own) | torch.isin(kept, sums.targets.cpu())
+        grades = check_grades(plan, (~mine).to(torch.int8), 1)
+        stays = kept < order.own
+        counts = torch.bincount(order.heads[kept[stays]], minlength=len(plan.lengths))
+        there = stays.to(plan.kept.device)
         rest = Plan(
-            kept[mine],
+            kept[stays],
             tuple(counts.tolist()),
             columns={name: part[there] for name, part in plan.columns.items()},
             scalars=plan.scalars,
         )
-        shared = self._pair.shared
-        columns = self._columns(plan.columns, order, kept)[:, kept[~mine]]
+        columns = self._columns(plan.columns, order, kept)
         rows = shared.rows(self.side)[(kept[~mine] - order.own).to(shared.held.device)]
-        left = shared.keeping(self.side, rows, columns)
-        change(self._finest, rest)
+        left = shared.keeping(self.side, rows, columns[:, kept[~mine]])
+        arrivals = self._arrivals(sums, order, columns)
+        change(self._finest, rest, sums.among(kept[stays]), arrivals)
         self.replaced_bytes = self._finest.replaced_bytes + shared.nbytes
         self._pair.shared = left
         wished = (grades[mine] == 1).nonzero().flatten()

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from larder.cache.arriving import Arrivals
+from larder.cache.folding import Folded
 from larder.cache.ragged import Ragged
 from larder.cache.shared import LOWER, UPPER, Shared, Sheet
 from larder.core.observation import Entries
@@ -18,7 +20,8 @@ from larder.core.plan import Plan
 from larder.ops.slerp import angles
 
 ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding's
-Change = Callable[[Ragged, Plan], None]
+# Carries out a plan in a layer's own entries: what folds make of them, and what comes beside them.
+Change = Callable[[Ragged, Plan, Folded, Arrivals | None], None]
 
 
 @runtime_checkable

@@ -14,14 +14,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.base import Attended, Store, empty
+from larder.cache.arriving import Arrivals, settle_in
+from larder.cache.base import Attended, Store
 from larder.cache.changes import Changes
 from larder.cache.checking import check_counts, check_kept, refuse_grades
 from larder.cache.columns import Columns
 from larder.cache.folding import Folded, folded, unfolded
+from larder.cache.laying import laid_out
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.nothing import nothing
 from larder.core.observation import Entries
@@ -73,9 +75,7 @@ class Ragged(Store):
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         count = keys.shape[1]
         self.replaced_bytes, self._heard = 0, None
-        self._draw_back(count)
-        if count > self._room:
-            self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
+        self._make_room(count)
         rows = (self._starts + self._lengths)[:, None] + torch.arange(count)  # [K, Q]
         rows = rows.flatten().to(self._keys.device)
         self._keys[rows] = keys.flatten(0, 1)
@@ -90,13 +90,16 @@ class Ragged(Store):
         check_kept(plan, self.lengths)
         self.apply_folded(plan, folded(plan, self.entries()))
 
-    def apply_folded(self, plan: Plan, sums: Folded) -> None:
-        """As `apply`, for a plan that fits; its folds were computed elsewhere."""
+    def apply_folded(self, plan: Plan, sums: Folded, arrivals: Arrivals | None = None) -> None:
+        """As `apply`, for a plan that fits; folds, and what comes in, were computed elsewhere."""
         rows = packed_rows(self._starts, self._lengths)[plan.kept.cpu()]
         lengths = torch.tensor(plan.lengths, dtype=torch.int64)
-        changes = self._changes(plan, sums, starts_of(lengths), lengths)
-        self._lay_out(list(rows.split(plan.lengths)), 0)
+        coming = arrivals.counts(len(lengths)) if arrivals else 0
+        changes = self._changes(plan, sums, starts_of(lengths + coming), lengths)
+        self._lay_out(list(rows.split(plan.lengths)), coming)
         self._write(changes)
+        if arrivals:
+            self._take_in(arrivals)
 
     def evict(self, plan: Plan) -> None:
         refuse_grades(plan)
@@ -104,9 +107,11 @@ class Ragged(Store):
         sums = folded(plan, self.entries()) if len(plan.folds) else unfolded(self._keys)
         self.evict_folded(plan, sums)
 
-    def evict_folded(self, plan: Plan, sums: Folded) -> None:
-        """As `evict`; its folds were computed elsewhere."""
+    def evict_folded(self, plan: Plan, sums: Folded, arrivals: Arrivals | None = None) -> None:
+        """As `evict`, in the manner of `apply_folded`."""
         self.replaced_bytes, self._heard = 0, None
+        if arrivals:
+            self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
         kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
         case = self._starts, self._lengths, kept, plan.lengths
         starts = starts_of_least_motion(*case, self._may_wander(plan.lengths))
@@ -115,6 +120,9 @@ class Ragged(Store):
         remove_rows(self._stored(), *case, self._columns.values, starts)
         self._starts, self._lengths, self._room = starts, lengths, room
         self._write(changes)
+        if arrivals:
+            self._draw_back(int(arrivals.counts(len(lengths)).max()))
+            self._take_in(arrivals)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         self._columns.write(columns)
@@ -239,6 +247,18 @@ class Ragged(Store):
         self._columns.write_rows(changes.rows, changes.columns)
         self._columns.write_scalars(changes.scalars)
 
+    def _take_in(self, arrivals: Arrivals) -> None:
+        """Add entries at their positions, for which there is room."""
+        settle_in(self._stored(), self._columns.values, self._starts, self._lengths, arrivals)
+        self._lengths = self._lengths + arrivals.counts(len(self._lengths))
+        self._room = self._least_room(self._starts, self._lengths)
+
+    def _make_room(self, count: int) -> None:
+        """See that every head has room for so many entries, and some to spare where it had not."""
+        self._draw_back(count)
+        if count > self._room:
+            self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
+
     def _everything(self) -> list[Tensor]:
         """Rows of the storage that are in use, per head."""
         owned = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
@@ -264,26 +284,16 @@ class Ragged(Store):
         remove_rows(self._stored(), *case, self._columns.values, starts)
         self._starts, self._room = starts, won
 
-    def _lay_out(self, rows: list[Tensor], room: int) -> None:
+    def _lay_out(self, rows: list[Tensor], room: int | Int64[Tensor, " K"]) -> None:
         """Move the given rows of each head into fresh storage with `room` slack a head."""
         lengths = torch.tensor([len(part) for part in rows], dtype=torch.int64)
-        starts = starts_of(lengths + room)
-        total = int(lengths.sum()) + room * len(rows)
-        keys = empty(self.layer, total, self._keys)
-        values = empty(self.layer, total, self._values)
-        positions = torch.zeros(total, dtype=torch.int32, device=self._keys.device)
-        columns = self._columns.values.new_zeros(len(self._columns.values), total)
-        for part, start in zip(rows, starts.tolist(), strict=True):
-            part = part.to(self._keys.device)
-            torch.index_select(self._keys, 0, part, out=keys[start : start + len(part)])
-            torch.index_select(self._values, 0, part, out=values[start : start + len(part)])
-            positions[start : start + len(part)] = self._positions[part]
-            columns[:, start : start + len(part)] = self._columns.values[:, part]
+        slack = torch.zeros_like(lengths) + room
+        starts, total = starts_of(lengths + slack), int((lengths + slack).sum())
+        fresh = laid_out(self._stored(), self._columns.values, rows, starts, total)
         self._heard = None
         self.replaced_bytes = self.nbytes
-        self._keys, self._values, self._positions = keys, values, positions
-        self._columns.values = columns
-        self._lengths, self._starts, self._room = lengths, starts, room
+        self._keys, self._values, self._positions, self._columns.values = fresh
+        self._lengths, self._starts, self._room = lengths, starts, int(slack.min())
         self._edges = (*starts.tolist(), total)
 
 

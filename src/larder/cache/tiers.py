@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
+from larder.cache.arriving import Arrivals
 from larder.cache.coded import Coded, Pool, encode, together
-from larder.cache.folding import Folded, check_folds, folded
+from larder.cache.folding import Folded, summed, unfolded
 from larder.cache.places import Places
-from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
+from larder.ops.marking import are_among, places_among
 from larder.ops.packing import rows_of, starts_of
 
 ROWS = 1 << 12  # entries turned back into numbers, or encoded, at once
 NO_WEIGHTS = torch.empty(0, 0)
+NO_PLACES = torch.empty(0, dtype=torch.int64)
+NOTHING_NEW: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,25 @@ class Tiers:
 
     Args:
         finest: those at full precision, as views.
+        sums: what some places become, whatever they hold.
     """
 
     finest: Entries
     coded: tuple[Coded, ...]
     places: Places
+    sums: Folded
+
+    @staticmethod
+    def of(finest: Entries, coded: tuple[Coded, ...]) -> Tiers:
+        """As they are, before any plan."""
+        return Tiers(finest, coded, Places.of(finest, coded), unfolded(finest.keys))
+
+    @cached_property
+    def grades(self) -> Int8[Tensor, " T"]:
+        """By place, how its numbers are had: as its code has them, or whole where they are sums."""
+        grades = self.places.grades.clone()
+        grades[self.sums.targets.cpu()] = 0
+        return grades
 
     def numbers(
         self, places: Int64[Tensor, " N"]
@@ -49,6 +68,12 @@ class Tiers:
                 rows = self.places.rows(grade, places[own])
                 there = own.to(like.device)
                 keys[there], values[there] = (n.to(dtype) for n in self._decoded(grade, rows))
+        if len(self.sums.targets):
+            targets = self.sums.targets.cpu()
+            summed = are_among(places, targets).to(like.device)
+            found = places_among(places[summed.cpu()], targets).to(like.device)
+            keys[summed] = self.sums.keys[found].to(dtype)
+            values[summed] = self.sums.values[found].to(dtype)
         return keys, values
 
     def shown(self) -> Entries:
@@ -76,40 +101,53 @@ class Tiers:
         self, columns: Mapping[str, Float[Tensor, " _"]], ledger: Ledger
     ) -> list[Float[Tensor, "n _"]]:
         """All columns of each tier, when some are replaced by one number per packed entry."""
-        held = self._columns()
-        there = self.places.order.to(held.device)
-        for name, numbers in columns.items():
-            held[ledger.columns.index(name), there] = numbers.to(held)
+        held = self._columns(columns, self.places.order, ledger)
         sizes = [sum(self.finest.lengths), *(len(tier) for tier in self.coded)]
         return [part.clone() for part in held.split(sizes, dim=1)]
 
-    def folded(self, plan: Plan, kept: Int64[Tensor, " T"], grades: Int8[Tensor, " T"]) -> Folded:
-        """What the targets of a plan become; targets are places, which the finest tier shares.
+    def folded(self, plan: Plan) -> Tiers:
+        """The same with what the targets of a plan become: sums of what is held.
+
+        Raises:
+            CacheError: as `folding.folded`.
+        """
+        if not len(plan.folds):
+            return self
+        device = self.finest.keys.device
+        return replace(self, sums=summed(plan, self.places.order, self.numbers, device))
+
+    def own(
+        self, plan: Plan, kept: Int64[Tensor, " T"], grades: Int8[Tensor, " T"], ledger: Ledger
+    ) -> tuple[Plan, Folded, Arrivals | None]:
+        """What a plan is for the finest tier: who stays, what becomes of these, and who comes.
 
         Args:
             kept, grades: places of the kept entries, and the grades they shall have.
-
-        Raises:
-            CacheError: as `folding.folded`, or a target is coded, or shall be.
         """
-        check_folds(plan, len(self.places.order))
-        order = self.places.order
-        sources, rows = torch.unique(order[plan.folds.sources.cpu()], return_inverse=True)
-        targets = order[plan.folds.targets.cpu()]
-        _check_targets(targets, self.places, kept[grades != 0])
-        device = self.finest.keys.device
-        compact = replace(plan.folds, sources=rows.to(device), targets=targets.to(device))
-        keys, values = self.numbers(sources)
-        given = Entries(keys, values, sources.int().to(device), (0,), (len(sources),))
-        fitting = Plan(kept[grades == 0].to(device), (), folds=compact)
-        return folded(fitting, given)
+        exact, held = grades == 0, self.places.grades[kept] == 0
+        stays, comes = kept[exact & held], kept[exact & ~held]
+        counts = torch.bincount(self.places.heads[stays], minlength=len(self.finest.lengths))
+        there = (exact & held).to(plan.kept.device)
+        columns = {name: part[there] for name, part in plan.columns.items()}
+        own = Plan(stays, tuple(counts.tolist()), columns=columns, scalars=plan.scalars)
+        arrivals = self._arrivals(comes, plan, kept, ledger) if len(comes) else None
+        return own, self.sums.among(stays), arrivals
+
+    def _arrivals(
+        self, places: Int64[Tensor, " N"], plan: Plan, kept: Int64[Tensor, " T"], ledger: Ledger
+    ) -> Arrivals:
+        """Entries that were coded and are whole from now on."""
+        keys, values = self.numbers(places)
+        held = self._columns(plan.columns, kept, ledger)[:, places.to(keys.device)]
+        positions = self.places.positions[places].int().to(keys.device)
+        return Arrivals(self.places.heads[places], keys, values, positions, held)
 
     def after(
         self,
         kept: Int64[Tensor, " T"],
         grades: Int8[Tensor, " T"],
         weights: Float[Tensor, "K D"] = NO_WEIGHTS,
-        columns: Mapping[str, Tensor] | None = None,
+        columns: Mapping[str, Tensor] = NOTHING_NEW,
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
     ) -> tuple[Coded, ...]:
         """The coded tiers when only some entries stay, at these grades.
@@ -121,13 +159,11 @@ class Tiers:
         Raises:
             CacheError: numbers beyond float16 were to be rounded.
         """
-        held = self._columns()
-        for name, numbers in (columns or {}).items():
-            held[ledger.columns.index(name), kept.to(held.device)] = numbers.to(held)
+        held = self._columns(columns, kept, ledger)
         tiers: list[Coded] = []
         for grade, tier in enumerate(self.coded, 1):
             wanted = kept[grades == grade]
-            stays = self.places.grades[wanted] == grade
+            stays = self.grades[wanted] == grade
             rows = self.places.rows(grade, wanted[stays]).sort().values
             pooled = _pooled(
                 tier, rows, self.places.heads[wanted[~stays]], len(self.finest.lengths)
@@ -172,25 +208,25 @@ class Tiers:
         there = rows_of(rows, *layout).to(self.finest.keys.device)
         return self.finest.keys[there], self.finest.values[there]
 
-    def _columns(self) -> Float[Tensor, "n T"]:
-        """All columns by place, as a copy."""
+    def _columns(
+        self,
+        changed: Mapping[str, Float[Tensor, " _"]] = NOTHING_NEW,
+        places: Int64[Tensor, " N"] = NO_PLACES,
+        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
+    ) -> Float[Tensor, "n T"]:
+        """All columns by place, as a copy.
+
+        Args:
+            changed: columns that have new numbers at some places.
+        """
         device = self.finest.keys.device
         size = sum(self.finest.lengths)
         own = [self.finest.column(name) for name in self.finest.columns]
         finest = torch.stack(own) if own else torch.zeros(0, size, device=device)
-        return torch.cat([finest, *(tier.columns for tier in self.coded)], dim=1)
-
-
-def _check_targets(
-    targets: Int64[Tensor, " F"], places: Places, coarse: Int64[Tensor, " N"]
-) -> None:
-    wrong = targets[(places.grades[targets] != 0) | torch.isin(targets, coarse)]
-    if len(wrong):
-        position, head = int(places.positions[wrong[0]]), int(places.heads[wrong[0]])
-        raise CacheError(
-            f"The entry at position {position} of kv head {head} is the target of a fold, but it "
-            "is held in few bits or shall be: fold into entries of grade 0 that keep it."
-        )
+        held = torch.cat([finest, *(tier.columns for tier in self.coded)], dim=1)
+        for name, numbers in changed.items():
+            held[ledger.columns.index(name), places.to(device)] = numbers.to(held)
+        return held
 
 
 def _pooled(

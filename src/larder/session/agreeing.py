@@ -8,7 +8,6 @@ from larder.policy.budgets.base import Budget
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.compensation.base import Compensation
 from larder.policy.scorers.base import Scorer
-from larder.policy.storage.base import Storage
 from larder.policy.timing.base import Timing
 from larder.prefill.base import Schedule
 from larder.prefill.schedules.whole import Whole
@@ -20,15 +19,6 @@ def check_timing(scorer: Scorer, timing: Timing) -> None:
         raise SpellingError(
             f"{spell(scorer)} judges by prompts read behind the cache, which are not read while "
             f"text is generated: leave {spell(timing)} out, or take another scorer."
-        )
-
-
-def check_storage(compensation: Compensation, storage: Storage) -> None:
-    """Raises: SpellingError: entries would be merged into what is held rounded or shared."""
-    if compensation.folds and not storage.is_whole:
-        raise SpellingError(
-            f"{spell(compensation)} merges entries into others, which {spell(storage)} does not "
-            "hold whole: take drop(), or leave the storage out."
         )
 
 

@@ -36,7 +36,7 @@ from larder.policy.units.token import Token
 from larder.policy.values.base import ValueRule
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
-from larder.session.agreeing import check_cut, check_heads, check_storage, check_timing
+from larder.session.agreeing import check_cut, check_heads, check_timing
 from larder.session.arrangements.base import Arrangement
 from larder.session.presets import PRESETS
 
@@ -128,7 +128,6 @@ class Policy:
         given = dict(zip(slots, calls, strict=True))
         chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in CHOSEN_LATER}
         check_timing(chosen["scorer"], chosen["timing"])
-        check_storage(chosen["compensation"], chosen["storage"])
         check_cut(chosen["schedule"], chosen["compensation"])
         check_heads(chosen["budget"], chosen["compensation"])
         recall = _recall(chosen["compensation"], chosen["storage"], given.get("recall"))

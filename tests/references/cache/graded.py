@@ -26,8 +26,17 @@ class GradedLoop:
         for head in self.heads:
             head += [Slot(position) for position in positions]
 
-    def keep(self, chosen: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """Keep entries, each by its index and the grade it shall have."""
+    def keep(
+        self, chosen: Sequence[Sequence[tuple[int, int]]], targets: Sequence[set[int]] = ()
+    ) -> None:
+        """Keep entries, each by its index and the grade it shall have.
+
+        Args:
+            targets: of folds, for each head: they leave their groups as whole numbers.
+        """
+        for head, changed in zip(self.heads, targets, strict=False):
+            for index in changed:
+                head[index].grade = head[index].group = 0
         for h, wanted in enumerate(chosen):
             kept = [(self.heads[h][index], grade) for index, grade in wanted]
             for grade, size in enumerate(self.groups, 1):

@@ -30,6 +30,16 @@ class PairLoop:
         default_factory=lambda: ([{}, {}], [{}, {}])
     )
 
+    def fold(self, side: int, head: int, target: int, sources: list[tuple[int, float]]) -> None:
+        """An entry becomes a sum of others, by position and weight, and its layer's own."""
+        held = self.layers[side][head]
+        size = range(len(held[target].key))
+        key, value = (
+            [sum(w * getattr(held[s], kind)[i] for s, w in sources) for i in size]
+            for kind in ("key", "value")
+        )
+        held[target] = Held(key, value)
+
     def plan(self, side: int, kept: list[dict[int, int]]) -> None:
         """Keep positions with the grades that they shall have; the upper layer's plan shares."""
         for head, grades in enumerate(kept):

@@ -14,7 +14,6 @@ class Compensation(ABC):
     """Turns a choice of entries into the plan that a cache carries out."""
 
     ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
-    folds: ClassVar[bool] = True  # whether entries become sums of entries
     parks: ClassVar[bool] = False  # whether what is rejected goes to a slow tier
     # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()

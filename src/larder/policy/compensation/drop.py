@@ -16,8 +16,6 @@ from larder.policy.compensation.base import Compensation
 class Drop(Compensation):
     """Forget the rejected entries."""
 
-    folds = False
-
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
         del entries, scored
         return plan

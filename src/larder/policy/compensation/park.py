@@ -67,7 +67,6 @@ class Park(Compensation):
     cut: Cut = Cut.NOTHING
     size: float = 1.0
     tokens: int | None = None
-    folds = False
     parks = True
 
     def __post_init__(self) -> None:

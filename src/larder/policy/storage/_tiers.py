@@ -35,7 +35,8 @@ class Tiered(Storage):
 
     Entries are rounded a group at a time. Those that wait until their group is full stay at full
     precision: room for one group of waiting entries per head is set aside first, the rest of the
-    bytes is shared.
+    bytes is shared. What others are merged into is new: it waits with the others, wherever it was
+    held before, until it is rounded again; so a merge rounds no neighbor anew.
     """
 
     @abstractmethod
@@ -105,7 +106,7 @@ class Tiered(Storage):
     def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
         keys = entries.keys
         rooms = self.rooms(quota, keys.shape[1], keys.dtype.itemsize, share)
-        ranked, held = self.rank(scored, entries)[plan.kept], grades_of(entries)[plan.kept]
+        ranked, held = self.rank(scored, entries)[plan.kept], standing(plan, entries)
         grades = shared_out(plan, ranked, held, rooms, [codec.group for codec in self.codecs])
         return replace(plan, grades=grades, channels=scored.inspected.channels)
 
@@ -130,6 +131,14 @@ def grades_of(entries: Entries) -> Grades:
         size = (sum(entries.lengths),)
         return torch.zeros(size, dtype=torch.int8, device=entries.keys.device)
     return entries.pack(entries.grades)
+
+
+def standing(plan: Plan, entries: Entries) -> Grades:
+    """The grades of what a plan keeps: 0 for what others are merged into, which is new."""
+    grades = grades_of(entries)
+    if len(plan.folds):
+        grades = grades.index_fill(0, plan.folds.targets, 0)
+    return grades[plan.kept]
 
 
 def shared_out(

@@ -34,11 +34,6 @@ class Storage(ABC):
         """Which layers hold entries together; None where each is by itself."""
         return None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every entry is held whole, so that others can be folded into it."""
-        return not self.codecs and self.pairing is None
-
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
         """How many entries fit the bytes of `tokens` entries at full precision.
 

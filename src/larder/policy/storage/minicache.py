@@ -6,7 +6,9 @@ one direction, between theirs on the sphere, and two lengths; entries whose dire
 apart stay as they are. Known to us from the paper's abstract and secondary accounts; here an entry
 is a token of one kv head. Differences: an entry must be held by both layers, so budgets that choose
 alike in neighboring layers share most, and the latest entries are not shared. What is generated is
-shared when the policy makes a plan.
+shared when the policy makes a plan. Where others are merged into a shared entry, the layer takes it
+back, merges, and holds it by itself: the other layer still holds what both had, and the two are not
+brought together again unless both have taken it back.
 
 The bytes that it saves are not spent on more entries: this holds less than the budget allows.
 """
@@ -20,7 +22,7 @@ from larder.core.observation import Entries, Scored
 from larder.core.pairing import Pairing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
-from larder.policy.storage._tiers import grades_of
+from larder.policy.storage._tiers import standing
 from larder.policy.storage.base import Storage
 
 
@@ -56,7 +58,7 @@ class MiniCache(Storage):
 
     def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
         del scored, quota, share
-        grades = grades_of(entries)[plan.kept]
+        grades = standing(plan, entries)
         start = 0
         for length in plan.lengths:
             grades[start : start + max(length - self.recent, 0)] = 1

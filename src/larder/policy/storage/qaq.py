@@ -8,8 +8,9 @@ then takes ceil(log2(range / (2 * deviation) + 1)) bits. Formulas as in the rele
 
 Differences: bits are rounded up to 2, 4 or 8; q is scaled as the model scales it and |q|^2 is the
 90th percentile of the last queries; keys share a grid per channel instead of per vector; the latest
-entries are exact until they make a group, and an entry's bits are decided once, when it is rounded.
-Numbers that stand out are kept apart, half a percent at either end in the paper.
+entries are exact until they make a group, and an entry's bits are decided once, when it is rounded,
+or rounded anew because others were merged into it. Numbers that stand out are kept apart, half a
+percent at either end in the paper.
 
 A budget is spent as if all took 8 bits, so this holds fewer bytes than the budget allows.
 """
@@ -31,7 +32,7 @@ from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Packed
 from larder.policy.aggregation.max import Max
 from larder.policy.preference import of_last_queries
-from larder.policy.storage._tiers import Grades, Tier, Tiered, grades_of, shared_out
+from larder.policy.storage._tiers import Grades, Tier, Tiered, shared_out, standing
 from larder.policy.storage.quantized import check_codec
 
 BITS = (8, 4, 2)
@@ -91,7 +92,7 @@ class QAQ(Tiered):
 
     def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
         del share
-        held = grades_of(entries)[plan.kept]
+        held = standing(plan, entries)
         room = self.rooms(quota, entries.keys.shape[1], entries.keys.dtype.itemsize)[0]
         ranked, found = self.rank(scored, entries)[plan.kept], self.found(entries, scored)
         leaving = shared_out(plan, ranked, held, [room], [self.group])
