@@ -34,6 +34,7 @@ def decoder() -> Decoder:
         "roco() > uniform()",
         "column_mass() > pooled() > elastic()",
         "sinks_and_window() > ladder()",
+        "novelty() > uniform()",
         "roco() > uniform() > quantized(bits=2, group=32)",
     ],
 )
@@ -44,6 +45,8 @@ def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, 
     desk = Desk(decoder, object.__new__(Scribe), _nobody, lambda names: {})
     shelf = build(desk, policy.filled(tokens, None), some_ids(CONTEXT), [{}], Meter())
     assert 0.8 * ASKED < shelf.nbytes <= ASKED
+    tail = shelf.activate(0).tail
+    assert len(tail) == ("novelty" in sentence) * spec.width
 
 
 def test_what_is_remembered_can_be_all_that_a_budget_holds(decoder) -> None:

@@ -44,12 +44,17 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """All layers of a model, and the type its cache is held in."""
+    """All layers of a model, and the type its cache is held in.
+
+    Args:
+        width: numbers of a hidden state, of which a cache may hold the last.
+    """
 
     layers: tuple[LayerSpec, ...]
     dtype: torch.dtype
     device: torch.device
     fingerprint: str = ""
+    width: int = 0
 
     @property
     def managed(self) -> tuple[LayerSpec, ...]:

@@ -209,7 +209,8 @@ class Decoder:
         survey, count = Survey(), min(SURVEY_TOKENS, table.shape[0])
         places = torch.arange(count, device=table.device)[None]
         self.body(input_ids=places, position_ids=places, use_cache=False, larder=survey)
-        expected = self.module.config.get_text_config().num_hidden_layers
+        config = self.module.config.get_text_config()
+        expected = config.num_hidden_layers
         if set(survey.layers) != set(range(expected)):
             raise ModelError(
                 f"{type(self.module).__name__} has {expected} layers, but only "
@@ -219,7 +220,8 @@ class Decoder:
         layers = tuple(survey.layers[index] for index in range(expected))
         check_kinds(self.module.config, layers)
         layers = measured(self.body, layers)
-        return ModelSpec(layers, table.dtype, table.device, fingerprint(self.module))
+        told = fingerprint(self.module), config.hidden_size
+        return ModelSpec(layers, table.dtype, table.device, *told)
 
 
 def _follows(row: Row) -> bool:

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from larder.core.errors import BudgetError, UsageError
+from larder.core.ledger import SURPRISE
 from larder.core.spec import POSITION_BYTES, ModelSpec
 from larder.core.spelling import spell
 from larder.session.policy import Policy
@@ -133,8 +134,10 @@ def _entry_bytes(policy: Policy, spec: ModelSpec) -> tuple[int, int]:
 
 
 def _fixed_bytes(policy: Policy, spec: ModelSpec) -> int:
-    """Bytes of what is held of each kv head, however many entries it has."""
-    return _heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(policy.planner.ledger.scalars))
+    """Bytes of what is held of each kv head, however many entries it has, and of the last token."""
+    ledger = policy.planner.ledger
+    tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
+    return _heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail
 
 
 def _heads(spec: ModelSpec) -> int:
