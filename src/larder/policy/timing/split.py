@@ -6,6 +6,11 @@ entries compete among themselves: `slide` lets them fill it all at once; `adapti
 `recent` entries and allows one more every `every` tokens; `discontinuous` does so too, and plans
 only once `every` entries have piled up.
 
+A budget counts both, as the paper's 2560 entries do; reading never fills more than its share. So
+at 100 % of a context the preset `scope` reads 80 % of it: to read all of it whole, give the budget
+that leaves as much for reading, 125 %, in tokens. The paper has what was read whole wherever it is
+no longer than its 2048, which is the same rule.
+
 The paper divides the tokens that are expected by the entries that are free to find `every`, and
 its released code takes 15 where nobody says. The question is part of what was read there; here
 it is read once generating has begun, and competes with the answer.
