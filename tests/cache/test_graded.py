@@ -240,25 +240,6 @@ def test_what_cannot_be_is_refused() -> None:
     assert same_bits(store.state(), before)
 
 
-def test_sources_of_folds_have_any_grade(monkeypatch) -> None:
-    store = filled(6)
-    store.apply(graded(store, [[(0, 0), (1, 1), (2, 2), (3, 0)]] * 2))
-    held = store.entries()
-    keys, values = held.head_keys(1), held.head_values(1)
-    folds = Folds(
-        torch.tensor([5, 6, 7]),
-        torch.tensor([4, 4, 4]),
-        torch.tensor([0.5, 2.0, -1.0]),
-        torch.ones(3),
-    )
-    store.evict(replace(a_plan([[0, 1, 2, 3], [0, 1]], store.lengths), folds=folds))
-    after = store.entries()
-    expected = 0.5 * keys[1] + 2.0 * keys[2] - keys[3]
-    torch.testing.assert_close(after.head_keys(1)[0], expected)
-    torch.testing.assert_close(after.head_values(1)[0], values[1] + values[2] + values[3])
-    assert torch.equal(after.head_keys(0), held.head_keys(0))
-
-
 def test_channels_go_by_their_weights() -> None:
     store = filled(12, (Codec(0, 8, 4, channels=0.5),))
     exact = store.entries().keys.clone()
