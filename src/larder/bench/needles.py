@@ -148,12 +148,28 @@ def _scattered(hay: list[str], needles: Sequence[Needle], random: Random) -> Ite
     yield from hay[start:]
 
 
-def _magic(grammar: Grammar, random: Random) -> Needle:
+def draw_key(grammar: Grammar, random: Random) -> str:
+    """What a magic number may belong to."""
     color, brand = (draw_value(kind, grammar.words, random) for kind in ("color", "brand"))
-    key, value = f"{color} {brand.lower()}", str(random.randint(10**6, 10**7 - 1))
+    return f"{color} {brand.lower()}"
+
+
+def draw_number(random: Random) -> str:
+    """A magic number."""
+    return str(random.randint(10**6, 10**7 - 1))
+
+
+def magic_line(key: str, number: str) -> str:
+    """What a text says of a magic number."""
+    return f"One of the special magic numbers for {key} is: {number}."
+
+
+def magic(grammar: Grammar, random: Random) -> Needle:
+    """One number of one thing."""
+    key, number = draw_key(grammar, random), draw_number(random)
     asked = f"What is the special magic number for {key} mentioned in the text?"
-    line = f"One of the special magic numbers for {key} is: {value}."
-    return Needle((line,), frozenset({key}), Question(asked, value, "niah_magic"))
+    question = Question(asked, number, "niah_magic")
+    return Needle((magic_line(key, number),), frozenset({key}), question)
 
 
 def _pass_key(grammar: Grammar, random: Random) -> Needle:
@@ -189,7 +205,7 @@ def _chain(grammar: Grammar, random: Random) -> Needle:
 
 
 KINDS: Mapping[str, Callable[[Grammar, Random], Needle]] = {
-    "magic": _magic,
+    "magic": magic,
     "kv": _key_value,
     "passkey": _pass_key,
     "vars": _chain,

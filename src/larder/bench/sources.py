@@ -6,10 +6,11 @@ Nothing is read before a task asks for it, and nothing is read twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from typing import Any, TypeVar
 
 from larder.bench.corpus import (
     Dialogue,
@@ -21,6 +22,7 @@ from larder.bench.corpus import (
 from larder.bench.grammar import Grammar, load_grammar
 from larder.core.errors import UsageError
 
+T = TypeVar("T")
 PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_dev.jsonl.xz"
 
 
@@ -37,6 +39,7 @@ class Sources:
     count_tokens: Callable[[str], int]
     corpus: Path | None = None
     data: Path | None = None
+    _read: dict[Path, Any] = field(default_factory=dict[Path, Any], compare=False, repr=False)
 
     @cached_property
     def grammar(self) -> Grammar:
@@ -84,6 +87,12 @@ class Sources:
         if not (self.data / name).is_dir():
             raise UsageError(f"--data {self.data} must hold a folder {name!r}, and does not.")
         return self.data / name
+
+    def once(self, path: Path, read: Callable[[Path], T]) -> T:
+        """What a file holds, read when it is first asked for."""
+        if path not in self._read:
+            self._read[path] = read(path)
+        return self._read[path]
 
     def _in_corpus(self, name: str) -> Path:
         if self.corpus is None:

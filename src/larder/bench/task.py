@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from larder.bench.sources import Sources
 from larder.core.conversation import Conversation, Question
-from larder.core.errors import SpellingError
+from larder.core.errors import BadParameter, SpellingError
 from larder.core.family import Family
 from larder.core.spelling import build, parse
 
@@ -78,3 +78,18 @@ def parse_task(sentence: str) -> Task:
     if len(calls) > 1:
         raise SpellingError(f"{sentence!r} is not one task: write name(parameter=value).")
     return build(TASKS.load(calls[0].name), calls[0].parameters)
+
+
+def shared_task(name: str, sentence: str) -> Task:
+    """A task whose questions another one, `name`, asks in its own way.
+
+    Raises:
+        BadParameter: that task has a way of its own, too; or see `parse_task`.
+    """
+    task = parse_task(sentence)
+    if task.style in (Style.TURNS, Style.REQUESTS):
+        raise BadParameter(
+            f"{name}.of must be a task whose questions stand alone, got {sentence}: it is itself "
+            f"one of {task.style.value}."
+        )
+    return task
