@@ -1,30 +1,29 @@
-"""Texts cut to a length in tokens, between words."""
+"""Texts cut to a length in tokens, between words; a word of many letters may be cut, too."""
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-LETTERS_PER_TOKEN = 12  # more than any text has on average, so that little is counted in vain
-_BEHIND_A_WORD = re.compile(r"(?<=\S)(?=\s|$)")
-_BEFORE_A_WORD = re.compile(r"(?<!\S)(?=\S)")
+# Languages without spaces have no words that could be told apart.
+WORDS = re.compile(r"\s*\S{1,16}")
+LETTERS_PER_TOKEN = 16
+BLOCK = 256  # words counted at once
 
 
 def first_of(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """The longest beginning of whole words that is at most `tokens` tokens."""
-    text = text[: max(0, tokens) * LETTERS_PER_TOKEN + 1]
-    ends = [found.start() for found in _BEHIND_A_WORD.finditer(text)]
-    fitting = bisect_right(ends, tokens, key=lambda end: count_tokens(text[:end]))
-    return text[: ends[fitting - 1]] if fitting else ""
+    """The longest beginning of at most `tokens` tokens, or nearly so."""
+    pieces = WORDS.findall(text[: max(0, tokens) * LETTERS_PER_TOKEN])
+    fitting = _fitting(pieces, tokens, count_tokens)
+    return "".join(pieces[:fitting])
 
 
 def last_of(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """The longest end of whole words that is at most `tokens` tokens."""
-    text = text[-(max(0, tokens) * LETTERS_PER_TOKEN + 1) :]
-    starts = [found.start() for found in _BEFORE_A_WORD.finditer(text)][::-1]
-    fitting = bisect_right(starts, tokens, key=lambda start: count_tokens(text[start:]))
-    return text[starts[fitting - 1] :] if fitting else ""
+    """The longest end of at most `tokens` tokens, or nearly so."""
+    start = max(0, len(text) - max(0, tokens) * LETTERS_PER_TOKEN)
+    pieces = WORDS.findall(text[start:])[::-1]
+    fitting = _fitting(pieces, tokens, count_tokens)
+    return "".join(pieces[:fitting][::-1]).lstrip()
 
 
 def without_middle(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
@@ -33,3 +32,20 @@ def without_middle(text: str, tokens: int, count_tokens: Callable[[str], int]) -
         return text
     half = (tokens - 1) // 2
     return f"{first_of(text, half, count_tokens)}\n{last_of(text, half, count_tokens)}"
+
+
+def _fitting(pieces: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> int:
+    """How many pieces fit, found in steps that halve where one is too long.
+
+    Pieces are counted apart, which may come to more than the whole, and in no known tokenizer to
+    less.
+    """
+    fitting, step = 0, BLOCK
+    while step and fitting < len(pieces):
+        taken = count_tokens("".join(pieces[fitting : fitting + step]))
+        if taken <= tokens:
+            tokens -= taken
+            fitting = min(len(pieces), fitting + step)
+        else:
+            step //= 2
+    return fitting

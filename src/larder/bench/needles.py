@@ -116,9 +116,8 @@ def _hidden(
     count_tokens: Callable[[str], int],
     room: int,
 ) -> str:
-    # Sentences are counted one by one, each with a token for the space before it: the whole is
-    # never more than that.
-    left = room - sum(count_tokens(line) + 1 for needle in needles for line in needle.lines)
+    # Sentences are counted one by one, each with the space before it: the whole is no more.
+    left = room - sum(count_tokens(f" {line}") for needle in needles for line in needle.lines)
     if left < 0:
         raise BadParameter(
             f"needles.tokens must hold {len(needles)} needles, got {room} tokens for them: take "
@@ -126,7 +125,7 @@ def _hidden(
         )
     hay: list[str] = []
     for sentence in sentences:
-        left -= count_tokens(sentence) + 1
+        left -= count_tokens(f" {sentence}")
         if left < 0:
             break
         hay.append(sentence)

@@ -47,8 +47,8 @@ class Task(ABC):
 
     @abstractmethod
     def make(self, seed: int, tokens: int, sources: Sources) -> Conversation:
-        """A conversation of at most `tokens` tokens, marks between messages included, and of
-        little less where the task can make as much.
+        """A conversation of at most `tokens` tokens, and of little less where the task can make as
+        much. Marks around messages count; what a template puts before the first does not.
 
         Raises:
             BadParameter: there is no room for what is asked, or nothing to ask.

@@ -1,0 +1,77 @@
+"""InfiniteBench, from a local folder.
+
+Xinrong Zhang et al., "InfiniteBench: Extending Long Context Evaluation Beyond 100K Tokens" (2024),
+arXiv:2402.13718. The folder `infinitebench` of `--data` holds the release's `NAME.jsonl`, with
+`context`, `input`, `answer` and `options` on each line. A seed stands for a line, by turns; a
+context that is too long loses its middle, as in the released code. Prompts are plain ones of ours;
+of options one letter is expected. Scores are this project's, not the paper's per set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+from larder.bench.documents import about_document
+from larder.bench.json_lines import Fields, field_of, sample_of
+from larder.bench.sources import Sources
+from larder.bench.task import Task
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import InputError
+
+UNASKED = {
+    "longbook_sum_eng": "Summarize the book.",
+    "math_calc": "Give the value after each operation, as a list.",
+    "longdialogue_qa_eng": "Who is the person whose name stands as $$MASK$$? Answer with the name.",
+}
+ANSWER = "{question}\nAnswer in as few words as you can."
+ONE_LETTER = "{question}\nAnswer with one letter alone."
+IN_STEPS = "math_calc"  # its answer is one list, not a list of answers
+
+
+@dataclass(frozen=True)
+class Infinitebench(Task):
+    """One sample of one set.
+
+    Args:
+        set: its name, such as "passkey" or "longbook_qa_eng".
+    """
+
+    set: str = "passkey"
+
+    def make(self, seed: int, tokens: int, sources: Sources) -> Conversation:
+        sample = sample_of("infinitebench", self.set, seed, sources)
+        text = str(field_of(sample, "context", self.set))
+        options = [str(option) for option in sample.get("options") or ()]
+        question = self._question(sample, options)
+        prompt = ONE_LETTER if options else ANSWER
+        name = f"infinitebench-{tokens}-{seed}"
+        return about_document(name, text, question, tokens, sources, question_prompt=prompt)
+
+    def _question(self, sample: Fields, options: list[str]) -> Question:
+        asked = str(field_of(sample, "input", self.set)).strip() or UNASKED.get(self.set, "")
+        if not asked:
+            raise InputError(f"a sample of {self.set} must have an 'input'.")
+        answers = self._answers(field_of(sample, "answer", self.set))
+        if options:
+            lettered = dict(zip(ascii_uppercase, options, strict=False))
+            asked = "\n".join([asked, *(f"{key}. {text}" for key, text in lettered.items())])
+            answers = _letters(answers, lettered)
+        if not answers:
+            raise InputError(f"a sample of {self.set} must have an 'answer' among its options.")
+        return Question(asked, answers[0], self.set, others=tuple(answers[1:]))
+
+    def _answers(self, answer: Any) -> list[str]:
+        if not isinstance(answer, list):
+            return [str(answer)]
+        return [str(answer)] if self.set == IN_STEPS else [str(each) for each in answer]
+
+
+def _letters(answers: list[str], options: dict[str, str]) -> list[str]:
+    """The letter of each answer first, then its text; an answer may be a letter already."""
+    right = [key for key, text in options.items() if text in answers or key in answers]
+    return [*right, *(options[key] for key in right)]
+
+
+Part = Infinitebench

@@ -1,0 +1,87 @@
+"""LongBench, from a local folder.
+
+Yushi Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding"
+(2023), arXiv:2308.14508. The folder `longbench` of `--data` holds the release's `NAME.jsonl` (or
+`data/NAME.jsonl`), with `input`, `context` and `answers` on each line. A seed stands for a line, by
+turns; a context that is too long loses its middle, as in the released code. Where the folder holds
+the release's `dataset2prompt.json` (or `config/dataset2prompt.json`), its prompts are used, else
+plain ones of ours. Scores are this project's, not the ROUGE, code or class scores of the paper.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from larder.bench.documents import about_document
+from larder.bench.json_lines import Fields, field_of, sample_of
+from larder.bench.sources import Sources
+from larder.bench.task import Task
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import InputError
+
+PROMPTS = ("dataset2prompt.json", "config/dataset2prompt.json")
+CONTEXT, INPUT = "{context}", "{input}"
+SUMMARIZE = "Summarize the text on one page."
+UNASKED = {
+    "gov_report": SUMMARIZE,
+    "multi_news": SUMMARIZE,
+    "vcsum": SUMMARIZE,
+    "passage_count": "How many different paragraphs are there? Answer with the number alone.",
+    "lcc": "Write the next line of the code.",
+}
+ANSWER = "{question}\nAnswer in as few words as you can."
+
+
+@dataclass(frozen=True)
+class Longbench(Task):
+    """One sample of one set.
+
+    Args:
+        set: its name, such as "hotpotqa" or "hotpotqa_e".
+    """
+
+    set: str = "multifieldqa_en"
+
+    def make(self, seed: int, tokens: int, sources: Sources) -> Conversation:
+        sample = sample_of("longbench", self.set, seed, sources)
+        opening, prompt = self._prompts(sources)
+        asked = str(field_of(sample, "input", self.set)).strip()
+        text = str(field_of(sample, "context", self.set))
+        question = self._question(sample, asked or UNASKED.get(self._base, SUMMARIZE))
+        name = f"longbench-{tokens}-{seed}"
+        if not asked and not opening:
+            prompt = "{question}"
+        return about_document(name, text, question, tokens, sources, opening, prompt)
+
+    @property
+    def _base(self) -> str:
+        """The sets of even lengths are asked as those that they are drawn from."""
+        return self.set.removesuffix("_e")
+
+    def _question(self, sample: Fields, asked: str) -> Question:
+        answers = field_of(sample, "answers", self.set)
+        if not isinstance(answers, list) or not answers:
+            raise InputError(f"a sample of {self.set} must have a list of 'answers'.")
+        first, *others = map(str, answers)
+        return Question(asked, first, self.set, others=tuple(others))
+
+    def _prompts(self, sources: Sources) -> tuple[str, str]:
+        """What stands before the context, and what behind it."""
+        folder = sources.folder("longbench")
+        for path in (folder / name for name in PROMPTS):
+            if path.is_file():
+                before, _, behind = self._template(path, sources).partition(CONTEXT)
+                behind = behind.replace("{", "{{").replace("}", "}}")
+                return before, behind.replace("{{input}}", "{question}").strip()
+        return "", ANSWER
+
+    def _template(self, path: Path, sources: Sources) -> str:
+        templates = sources.once(path, lambda path: json.loads(path.read_text(encoding="utf-8")))
+        if self._base not in templates:
+            raise InputError(f"{path} has no prompt for {self._base!r}.")
+        return templates[self._base]
+
+
+Part = Longbench
