@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from larder.bench.json_lines import Fields, field_of, read_list
-from larder.bench.lifelog import MARK_TOKENS, tokens_of
+from larder.bench.lifelog import tokens_of
 from larder.bench.sources import Sources
 from larder.bench.task import Task
 from larder.core.conversation import Conversation, Message, Question
@@ -26,7 +26,7 @@ from larder.core.errors import BadParameter, InputError, TooLittle
 
 FOLDER = "longmemeval"
 ABSTAINING = "_abs"
-HEADER_TOKENS = 32  # of the line before each session, at most
+MOST = 999  # sessions of a history; no number takes more tokens
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _written(session: Session, number: int) -> Iterator[Message]:
 
 
 def _cost(session: Session, sources: Sources) -> int:
-    return tokens_of(session.messages, sources.count_tokens) + HEADER_TOKENS + MARK_TOKENS
+    return tokens_of(list(_written(session, MOST)), sources.count_tokens)
 
 
 def _release(sources: Sources) -> Release:
