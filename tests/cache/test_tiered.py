@@ -10,11 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import Tokens, a_layer, a_plan, a_spec, draw
-from larder.cache.sequence import Form, SequenceCache
-from larder.cache.slow import HostRoom
+from builders import Tokens, a_layer, a_plan, draw
 from larder.cache.tiered import Tiered
-from larder.core.errors import BudgetError, CacheError
+from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
 from larder.core.recall import Parking, Recall, Search
@@ -233,28 +231,6 @@ def test_a_dense_layer_parks_nothing() -> None:
     with pytest.raises(CacheError, match="parks nothing"):
         store.apply(a_plan([[5], [5]], [6, 6]))
     assert store.lengths == (6, 6)
-
-
-def test_the_limit_on_host_memory_is_told_before_anything_is_allocated() -> None:
-    wide = a_layer(2, 1)
-    spec = a_spec(wide, replace(wide, index=1))
-    parking = Parking(Flat(tokens=4, dense=0), 1)
-    cache = SequenceCache(spec, Form.TIERED, parking=parking)
-    big = draw(wide, 9000)
-    for layer in (0, 1):
-        store = cache._stores[layer]
-        append(store, big)
-    before = cache.nbytes
-    with pytest.raises(BudgetError, match="raise park"):
-        cache.apply(0, a_plan([[8999], [8999]], [9000, 9000]))
-    assert cache.nbytes == before
-    assert cache.lengths()[0] == (9000, 9000)
-
-
-def test_memory_that_the_machine_lacks_is_told_too(monkeypatch) -> None:
-    monkeypatch.setattr("larder.cache.slow._available_bytes", lambda: 1000)
-    with pytest.raises(BudgetError, match="available"):
-        HostRoom().check(2000, 0)
 
 
 def test_a_change_that_fails_parks_nothing(monkeypatch) -> None:

@@ -20,6 +20,7 @@ from larder.models.tiny import tiny
 from larder.policy.protect import Protect
 from larder.prefill.meter import Meter
 from larder.session.policy import Policy
+from larder.session.presets import PRESETS
 from larder.session.reading import Desk, build, tend
 from larder.session.shelf import Shelf
 from larder.session.transcript import Scribe
@@ -125,3 +126,10 @@ def test_pages_that_leave_no_room_for_what_stays_are_refused(decoder) -> None:
     wanted = replace(policy("flat", 6), protect=Protect(sinks=2, recent=9))
     with pytest.raises(BudgetError, match="of 14 tokens has no room for the 6 that flat.* the 11"):
         read(decoder, wanted)
+
+
+def test_no_preset_that_recalls_outgrows_its_budget_by_more_than_an_eighth() -> None:
+    presets = [Policy.parse(name) for name in PRESETS]
+    recalling = [each for each in presets if each.recall is not None]
+    assert len(recalling) > 10
+    assert [each for each in recalling if (each.timing.excess() or 0) >= 256 // 8] == []

@@ -28,12 +28,12 @@ def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
     assert [holding.next_position for holding in shelf.holdings()] == [3, 5]
 
 
-def test_a_replaced_cache_is_no_longer_active() -> None:
-    shelf = Shelf(SPEC, [_cache(3)])
+def test_what_replaces_the_active_cache_is_active_as_it_is() -> None:
+    shelf, other = Shelf(SPEC, [_cache(3)]), _cache(4)
     shelf.activate(0)
-    replaced = shelf.holding(0, _cache(4))
-    assert replaced.active is None
-    assert replaced.activate(0).next_position == 4
+    replaced = shelf.holding(0, other)
+    assert replaced.activate(0) is other
+    assert shelf.activate(0).next_position == 3
 
 
 def test_a_shelf_at_rest_holds_everything_once() -> None:

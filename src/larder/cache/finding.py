@@ -21,7 +21,9 @@ from larder.core.observation import Entries
 from larder.core.recall import Fetch, Found, Recall, Search
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
+from larder.ops.search import interleaved
 
+GROWTH = 2  # times the slots, when there are more pages than slots
 Observed = Float[Tensor, "H O D"]
 
 
@@ -85,6 +87,12 @@ class Finder:
         """Every tensor of the slots, tables included."""
         return () if self._pool is None else self._pool.tensors()
 
+    def foreseen_bytes(self, parked: tuple[int, ...]) -> int:
+        """Bytes of the slots that a look at so many parked entries of each head needs, at most."""
+        there = self.learned.index.counts if self.learned.known == parked else parked
+        rows = min(self.recall.pages, max(there)) * self.recall.page * self.layer.kv_heads
+        return Pool.foreseen_bytes(self.layer, rows, self.like[0].itemsize)
+
     @property
     def pages(self) -> tuple[int, int]:
         """Pages that were asked for so far, and how many of them had to be moved."""
@@ -108,7 +116,7 @@ class Finder:
     def _found(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         """Find pages, and have them in their slots."""
         found, index = self._look(queries, entries, observed), self.learned.index
-        pages = found.pages[:, : self._slots(len(found.pages))]
+        pages = self._fitting(found.pages)
         told = pages, index.versions(pages), index.contents(pages)
         self.choice = Choice(*told, entries.lengths)
         self._loaded(self.choice, entries)
@@ -116,9 +124,22 @@ class Finder:
 
     def _loaded(self, choice: Choice, entries: Entries) -> Pool:
         """The slots, with the chosen pages in them."""
-        pool = self._pool_of(len(choice.pages))
+        pool = self._pool_for(choice)
         pool.load(choice.pages, choice.versions, choice.numbers, entries)
         return pool
+
+    def _fitting(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "M Q"]:
+        """As many of the pages found as the budget has slots for.
+
+        Query heads that choose for themselves share the slots of their kv head. Where these are
+        fewer than a page for each, the query heads look at the same pages: the best of each in
+        turn.
+        """
+        heads, slots = self.layer.kv_heads, self.recall.pages
+        if slots * heads < len(pages):
+            pages = interleaved(pages, heads, slots)
+        there = int((pages >= 0).sum(1).max())
+        return pages[:, : min(there, slots * heads // len(pages))]
 
     def _look(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         self.learn(entries, observed)
@@ -126,16 +147,19 @@ class Finder:
         look = index.exact if self.recall.search is Search.EXACT else index.find
         return look(asked, entries, self.recall.pages)
 
-    def _pool_of(self, sets: int) -> Pool:
-        """The slots for so many sets."""
-        if self._pool is None or self._pool.sets != sets:
-            page = self.recall.page
-            self._pool = Pool(self.layer, sets, self._slots(sets), page, *self.like)
+    def _pool_for(self, choice: Choice) -> Pool:
+        """Slots for what is chosen; as many as the budget allows only once there are such pages."""
+        sets, width = choice.pages.shape
+        before = self._pool
+        if before is None or before.sets != sets or before.slots < width:
+            most = max(1, self.recall.pages * self.layer.kv_heads // sets)
+            room = GROWTH * before.slots if before is not None and before.sets == sets else 1
+            slots = max(width, min(most, room))
+            self._pool = Pool(self.layer, sets, slots, self.recall.page, *self.like)
+            if before is not None:
+                self._pool.asked, self._pool.moved = before.asked, before.moved
+        assert self._pool is not None
         return self._pool
-
-    def _slots(self, sets: int) -> int:
-        """Of each of so many sets: as many bytes in any case."""
-        return max(1, self.recall.pages * self.layer.kv_heads // sets)
 
 
 def _agreement(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:

@@ -11,11 +11,11 @@ from larder.cache.base import Store
 from larder.cache.compact import Compact
 from larder.cache.dense import Dense
 from larder.cache.graded import Graded
+from larder.cache.host_room import MIB, HostRoom
 from larder.cache.leading import follow
 from larder.cache.paired import Half, link
 from larder.cache.ragged import Ragged
 from larder.cache.shared import LOWER, UPPER
-from larder.cache.slow import MIB, HostRoom
 from larder.cache.tiered import Tiered, tiered
 from larder.cache.window import Window
 from larder.core.codec import Codec

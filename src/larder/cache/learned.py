@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Entries
-from larder.core.recall import Index, Recall
+from larder.core.recall import SAMPLE_ENTRIES, Index, Recall
 from larder.core.spec import LayerSpec
 
 
@@ -33,6 +33,7 @@ class Learned:
         self._recall, self._layer = recall, layer
         self.index = recall.index(layer) if index is None else index
         self.known = known or (0,) * layer.kv_heads
+        self._each = 0.0  # bytes of the index for an entry, about; 0 where nobody has asked
         self._sharers: WeakSet[Learned] = WeakSet([self])
 
     def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
@@ -65,10 +66,22 @@ class Learned:
         return any(self.known)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the index."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.index.tensors())
+
+    def foreseen_nbytes(self, entries: int) -> int:
+        """About what the index will have grown by when it knows so many entries of all heads."""
+        known = sum(self.known)
+        if known < SAMPLE_ENTRIES * len(self.known):
+            self._each = self._each or self._recall.entry_bytes(self._layer)
+            return max(0, int(self._each * entries) - self.nbytes)
+        return self.nbytes * max(0, entries - known) // known
+
+    @property
     def shared_nbytes(self) -> int:
         """Bytes of the index where others hold it as well."""
-        shared = self.index.tensors() if self._is_shared else ()
-        return sum(tensor.untyped_storage().nbytes() for tensor in shared)
+        return self.nbytes if self._is_shared else 0
 
     @property
     def _is_shared(self) -> bool:

@@ -12,7 +12,7 @@ from larder.cache.checking import check_ledger
 from larder.cache.columns import remembered
 from larder.cache.graded import saved_codecs
 from larder.cache.layers import Makeup
-from larder.cache.tiered import INDEX, OBSERVED, PARKING, SLOW
+from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW
 from larder.core.errors import CacheError
 from larder.core.spec import ModelSpec
 

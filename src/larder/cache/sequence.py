@@ -14,7 +14,7 @@ from larder.cache.layers import Form, Makeup
 from larder.cache.saving import filled, handed_over, told
 from larder.cache.tiered import Tiered, tiered
 from larder.core.codec import Codec
-from larder.core.errors import CacheError
+from larder.core.errors import BudgetError, CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.pairing import Pairing
@@ -248,7 +248,7 @@ class SequenceCache:
         self.plans += 1
         try:
             yield
-        except CacheError:  # refused: nothing has changed
+        except (BudgetError, CacheError):  # refused: nothing has changed
             self.plans -= 1
             raise
 

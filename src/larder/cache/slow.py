@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from larder.cache.host_room import HostRoom
 from larder.cache.owners import Owners
-from larder.core.errors import BudgetError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -28,9 +28,7 @@ from larder.ops.packing import packed_rows, rows_of, starts_of
 
 GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
 GROWTH_SHARE = 8  # room for one in so many of what is held
-SPARE_ENTRIES = 256  # the most room of a head that stays when room is given back
-KIB, MIB = 1 << 10, 1 << 20
-MEMORY = "/proc/meminfo"
+SPARE_SHARES = 2  # times that room, from which on some is given back
 
 
 @dataclass(frozen=True)
@@ -64,37 +62,6 @@ def rejected(plan: Plan, held: int) -> Int64[Tensor, " G"]:
     return torch.nonzero(~stays).flatten()
 
 
-class HostRoom:
-    """What the slow tiers of one sequence may take together.
-
-    Args:
-        limit: bytes; None for what the machine has.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
-        self.taken = 0
-
-    def check(self, more: int, beside: int) -> None:
-        """See that storage may grow by `more` bytes, while `beside` bytes are held twice.
-
-        Raises:
-            BudgetError: it may not, or the machine has no such memory.
-        """
-        if self.limit is not None and self.taken + more > self.limit:
-            raise BudgetError(
-                f"Parked entries would take {(self.taken + more) / MIB:.1f} MiB of host memory, "
-                f"more than the {self.limit / MIB:.1f} MiB allowed: raise park(host_mib), or drop "
-                "entries instead."
-            )
-        free = _available_bytes()
-        if free is not None and more + beside > free:
-            raise BudgetError(
-                f"Parking entries needs {(more + beside) / MIB:.1f} MiB of host memory for a "
-                f"moment, but {free / MIB:.1f} MiB are available: read less, or drop entries."
-            )
-
-
 class Slow:
     """The slow tier of one layer.
 
@@ -120,8 +87,11 @@ class Slow:
     def __len__(self) -> int:
         return int(self._lengths.sum())
 
-    def add(self, sheaf: Sheaf) -> None:
+    def add(self, sheaf: Sheaf, index_bytes: int = 0) -> None:
         """Take entries in; they get the next numbers of their heads.
+
+        Args:
+            index_bytes: what the index over them will grow by, about.
 
         Raises:
             BudgetError: host memory does not allow it; nothing has changed.
@@ -130,8 +100,10 @@ class Slow:
         more = self._lengths + sheaf.lengths
         ends, is_full = tuple(more.tolist()), bool((sheaf.lengths > self._rooms).any())
         if is_full or not self._owners.claim(self, ends):
-            self._grow(sheaf.lengths)
+            self._grow(sheaf.lengths, index_bytes)
             self._owners.claim(self, ends)
+        else:
+            self.room.check(0, index_bytes)
         rows = packed_rows(self._starts + self._lengths, sheaf.lengths)
         self._keys[rows] = sheaf.keys.to("cpu")
         self._values[rows] = sheaf.values.to("cpu")
@@ -189,9 +161,9 @@ class Slow:
         return copy
 
     def compact(self) -> None:
-        """Give all room back but a little, for forks to grow in."""
-        spare = (self._lengths // GROWTH_SHARE).clamp(max=SPARE_ENTRIES)
-        if bool((self._rooms > spare).any()):
+        """Give room back down to what is laid out for growth, if that is worth a copy."""
+        spare = self._lengths // GROWTH_SHARE
+        if int(self._rooms.sum()) > SPARE_SHARES * int(spare.sum()):
             rows = packed_rows(self._starts, self._lengths)
             self._lay_out(rows, self._lengths, torch.minimum(self._rooms, spare))
 
@@ -232,12 +204,13 @@ class Slow:
         """Entries of each kv head."""
         return tuple(self._lengths.tolist())
 
-    def _grow(self, more: Int64[Tensor, " K"]) -> None:
+    def _grow(self, more: Int64[Tensor, " K"], index_bytes: int) -> None:
         """Lay the storage out anew with room for `more` and for what may follow."""
         rooms = more + (self._lengths // GROWTH_SHARE).clamp(min=GROWTH_ENTRIES)
         rows = packed_rows(self._starts, self._lengths)
         total = int((self._lengths + rooms).sum())
-        self.room.check((total - len(self._keys)) * self._entry_bytes, self.nbytes)
+        grown = (total - len(self._keys)) * self._entry_bytes
+        self.room.check(grown, index_bytes, self.nbytes)
         self._lay_out(rows, self._lengths, rooms)
 
     @property
@@ -257,24 +230,12 @@ class Slow:
         for held, new in zip((self._keys, self._values, self._positions), fresh, strict=True):
             new[into] = held[rows]
         columns[:, into] = self._columns[:, rows]
-        before = self._keys.shape[0]
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = fresh
         self._columns = columns
         self._starts, self._lengths, self._rooms = starts, lengths.clone(), rooms.clone()
         self._owners.leave(self)
         self._owners = Owners(self, self.lengths)
-        self.room.taken += (total - before) * self._entry_bytes
 
     def _fresh(self, held: Tensor, total: int) -> Tensor:
         return torch.empty(total, *held.shape[1:], dtype=held.dtype, pin_memory=self._is_pinned)
-
-
-def _available_bytes() -> int | None:
-    """Memory that the machine can give without swapping; None where it does not say."""
-    try:
-        with open(MEMORY, encoding="ascii") as lines:
-            told = dict(line.split(":", 1) for line in lines)
-        return int(told["MemAvailable"].split()[0]) * KIB
-    except (OSError, KeyError, ValueError):
-        return None

@@ -24,10 +24,12 @@ from larder.cache.base import Attended, Store
 from larder.cache.checking import check_dropped, check_kept, refuse_grades
 from larder.cache.finding import Finder
 from larder.cache.following import Choice, Numbering
+from larder.cache.host_room import Guest, HostRoom
 from larder.cache.learned import Learned
+from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW, bytes_of, saved_parking, under
 from larder.cache.ragged import Ragged
 from larder.cache.recalling import everything
-from larder.cache.slow import HostRoom, Sheaf, Slow, rejected
+from larder.cache.slow import Sheaf, Slow, rejected
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
@@ -38,10 +40,8 @@ from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.merging import merge
 from larder.ops.packing import heads_among
 
-SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # names in a state
 
-
-class Tiered(Store):
+class Tiered(Store, Guest):
     """Per-head lengths in fast memory, everything else parked.
 
     Args:
@@ -115,7 +115,6 @@ class Tiered(Store):
     def _go_on_with(self, rest: Slow | None) -> None:
         """Have another slow tier, if there is one, and find everything in it anew."""
         if rest is not None:
-            self._slow.room.taken += rest.nbytes - self._slow.nbytes
             self._slow, like = rest, self.finder.like
             self._numbering = Numbering(self.layer.kv_heads)
             self.finder = Finder(self.layer, self.parking.recall, *like)
@@ -130,7 +129,7 @@ class Tiered(Store):
 
     def state(self) -> dict[str, Tensor]:
         self._learn()
-        told = self._fast.state() | {PARKING: _bytes_of(self.parking.told())}
+        told = self._fast.state() | {PARKING: bytes_of(self.parking)}
         told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
         if self.finder.learned.is_used:
             own = self.finder.learned.index.state()
@@ -139,19 +138,13 @@ class Tiered(Store):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Tiered:
-        parking = saved_parking(state)
-        if parking is None:
-            raise CacheError(
-                f"Layer {layer.index} of the saved cache parked nothing, but its description says "
-                "so: build the cache again."
-            )
-        keys = state["keys"]
+        parking, keys = saved_parking(state, layer), state["keys"]
         store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
         store._fast = Ragged.adopt(layer, state)
         columns = store._fast.ledger.columns
         store._slow = Slow(layer, keys.dtype, columns, keys.device.type == "cuda")
-        store._slow.adopt(_under(SLOW, state))
-        if own := _under(INDEX, state):
+        store._slow.adopt(under(SLOW, state))
+        if own := under(INDEX, state):
             index = parking.recall.adopt(layer, own)
             store.finder.learned = Learned(parking.recall, layer, index, store._slow.lengths)
         store._observed = state[OBSERVED]
@@ -175,7 +168,11 @@ class Tiered(Store):
     def join(self, room: HostRoom) -> None:
         """Share what host memory may be taken with other layers of the sequence."""
         self._slow.room = room
-        room.taken += sum(tensor.nbytes for tensor in self._slow.tensors())
+        room.join(self)
+
+    @property
+    def host_nbytes(self) -> int:
+        return self._slow.nbytes + self.finder.learned.nbytes
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -185,6 +182,13 @@ class Tiered(Store):
     def fast_nbytes(self) -> int:
         """Bytes of the fast tier: the ragged part and the slots for pages."""
         return self._fast.nbytes + sum(t.untyped_storage().nbytes() for t in self.finder.slots())
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """Bytes of the fast tier that the pages of a first step will need."""
+        if not self.recalls or self.finder.slots():
+            return 0
+        return self.finder.foreseen_bytes(self._slow.lengths)
 
     @property
     def shared_nbytes(self) -> int:
@@ -233,8 +237,13 @@ class Tiered(Store):
 
     def _learn(self) -> None:
         """Have the index know everything, but for one that nobody has asked and nobody may."""
-        if self.leader is None or self.finder.learned.is_used:
+        if self._searches:
             self.finder.learn(self._slow.entries(), self._observed)
+
+    @property
+    def _searches(self) -> bool:
+        """Whether its index is asked, or may be; else another layer's is."""
+        return self.leader is None or self.finder.learned.is_used
 
     def fetch(self, queries: Queries) -> None:
         """Find and move pages for queries [H, 1, D] before they are asked, on whatever thread."""
@@ -264,7 +273,7 @@ class Tiered(Store):
             )
         parked = gone[~torch.isin(gone, plan.dropped.cpu())] if len(plan.dropped) else gone
         lengths = torch.bincount(heads_among(parked, held.lengths), minlength=len(held.lengths))
-        self._slow.add(Sheaf.of(held, parked, lengths))
+        self._slow.add(Sheaf.of(held, parked, lengths), self._index_bytes(len(parked)))
         try:
             change(plan)
         except BaseException:
@@ -272,24 +281,16 @@ class Tiered(Store):
             raise
         self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
 
+    def _index_bytes(self, coming: int) -> int:
+        """What the index will grow by with so many more entries; 0 where nobody limits it."""
+        if self._slow.room.limit is None or not self._searches:
+            return 0
+        return self.finder.learned.foreseen_nbytes(len(self._slow) + coming)
+
 
 def tiered(stores: Sequence[Store]) -> list[Tiered]:
     """Those of the stores that have a slow tier."""
     return [store for store in stores if isinstance(store, Tiered)]
-
-
-def saved_parking(state: Mapping[str, Tensor]) -> Parking | None:
-    """How a layer that was saved so finds parked entries; None of another store's."""
-    told = state.get(PARKING)
-    return None if told is None else Parking.of(bytes(told.cpu().tolist()).decode())
-
-
-def _bytes_of(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
 
 
 Part = Tiered

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from larder.core.spec import LayerSpec
 from larder.core.spelling import build, parse, spell
 
 RECALLS = Family("recall", "larder.recall")
+SAMPLE_ENTRIES = 1 << 10  # of each head, by which the bytes of an index are judged beforehand
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,19 @@ class Recall(ABC):
     @abstractmethod
     def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
         """The index that `state` came from."""
+
+    def entry_bytes(self, layer: LayerSpec) -> float:
+        """About what an index takes for each entry: what one over random entries does."""
+        source, heads = torch.Generator().manual_seed(0), layer.kv_heads
+        keys, values = torch.randn(2, heads * SAMPLE_ENTRIES, layer.head_dim, generator=source)
+        queries = torch.randn(layer.query_heads, self.observed, layer.head_dim, generator=source)
+        starts = tuple(head * SAMPLE_ENTRIES for head in range(heads))
+        positions = torch.arange(SAMPLE_ENTRIES, dtype=torch.int32).repeat(heads)
+        index = self.index(layer)
+        sample = Entries(keys, values, positions, starts, (SAMPLE_ENTRIES,) * heads)
+        index.add(sample, queries if self.observed else None)
+        held = sum(tensor.untyped_storage().nbytes() for tensor in index.tensors())
+        return held / len(keys)
 
 
 @dataclass(frozen=True)

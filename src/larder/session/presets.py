@@ -130,7 +130,7 @@ PRESETS: Mapping[str, str] = {
     ),
     "clusterkv": (
         "blockwise() > protect(sinks=16, recent=32) > sinks_and_window(sinks=16) > uniform() > "
-        "park() > clusters() > lagged(tokens=320)"
+        "park() > clusters() > lagged(tokens=16)"
     ),
     "pqcache": (
         "blockwise() > protect(sinks=32, recent=0.5) > sinks_and_window(sinks=32) > uniform() > "

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from larder.cache.pool import Pool
 from larder.cache.saving import is_slow
 from larder.cache.sequence import SequenceCache
 from larder.core.spec import ModelSpec
@@ -94,14 +93,17 @@ class Shelf:
         self._active = None
 
     def holding(self, number: int, cache: SequenceCache) -> Shelf:
-        """A shelf with this cache parked under that number, new or in the place of another.
+        """A shelf with this cache under that number, new and parked, or in the place of another.
 
-        All other caches are shared with this shelf: go on with one of the two.
+        In the place of the active one it is active, and nothing of it is copied. All other caches
+        are shared with this shelf: go on with one of the two.
         """
         shelf = Shelf(self._spec, ())
+        if self._active is not None and self._active[0] == number:
+            shelf._parked, shelf._active = dict(self._parked), (number, cache)
+            return shelf
         shelf._parked = {**self._parked, number: _park(cache)}
-        is_replaced = self._active is not None and self._active[0] == number
-        shelf._active = None if is_replaced else self._active
+        shelf._active = self._active
         return shelf
 
     @property
@@ -144,7 +146,7 @@ class Shelf:
 def _park(cache: SequenceCache) -> Parked:
     """Take a cache over into host memory; it is empty afterwards."""
     held = cache.managed_entries, cache.next_position, _finest(cache)
-    slots, meta = _foreseen_bytes(cache), cache.meta()
+    slots, meta = _slot_bytes(cache), cache.meta()
     state = cache.surrender(torch.device("cpu"))
     fast = sum(t.untyped_storage().nbytes() for name, t in state.items() if not is_slow(name))
     return Parked(state, meta, *held, fast + slots)
@@ -152,18 +154,13 @@ def _park(cache: SequenceCache) -> Parked:
 
 def _in_use(cache: SequenceCache) -> int:
     """Bytes in the model's memory, slots for pages included even if none was fetched yet."""
-    asked, _ = cache.pages
-    return cache.fast_nbytes + (0 if asked else _foreseen_bytes(cache))
+    return cache.fast_nbytes + sum(tier.foreseen_bytes for tier in cache.tiers)
 
 
-def _foreseen_bytes(cache: SequenceCache) -> int:
-    """Bytes of the slots for the pages that a step fetches; 0 where nothing is parked."""
-    parking = cache.makeup.parking
-    if parking is None:
-        return 0
-    governed = [layer for layer in cache.spec.layers if cache.makeup.governs(layer)]
-    rows, itemsize = parking.recall.pages * parking.recall.page, cache.spec.dtype.itemsize
-    return sum(Pool.foreseen_bytes(layer, rows * layer.kv_heads, itemsize) for layer in governed)
+def _slot_bytes(cache: SequenceCache) -> int:
+    """Bytes of the slots for pages, there or not yet."""
+    there = (slot for tier in cache.tiers for slot in tier.finder.slots())
+    return sum(t.untyped_storage().nbytes() for t in there) + _in_use(cache) - cache.fast_nbytes
 
 
 def _finest(cache: SequenceCache) -> int:
