@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.outcomes import Failed
 from torch import Tensor
 
+from larder.cache.finding import Finder
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.recall import RECALLS
+from larder.core.types import Mode
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
+from larder.models.passes import Row
 from larder.models.tiny import tiny
 from larder.policy.protect import Protect
 from larder.prefill.meter import Meter
+from larder.prefill.reader import Lane, Reader
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from larder.session.reading import Desk, build, tend
@@ -77,9 +82,16 @@ def desk(decoder: Decoder) -> Desk:
     return Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
 
 
-def said(decoder: Decoder, wanted: Policy, cache: SequenceCache, ids: Any, steps: int) -> Any:
+def said(
+    decoder: Decoder,
+    wanted: Policy,
+    cache: SequenceCache,
+    ids: Any,
+    steps: int,
+    allowed: int = STAYING,
+) -> Any:
     """The next tokens, and the logits of each; the bound is looked at after every pass."""
-    hearing, most = Hearing(), (STAYING + LAG - 1) * HEADS * len(decoder.spec.layers)
+    hearing, most = Hearing(), (allowed + LAG - 1) * HEADS * len(decoder.spec.layers)
     over: list[int] = []
 
     def watch(row: int, token: int) -> bool:
@@ -97,8 +109,11 @@ def read(decoder: Decoder, wanted: Policy) -> Shelf:
 
 
 @PARTS
-def test_where_everything_is_recalled_generated_text_is_the_full_caches(decoder, own, name) -> None:
+def test_where_everything_is_recalled_generated_text_is_the_full_caches(
+    decoder, own, name, monkeypatch
+) -> None:
     wanted = policy(name, 320)
+    monkeypatch.setattr("larder.session.reading.pages_of", lambda policy: 0)  # park at once
     cache = read(decoder, wanted).activate(0)
     tokens, heard = said(decoder, wanted, cache, QUESTION, STEPS)
     ids = (*CONTEXT, *QUESTION, *tokens)
@@ -133,3 +148,31 @@ def test_no_preset_that_recalls_outgrows_its_budget_by_more_than_an_eighth() -> 
     recalling = [each for each in presets if each.recall is not None]
     assert len(recalling) > 10
     assert [each for each in recalling if (each.timing.excess() or 0) >= 256 // 8] == []
+
+
+def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder, own) -> None:
+    wanted = policy("flat", len(CONTEXT) + len(QUESTION) + 4 - STAYING)
+    cache = read(decoder, wanted).activate(0)
+    tokens, heard = said(decoder, wanted, cache, QUESTION, 5, allowed=wanted.budget.tokens)
+    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
+    assert torch.allclose(heard, expected, atol=1e-5)
+    assert cache.pages == (0, 0) and not any(tier.recalls for tier in cache.tiers)
+    assert cache.tiers[0].foreseen_bytes == 0
+    said(decoder, wanted, cache, some_ids(1), LAG, allowed=wanted.budget.tokens)
+    assert all(tier.recalls for tier in cache.tiers)  # it is full, and makes room for pages
+    assert cache.managed_entries <= (STAYING + LAG - 1) * HEADS * len(decoder.spec.layers)
+
+
+def test_a_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkeypatch) -> None:
+    wanted = policy("flat", 8)
+    monkeypatch.setattr(Finder, "recalled", lambda *given: pytest.fail("recalled"))
+    cache = read(decoder, wanted).activate(0)
+    heard = said(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
+    expected = own_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]
+    assert torch.allclose(heard, expected, atol=1e-5)
+    lane = Lane(cache, {})
+    reader = Reader(decoder, wanted.planner, STAYING, {}, Meter())
+    reader.append([lane], (5,))
+    reader.append([lane], (6,))
+    with pytest.raises(Failed, match="recalled"):
+        decoder.read([Row(cache, (7,))], Mode.APPEND)

@@ -107,3 +107,21 @@ def check_ledger(ledger: Ledger, layer: int, found: Iterable[str]) -> None:
             f"Layer {layer} of the saved cache remembers {', '.join(sorted(found)) or 'nothing'}, "
             f"but its description names {', '.join(named) or 'nothing'}: build the cache again."
         )
+
+
+def check_parkable(plan: Plan) -> None:
+    """Raises: CacheError: a plan folds or rounds, where what is rejected is parked instead."""
+    refuse_grades(plan)
+    if len(plan.folds):
+        raise CacheError(
+            f"A tiered cache parks what is rejected, but a plan folds {len(plan.folds)} rows: use "
+            "a ragged cache for plans that fold."
+        )
+
+
+def refuse_rejected(count: int, layer: LayerSpec) -> None:
+    """Raises: CacheError: a layer that parks nothing was to lose entries."""
+    raise CacheError(
+        f"Layer {layer.index} parks nothing, but a plan rejects {count} of its entries: leave the "
+        "first layers that a policy calls dense out of its plans."
+    )

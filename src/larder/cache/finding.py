@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
 from larder.cache.base import Attended
 from larder.cache.following import Choice
@@ -48,7 +49,8 @@ class Finder:
 
     def taken_over(self, queries: Queries, entries: Entries, choice: Choice) -> list[Attended]:
         """Attention to what another layer has found for one query per head."""
-        return [self._loaded(choice, entries).attend(queries)]
+        fill = self._loaded if queries.shape[1] == 1 else self._loaded_once
+        return [fill(choice, entries).attend(queries)]
 
     def recalled(self, queries: Queries, entries: Entries, observed: Observed) -> list[Attended]:
         """Attention to what the index finds for one query per head."""
@@ -62,6 +64,18 @@ class Finder:
         if found.share is not None and found.mean is not None:
             parts.append(mixed_in(parts[0], found.share, found.mean, self.layer))
         return parts
+
+    def united(self, queries: Queries, entries: Entries, observed: Observed) -> list[Attended]:
+        """Attention of several queries to the pages that they find together, and nothing else."""
+        rows = [
+            self._look(row, entries, observed).pages.clone()
+            for row in queries.split(1, dim=1)
+        ]  # fmt: skip
+        wide, sets = max(pages.shape[1] for pages in rows), len(rows[0])
+        lists = torch.stack([pad(pages, (0, wide - pages.shape[1]), value=-1) for pages in rows], 1)
+        most = (self.recall.union or 0) // self.recall.page
+        self.choice = self._chosen(interleaved(lists.flatten(0, 1), sets, most), most, entries)
+        return [self._loaded_once(self.choice, entries).attend(queries)]
 
     def expect(self, arrived: Callable[[], bool] | None) -> None:
         """Have the next step use what `fetch` finds.
@@ -115,31 +129,37 @@ class Finder:
 
     def _found(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         """Find pages, and have them in their slots."""
-        found, index = self._look(queries, entries, observed), self.learned.index
-        pages = self._fitting(found.pages)
-        told = pages, index.versions(pages), index.contents(pages)
-        self.choice = Choice(*told, entries.lengths)
+        found = self._look(queries, entries, observed)
+        self.choice = self._chosen(found.pages, self.recall.pages, entries)
         self._loaded(self.choice, entries)
         return found
+
+    def _chosen(self, pages: Int64[Tensor, "N P"], slots: int, entries: Entries) -> Choice:
+        """As many of the pages found as there are slots for, so many per kv head.
+
+        Query heads that choose for themselves share the slots of their kv head. Where these are
+        fewer than a page for each, the query heads look at the same pages: the best of each in
+        turn.
+        """
+        heads, index = self.layer.kv_heads, self.learned.index
+        if slots * heads < len(pages):
+            pages = interleaved(pages, heads, slots)
+        there = int((pages >= 0).sum(1).max())
+        pages = pages[:, : min(there, slots * heads // len(pages))].contiguous()
+        return Choice(pages, index.versions(pages), index.contents(pages), entries.lengths)
+
+    def _loaded_once(self, choice: Choice, entries: Entries) -> Pool:
+        """Slots for this choice alone, given back at once."""
+        sets, width = choice.pages.shape
+        pool = Pool(self.layer, sets, max(1, width), self.recall.page, *self.like)
+        pool.load(choice.pages, choice.versions, choice.numbers, entries)
+        return pool
 
     def _loaded(self, choice: Choice, entries: Entries) -> Pool:
         """The slots, with the chosen pages in them."""
         pool = self._pool_for(choice)
         pool.load(choice.pages, choice.versions, choice.numbers, entries)
         return pool
-
-    def _fitting(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "M Q"]:
-        """As many of the pages found as the budget has slots for.
-
-        Query heads that choose for themselves share the slots of their kv head. Where these are
-        fewer than a page for each, the query heads look at the same pages: the best of each in
-        turn.
-        """
-        heads, slots = self.layer.kv_heads, self.recall.pages
-        if slots * heads < len(pages):
-            pages = interleaved(pages, heads, slots)
-        there = int((pages >= 0).sum(1).max())
-        return pages[:, : min(there, slots * heads // len(pages))]
 
     def _look(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         self.learn(entries, observed)

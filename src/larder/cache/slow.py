@@ -24,7 +24,7 @@ from larder.cache.owners import Owners
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.ops.packing import packed_rows, rows_of, starts_of
+from larder.ops.packing import heads_among, packed_rows, rows_of, starts_of
 
 GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
 GROWTH_SHARE = 8  # room for one in so many of what is held
@@ -47,8 +47,9 @@ class Sheaf:
     lengths: Int64[Tensor, " K"]
 
     @staticmethod
-    def of(held: Entries, gone: Int64[Tensor, " G"], lengths: Int64[Tensor, " K"]) -> Sheaf:
+    def of(held: Entries, gone: Int64[Tensor, " G"]) -> Sheaf:
         """Some of the entries that are held, by their packed numbers."""
+        lengths = torch.bincount(heads_among(gone, held.lengths), minlength=len(held.lengths))
         rows = rows_of(gone, *held.layout).to(held.keys.device)
         columns = [column[rows] for column in held.columns.values()]
         told = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()

@@ -6,8 +6,9 @@
 Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
 (2026), arXiv:2604.10539, sections 2 and 3, is the shape of it. A single new token attends to the
 ragged part and to the pages that the index finds for it; softmax runs over these together. Several
-tokens at once, as when a text or a question is read, attend to everything, exactly, the slow tier
-in pieces; so does what is read only to be looked at, which shall leave no trace. Parts are joined
+tokens at once, and all of what is said to be a text, attend to everything, exactly, the slow tier
+in pieces; so does what is read only to be looked at, which shall leave no trace. A question may be
+asked of the pages that its tokens find together instead. Parts are joined
 by their log-sum-exp. The index learns of parked entries at the next look, and of nothing in a dense
 layer, where nothing is parked. A fork shares slow tier and index until one of both has to change.
 """
@@ -21,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.base import Attended, Store
-from larder.cache.checking import check_dropped, check_kept, refuse_grades
+from larder.cache.checking import check_dropped, check_kept, check_parkable, refuse_rejected
 from larder.cache.finding import Finder
 from larder.cache.following import Choice, Numbering
 from larder.cache.host_room import Guest, HostRoom
@@ -30,15 +31,13 @@ from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW, bytes_of, saved
 from larder.cache.ragged import Ragged
 from larder.cache.recalling import everything
 from larder.cache.slow import Sheaf, Slow, rejected
-from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import Parking
 from larder.core.spec import LayerSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Coming, Keys, Positions, Queries, Values
 from larder.ops.merging import merge
-from larder.ops.packing import heads_among
 
 
 class Tiered(Store, Guest):
@@ -63,6 +62,7 @@ class Tiered(Store, Guest):
         self.finder = Finder(layer, parking.recall, dtype, device)
         self.leader: Tiered | None = None  # the layer whose pages it uses
         self._numbering = Numbering(layer.kv_heads)
+        self._coming, self._appends = Coming.STEP, False
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
@@ -70,12 +70,20 @@ class Tiered(Store, Guest):
         self.replaced_bytes = self._fast.replaced_bytes
 
     def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
-        out = super().extend(queries, keys, values, positions)
+        self._appends = True
+        try:
+            out = super().extend(queries, keys, values, positions)
+        finally:
+            self._appends = False
         wanted = self.parking.recall.observed
         if wanted and not self.is_dense:
             latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
             self._observed = latest[:, -wanted:].contiguous()
         return out
+
+    def expect(self, coming: Coming) -> None:
+        """Say what the tokens of the next passes are."""
+        self._coming = coming
 
     def listen(self) -> None:
         self._fast.listen()
@@ -216,17 +224,22 @@ class Tiered(Store, Guest):
 
     def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
         del positions, shift
-        is_step = own == queries.shape[1] == 1
         parts = [self._fast.attention(queries, own)]
         if len(self._slow):
-            held = self._slow.entries()
-            if is_step and (choice := self._choice_for(held)) is not None:
-                parts += self.finder.taken_over(queries, held, choice)
-            elif is_step:
-                parts += self.finder.recalled(queries, held, self._observed)
-            else:
-                parts += everything(queries, held, self.layer)
+            parts += self._of_parked(queries, own)
         return merge([out for out, _ in parts], [lse for _, lse in parts])
+
+    def _of_parked(self, queries: Queries, own: int) -> list[Attended]:
+        """Attention to what a step or a question finds of the slow tier, or to all of it."""
+        held, is_question = self._slow.entries(), self._coming is Coming.QUESTION
+        is_step = own == queries.shape[1] == 1 and self._coming is Coming.STEP
+        unites = self._appends and is_question and self.parking.recall.union is not None
+        if not is_step and not unites:
+            return everything(queries, held, self.layer)
+        if (choice := self._choice_for(held)) is not None:
+            return self.finder.taken_over(queries, held, choice)
+        look = self.finder.recalled if is_step else self.finder.united
+        return look(queries, held, self._observed)
 
     def _choice_for(self, held: Entries) -> Choice | None:
         """What the layer that it follows has found in this step; None where that does not fit."""
@@ -251,12 +264,7 @@ class Tiered(Store, Guest):
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
         """Park what a plan rejects and does not drop, then have the ragged part carry it out."""
-        refuse_grades(plan)
-        if len(plan.folds):
-            raise CacheError(
-                f"A tiered cache parks what is rejected, but a plan folds {len(plan.folds)} rows: "
-                "use a ragged cache for plans that fold."
-            )
+        check_parkable(plan)
         check_kept(plan, self.lengths)
         self._fast.check_numbers(plan)
         held = self._fast.entries()
@@ -267,25 +275,21 @@ class Tiered(Store, Guest):
             self.replaced_bytes = self._fast.replaced_bytes
             return
         if self.is_dense:
-            raise CacheError(
-                f"Layer {self.layer.index} parks nothing, but a plan rejects {len(gone)} of its "
-                "entries: leave the first layers that a policy calls dense out of its plans."
-            )
+            refuse_rejected(len(gone), self.layer)
         parked = gone[~torch.isin(gone, plan.dropped.cpu())] if len(plan.dropped) else gone
-        lengths = torch.bincount(heads_among(parked, held.lengths), minlength=len(held.lengths))
-        self._slow.add(Sheaf.of(held, parked, lengths), self._index_bytes(len(parked)))
+        sheaf = Sheaf.of(held, parked)
+        self._slow.add(sheaf, self._index_bytes(len(parked)))
         try:
             change(plan)
         except BaseException:
-            self._slow.take_back(lengths)
+            self._slow.take_back(sheaf.lengths)
             raise
         self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
 
     def _index_bytes(self, coming: int) -> int:
         """What the index will grow by with so many more entries; 0 where nobody limits it."""
-        if self._slow.room.limit is None or not self._searches:
-            return 0
-        return self.finder.learned.foreseen_nbytes(len(self._slow) + coming)
+        counts = self._slow.room.limit is not None and self._searches
+        return self.finder.learned.foreseen_nbytes(len(self._slow) + coming) if counts else 0
 
 
 def tiered(stores: Sequence[Store]) -> list[Tiered]:

@@ -148,6 +148,9 @@ class Recall(ABC):
         layers: so many layers in a row share what the first of them finds. The others have no index
             as long as they have parked the same tokens, head by head; else they search themselves.
             IceCache's released code has 3 of them where it is asked to.
+        union: entries per kv head that the tokens of a question attend to together, of what is
+            parked: the pages that each of them finds, the best of each in turn. Left open, all of
+            it, exactly.
 
     Raises:
         BadParameter: a value out of range.
@@ -158,6 +161,7 @@ class Recall(ABC):
     search: Search = Search.INDEX
     fetch: Fetch = Fetch.IN_TURN
     layers: int = 1
+    union: int | None = None
 
     # Whether what it finds is pages and nothing else, so that another layer can use it.
     is_plain: ClassVar[bool] = True
@@ -176,6 +180,11 @@ class Recall(ABC):
             raise BadParameter(
                 f"{name}.tokens is {self.tokens}, which pages of {self.page} do not divide: give "
                 f"{self.tokens // self.page * self.page or self.page}, or another page."
+            )
+        if self.union is not None and (self.union < self.page or self.union % self.page):
+            raise BadParameter(
+                f"{name}.union must be whole pages of {self.page} entries, at least one, got "
+                f"{self.union}."
             )
         if self.dense < 0:
             raise BadParameter(f"{name}.dense must be at least 0 layers, got {self.dense}.")

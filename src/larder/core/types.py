@@ -37,6 +37,19 @@ class Mode(Enum):
     PROBE = "probe"
 
 
+class Coming(Enum):
+    """What tokens that are appended are, to a cache that parks some of what it holds.
+
+    STEP: one that was generated attends to what is found for it. Several at once are a text.
+    TEXT: all of it attends to everything, exactly, be it one token.
+    QUESTION: a text that something is generated behind: as `TEXT`, unless a policy says otherwise.
+    """
+
+    STEP = "step"
+    TEXT = "text"
+    QUESTION = "question"
+
+
 class Variant(Enum):
     """Whom a part follows where paper, released code and sound practice differ."""
 

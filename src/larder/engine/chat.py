@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError, UsageError
-from larder.core.types import Mode
+from larder.core.types import Coming, Mode
 from larder.engine.answer import Answer
 from larder.engine.chat_view import ChatFigures, EpisodeView, Outcome
 from larder.engine.decoding import Tend, untended
@@ -206,7 +206,7 @@ class Chat:
         """Read what decoding has left unread: the answer's last token, the end of the turn."""
         unread = ids[drawer.cache.next_position - drawer.mark :]
         if unread:
-            row = Row(drawer.cache, unread)
+            row = Row(drawer.cache, unread, coming=Coming.TEXT)
             decoder = self._engine.loaded.decoder
             decoder.read([row], Mode.APPEND, observe([0], [row], [said]))
 

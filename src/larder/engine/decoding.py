@@ -9,7 +9,7 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
-from larder.core.types import Mode
+from larder.core.types import Coming, Mode
 from larder.engine.sampling import Sampling
 from larder.models.decoder import Decoder
 from larder.models.passes import Observer, Row
@@ -105,7 +105,10 @@ def generate(
 
 def _step(decoder: Decoder, going: Mapping[int, _Stream], tend: Tend) -> torch.Tensor:
     """Read what each stream has unread; logits [rows, V] behind its last token."""
-    rows = [Row(stream.cache, stream.unread) for stream in going.values()]
+    rows = [
+        Row(s.cache, s.unread, coming=Coming.STEP if s.said else Coming.QUESTION)
+        for s in going.values()
+    ]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
     observer = tend(list(going), rows, [len(stream.said) for stream in going.values()])
     return decoder.predict(rows, Mode.APPEND, ends.tolist(), observer)

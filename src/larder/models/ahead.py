@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from larder.cache.tiered import Tiered
 from larder.core.errors import ModelError
-from larder.core.types import Keys, Queries, Values
+from larder.core.types import Coming, Keys, Queries, Values
 from larder.models.passes import Row
 
 KEYWORD = "larder"  # by which a pass comes down the model's call
@@ -148,7 +148,7 @@ def _fetch(
 
 def _looking_ahead(rows: Sequence[Row]) -> dict[int, list[Tiered]]:
     """Layers in which every row has pages to find, and finds them ahead; none unless in steps."""
-    if not rows or any(len(row.ids) != 1 for row in rows):
+    if not rows or any(len(row.ids) != 1 or row.coming is not Coming.STEP for row in rows):
         return {}
     tiers = [
         [t for t in row.cache.tiers if t.recalls and t.leader is None and t.finder.fetches_ahead]

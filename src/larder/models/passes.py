@@ -15,7 +15,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
-from larder.core.types import Keys, Mode, Queries, Values
+from larder.core.types import Coming, Keys, Mode, Queries, Values
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,14 @@ class Row:
             several questions in scratch mode; one section by default.
         shift: how much later than the cache's next position it is read, below 0 earlier; for
             scratch mode.
+        coming: what the tokens are, for append mode.
     """
 
     cache: SequenceCache
     ids: tuple[int, ...]
     sections: tuple[int, ...] = ()
     shift: int = 0
+    coming: Coming = Coming.STEP
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -77,6 +79,9 @@ class Pass:
         self._observer = observer
         self._plans = [row.cache.plans for row in rows]
         self._positions = [torch.tensor(row.positions(), device=device) for row in rows]
+        for row in rows:
+            for tier in row.cache.tiers:
+                tier.expect(row.coming)
 
     def positions(self) -> Int[Tensor, "1 Q"]:
         """True positions of all rows, as the model takes them."""

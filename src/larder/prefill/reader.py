@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
 from larder.core.observation import Prompts, Scratch
-from larder.core.types import Mode
+from larder.core.types import Coming, Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.policy.planner import Planner
@@ -47,6 +47,7 @@ class Reader:
     Args:
         tokens: M, entries per kv head averaged over the managed layers.
         quotas: the same per managed layer, by layer index.
+        pages: entries per kv head that are left for recalled pages, once anything is parked.
     """
 
     decoder: Decoder
@@ -54,6 +55,7 @@ class Reader:
     tokens: int
     quotas: Mapping[int, int]
     meter: Meter
+    pages: int = 0
 
     def append(self, lanes: Sequence[Lane], ids: tuple[int, ...]) -> None:
         """Read tokens into every lane; nothing is judged."""
@@ -85,7 +87,7 @@ class Reader:
         judge = self._judge(caches, length)
         if not scratches[0]:
             judge.expect([Scratch(ids, (0, length))] * len(lanes), [Turn.LAST] * len(lanes), 0)
-            self.decoder.read([Row(cache, ids) for cache in caches], Mode.APPEND, judge)
+            self.decoder.read(_rows(caches, ids), Mode.APPEND, judge)
             return
         rounds, following = list(zip(*scratches, strict=True)), list[int]()
         if any(scratch.drafts for scratch in scratches[0]):
@@ -120,7 +122,7 @@ class Reader:
         caches = [lane.cache for lane in lanes]
         judge = self._judge(caches, lanes[0].cache.next_position + len(ids))
         judge.expect([Scratch(ids, (0, 0))] * len(lanes), [Turn.WATCH] * len(lanes), 0)
-        return [Row(cache, ids) for cache in caches], judge
+        return _rows(caches, ids), judge
 
     def _scratches(self, lane: Lane, block: tuple[int, ...], start: int) -> tuple[Scratch, ...]:
         """What is read behind a lane to judge it.
@@ -137,10 +139,18 @@ class Reader:
         return Judge(self.planner, caches, self.tokens, quotas, self.meter, lengths)
 
     def _fits(self, lanes: Sequence[Lane], new_tokens: int) -> bool:
-        """Whether every layer of every lane stays within its budget without any plan."""
+        """Whether every layer of every lane stays within its budget without any plan.
+
+        What has all been kept so far parks nothing, and needs no room for pages.
+        """
         longest = max(lane.cache.next_position for lane in lanes) + new_tokens
         spec, finest = self.decoder.spec, self.planner.storage.finest
         return all(
-            longest <= finest(quota, spec.layers[index], spec.dtype.itemsize)
+            longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.pages
             for index, quota in self.quotas.items()
         )
+
+
+def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[Row]:
+    """The same text for every cache."""
+    return [Row(cache, ids, coming=Coming.TEXT) for cache in caches]

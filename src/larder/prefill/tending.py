@@ -40,6 +40,7 @@ class Tending:
         tokens: M, entries per kv head averaged over the managed layers.
         quotas: the same per managed layer, by layer index, for each cache of the generation.
         starts: true positions where generating began, one per cache of the generation.
+        pages: as in `Reader`.
         foresee: a decoder's, asked where the policy wants to know.
     """
 
@@ -48,6 +49,7 @@ class Tending:
     quotas: tuple[Mapping[int, int], ...]
     starts: tuple[int, ...]
     foresee: Foresee = unforeseen
+    pages: int = 0
 
     def observer(
         self, numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]
@@ -101,6 +103,8 @@ class Tending:
         if excess is None:
             return False
         lengths, new = row.cache.lengths(), len(row.ids)
+        if not any(tier.recalls for tier in row.cache.tiers):
+            excess += self.pages
         held = {layer: sum(lengths[layer]) + new * len(lengths[layer]) for layer in quotas}
         allowed = {layer: (quota + excess) * len(lengths[layer]) for layer, quota in quotas.items()}
         return self.planner.budget.due(held, allowed) or self._is_rounding_due(row, quotas, excess)

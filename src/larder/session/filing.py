@@ -26,6 +26,7 @@ from larder.session.reading import (
     entries_of,
     gather,
     governed,
+    pages_of,
     tokens_of,
 )
 from larder.session.shelf import Shelf
@@ -107,10 +108,10 @@ class Cabinet:
 
     @property
     def bound(self) -> int:
-        """L x K x (M + M_block): entries beyond which a cache is refreshed."""
+        """L x K x (M + M_block): entries, pages included, beyond which a cache is refreshed."""
         spec, policy = self._desk.decoder.spec, self.state.memory.policy
         heads = sum(layer.kv_heads for layer in governed(policy, spec))
-        return heads * (entries_of(policy, spec) + block_of(policy))
+        return heads * (entries_of(policy, spec) + pages_of(policy) + block_of(policy))
 
     @property
     def finest_bound(self) -> int | None:
@@ -164,7 +165,7 @@ class Cabinet:
         return [
             number
             for number, held in enumerate(self.shelf.holdings())
-            if held.entries > bound or (finest is not None and held.finest > finest)
+            if held.entries + held.paged > bound or (finest is not None and held.finest > finest)
         ]
 
     def refresh(self) -> None:

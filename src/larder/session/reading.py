@@ -164,7 +164,8 @@ def build(
     _check_room(policy, held)
     planner, quotas = _ready(desk, policy, tokens, len(ids))
     form = _form(policy, tokens)
-    shelf, reader = Shelf(spec, ()), Reader(desk.decoder, planner, tokens, quotas, meter)
+    told = planner, tokens, quotas, meter, pages_of(policy)
+    shelf, reader = Shelf(spec, ()), Reader(desk.decoder, *told)
     ledger = Ledger() if form is Form.DENSE else planner.ledger
     kept = ledger, policy.storage.codecs, policy.storage.pairing, policy.parking
     lanes = [Lane(SequenceCache(spec, form, *kept), book, shelf.add) for book in books]
@@ -192,7 +193,8 @@ def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending
     # Generated text goes on filling layers, so the context so far does not limit them.
     ready = [_ready(desk, policy, reading, max(start, tokens)) for start in starts]
     quotas = tuple(own for _, own in ready)
-    return Tending(ready[0][0], tokens, quotas, starts, desk.decoder.foresee)
+    told = tokens, quotas, starts, desk.decoder.foresee, pages_of(policy)
+    return Tending(ready[0][0], *told)
 
 
 def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Planner, dict[int, int]]:
@@ -241,6 +243,11 @@ def entries_of(policy: Policy, spec: ModelSpec) -> int:
             "take uniform(kept=1.0) for as many bytes as the context takes, or less."
         )
     return tokens
+
+
+def pages_of(policy: Policy) -> int:
+    """Entries per kv head that a budget leaves for recalled pages."""
+    return 0 if policy.recall is None else policy.recall.tokens or 0
 
 
 def _beside_pages(policy: Policy, tokens: int) -> int:

@@ -27,6 +27,7 @@ class Parked:
     next_position: int
     finest: int
     in_use: int
+    paged: int
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +45,7 @@ class Holding:
         finest: those of the entries that are held at full precision.
         in_use: bytes in the model's memory when it answers: all, or those of the fast tier and of
             the pages that a step fetches.
+        paged: entries that there are slots for, over all layers and heads, once any are parked.
     """
 
     entries: int
@@ -51,6 +53,7 @@ class Holding:
     next_position: int
     finest: int
     in_use: int
+    paged: int
 
 
 class Shelf:
@@ -132,24 +135,29 @@ class Shelf:
         """What each cache holds, by number."""
         held = {
             number: Holding(
-                parked.entries, parked.nbytes, parked.next_position, parked.finest, parked.in_use
+                parked.entries,
+                parked.nbytes,
+                parked.next_position,
+                parked.finest,
+                parked.in_use,
+                parked.paged,
             )
             for number, parked in self._parked.items()
         }
         if self._active is not None:
             number, cache = self._active
             told = cache.managed_entries, cache.nbytes, cache.next_position, _finest(cache)
-            held[number] = Holding(*told, _in_use(cache))
+            held[number] = Holding(*told, _in_use(cache), _paged(cache))
         return tuple(held[number] for number in sorted(held))
 
 
 def _park(cache: SequenceCache) -> Parked:
     """Take a cache over into host memory; it is empty afterwards."""
     held = cache.managed_entries, cache.next_position, _finest(cache)
-    slots, meta = _slot_bytes(cache), cache.meta()
+    slots, paged, meta = _slot_bytes(cache), _paged(cache), cache.meta()
     state = cache.surrender(torch.device("cpu"))
     fast = sum(t.untyped_storage().nbytes() for name, t in state.items() if not is_slow(name))
-    return Parked(state, meta, *held, fast + slots)
+    return Parked(state, meta, *held, fast + slots, paged)
 
 
 def _in_use(cache: SequenceCache) -> int:
@@ -161,6 +169,12 @@ def _slot_bytes(cache: SequenceCache) -> int:
     """Bytes of the slots for pages, there or not yet."""
     there = (slot for tier in cache.tiers for slot in tier.finder.slots())
     return sum(t.untyped_storage().nbytes() for t in there) + _in_use(cache) - cache.fast_nbytes
+
+
+def _paged(cache: SequenceCache) -> int:
+    """Entries that there are slots for, once any are parked."""
+    recalling = [tier for tier in cache.tiers if tier.recalls]
+    return sum(t.layer.kv_heads * (t.parking.recall.tokens or 0) for t in recalling)
 
 
 def _finest(cache: SequenceCache) -> int:
