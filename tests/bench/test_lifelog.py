@@ -8,22 +8,19 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from bench.telling import GRAMMAR, HEADER, SINGLES, sentences_of, statement_in, told
 from larder.bench.demo_conversation import BUNDLED, as_json, demo_conversation
-from larder.bench.grammar import VALUES, draw_value, load_grammar
+from larder.bench.grammar import VALUES, draw_value
 from larder.bench.lifelog import LifeLog, tokens_of, write_lifelog
 from larder.bench.lifelog_questions import lifelog_conversation
-from larder.core.conversation import Conversation, Message, Question
+from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, UnknownName
 from larder.session.files import read_conversation
-
-GRAMMAR = load_grammar()
-HEADER = re.compile(r"Session (\d+), [A-Z][a-z]+day [A-Z][a-z]+ \d+")
 
 
 def words(text: str) -> int:
@@ -32,62 +29,6 @@ def words(text: str) -> int:
 
 def log_of(seed: int, tokens: int = 3000, questions: int = 40) -> Conversation:
     return lifelog_conversation(seed, tokens, words, questions)
-
-
-def pattern_of(statement: str, entity: str) -> re.Pattern[str]:
-    before, after = (re.escape(p.replace("{E}", entity)) for p in statement.split("{V}"))
-    start = f"(?i:{before[0]}){before[1:]}" if before else ""
-    return re.compile(f"(?P<lead>.*, |.*: |){start}(?P<value>[^.]+){after}")
-
-
-STATEMENTS = [
-    ((entity, attribute.name), statement, pattern_of(statement, entity))
-    for topic in GRAMMAR.topics
-    for entity in topic.entities
-    for attribute in topic.attributes
-    for statement in attribute.statements
-]
-
-
-def statement_in(sentence: str) -> tuple[tuple[str, str], str, re.Match[str]] | None:
-    """Which statement a sentence is an instance of, if any.
-
-    Of "E is V" and "E is kept at V" the longer one is meant where both fit.
-    """
-    leads = {*GRAMMAR.openers, *GRAMMAR.updates}
-    matches = ((fact, said, pattern.fullmatch(sentence)) for fact, said, pattern in STATEMENTS)
-    found = [(f, said, m) for f, said, m in matches if m and m["lead"].strip() in leads]
-    return min(found, key=lambda one: len(one[2]["value"]), default=None)
-
-
-def sentences_of(text: str) -> list[str]:
-    return [part.rstrip(".") for part in re.split(r"(?<=[.!?]) ", text)]
-
-
-@cache
-def told(messages: tuple[Message, ...]) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    """Read the facts off the text: per entity and attribute, session and value, in order.
-
-    Values are in lower case, for one that starts its sentence has lost its own.
-    """
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    session = 0
-    for message in messages:
-        if header := HEADER.fullmatch(message.content):
-            session = int(header[1])
-        for sentence in sentences_of(message.content):
-            if said := statement_in(sentence):
-                found.setdefault(said[0], []).append((session, said[2]["value"].lower()))
-    return found
-
-
-SINGLES = {
-    asked.replace("{E}", entity): (entity, attribute.name)
-    for topic in GRAMMAR.topics
-    for entity in topic.entities
-    for attribute in topic.attributes
-    for asked in attribute.questions
-}
 
 
 def session_of(single: Question, conversation: Conversation) -> int:

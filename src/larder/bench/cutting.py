@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 # Languages without spaces have no words that could be told apart.
 WORDS = re.compile(r"\s*\S{1,16}")
@@ -14,16 +14,19 @@ BLOCK = 256  # words counted at once
 def first_of(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
     """The longest beginning of at most `tokens` tokens, or nearly so."""
     pieces = WORDS.findall(text[: max(0, tokens) * LETTERS_PER_TOKEN])
-    fitting = _fitting(pieces, tokens, count_tokens)
+    fitting = _fitting(lambda n, m: "".join(pieces[n:m]), len(pieces), tokens, count_tokens)
     return "".join(pieces[:fitting])
 
 
 def last_of(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
     """The longest end of at most `tokens` tokens, or nearly so."""
     start = max(0, len(text) - max(0, tokens) * LETTERS_PER_TOKEN)
-    pieces = WORDS.findall(text[start:])[::-1]
-    fitting = _fitting(pieces, tokens, count_tokens)
-    return "".join(pieces[:fitting][::-1]).lstrip()
+    pieces = WORDS.findall(text[start:])
+    last = len(pieces)
+    fitting = _fitting(
+        lambda n, m: "".join(pieces[last - m : last - n]), last, tokens, count_tokens
+    )
+    return "".join(pieces[last - fitting :]).lstrip()
 
 
 def without_middle(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
@@ -34,18 +37,21 @@ def without_middle(text: str, tokens: int, count_tokens: Callable[[str], int]) -
     return f"{first_of(text, half, count_tokens)}\n{last_of(text, half, count_tokens)}"
 
 
-def _fitting(pieces: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> int:
+def _fitting(
+    joined: Callable[[int, int], str], pieces: int, tokens: int, count_tokens: Callable[[str], int]
+) -> int:
     """How many pieces fit, found in steps that halve where one is too long.
 
-    Pieces are counted apart, which may come to more than the whole, and in no known tokenizer to
+    Steps are counted apart, which may come to more than the whole, and in no known tokenizer to
     less.
     """
     fitting, step = 0, BLOCK
-    while step and fitting < len(pieces):
-        taken = count_tokens("".join(pieces[fitting : fitting + step]))
+    while step and fitting < pieces:
+        stop = min(pieces, fitting + step)
+        taken = count_tokens(joined(fitting, stop))
         if taken <= tokens:
             tokens -= taken
-            fitting = min(len(pieces), fitting + step)
+            fitting = stop
         else:
             step //= 2
     return fitting

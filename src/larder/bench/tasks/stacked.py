@@ -48,10 +48,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Release:
-    """What a file holds; a session that several histories share is there once."""
+    """What a file holds; a session that several histories share is there once.
+
+    Args:
+        evidence: the ids of all sessions that answer anything, or show that nothing does.
+    """
 
     entries: tuple[Entry, ...]
     sessions: dict[str, Session]
+    evidence: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,8 @@ class Stacked(Task):
             asked.append(entry)
         if not asked:
             raise TooLittle(f"stacked.tokens must hold the evidence of a question, got {tokens}.")
-        evidence = {id for entry in release.entries for id in entry.evidence}
         for id in random.sample(sorted(costs), len(costs)):
-            if id not in evidence and costs[id] <= left:
+            if id not in release.evidence and costs[id] <= left:
                 taken[id] = None
                 left -= costs[id]
         stack = sorted((release.sessions[id] for id in taken), key=lambda one: (one.date, one.id))
@@ -113,18 +117,20 @@ def _release(sources: Sources) -> Release:
 
 
 def _read(path: Path) -> Release:
-    entries, sessions = list[Entry](), dict[str, Session]()
+    entries, sessions, evidence = list[Entry](), dict[str, Session](), set[str]()
     for fields in read_list(path):
         for id, date, said in _histories(fields, path.name):
             messages = tuple(Message(turn["role"], str(turn["content"])) for turn in said)
             if messages:
                 sessions.setdefault(id, Session(id, date, messages))
+        entry = _entry(fields, path.name)
+        evidence.update(entry.evidence)
         if not str(field_of(fields, "question_id", path.name)).endswith(ABSTAINING):
-            entries.append(_entry(fields, path.name))
+            entries.append(entry)
     known = [entry for entry in entries if sessions.keys() >= set(entry.evidence)]
     if not known:
         raise InputError(f"{path} holds no question that its sessions answer.")
-    return Release(tuple(known), sessions)
+    return Release(tuple(known), sessions, frozenset(evidence))
 
 
 def _histories(fields: Fields, name: str) -> Sequence[tuple[str, str, Any]]:
