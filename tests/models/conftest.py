@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,12 @@ def adopted() -> Callable[[str, int], Decoder]:
         return adopt(tiny(architecture, kv_heads=kv_heads))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def own() -> Callable[..., Any]:
+    """The same model on its own attention; leave it as it is."""
+    return cache(tiny)
 
 
 @pytest.fixture(params=ARCHITECTURES)

@@ -54,8 +54,9 @@ class Watched(Decoder):
 
     def remember(self, row: Row, layer: int, recorded: Recorded) -> None:
         told = self.told.setdefault(id(row.cache), {})
+        keys, values = recorded.keys.clone().unbind(1), recorded.values.clone().unbind(1)
         for q, position in enumerate(recorded.positions.tolist()):
-            told[layer, position] = (recorded.keys[:, q].clone(), recorded.values[:, q].clone())
+            told[layer, position] = keys[q], values[q]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ BUDGETS = [built("budget", n) for n in FAMILIES["budget"].names() if n != "unlim
 KINDS = {"blockwise": Blockwise, "episodic": lambda block: Episodic(block, Together.ALL)}
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(
     length=st.integers(1, 70),
     tokens=st.integers(6, 40),

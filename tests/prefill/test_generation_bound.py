@@ -117,7 +117,7 @@ def while_generating(slot: str) -> Iterator[str]:
         yield name
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(
     scorer=st.sampled_from(sorted(while_generating("scorer"))),
     budget=st.sampled_from(sorted(while_generating("budget"))),
@@ -141,7 +141,7 @@ def test_the_bound_holds_at_every_step(
 def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) -> None:
     parts = f"column_mass() > {budget}() > drop() > split(reading=0.6)"
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > {parts}"
-    counting = generated(decoder, sentence, 20, 40, 24)
+    counting = generated(decoder, sentence, 20, 40, 14)
     assert counting.over == []
     assert counting.held > 0.9 * counting.most
 
@@ -153,7 +153,7 @@ def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) ->
     budget=st.sampled_from(["uniform", "pooled", "pyramid", "inverse_variance", "global"]),
     compensation=st.sampled_from(["drop", "fold_ema", "cam", "chelsea", "razor"]),
     timing=st.sampled_from(["every_step()", "lagged(tokens=3)"]),
-    context=st.integers(1, 120),
+    context=st.integers(1, 90),
 )
 def test_the_bytes_of_a_budget_hold_at_every_step_in_every_form(
     decoder, storage, scorer, budget, compensation, timing, context
@@ -161,7 +161,7 @@ def test_the_bytes_of_a_budget_hold_at_every_step_in_every_form(
     group = "recent=8" if storage == "minicache" else "group=8"
     parts = f"{scorer}() > {budget}() > {compensation}() > {storage}({group}) > {timing}"
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=4) > {parts}"
-    counting = generated(decoder, sentence, 60, context, 24, Weighing)
+    counting = generated(decoder, sentence, 60, context, 16, Weighing)
     assert counting.over == []
     assert counting.held > 0
 

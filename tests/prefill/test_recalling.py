@@ -31,7 +31,7 @@ from larder.session.shelf import Shelf
 from larder.session.transcript import Scribe
 from reading import own_logits, some_ids
 
-CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 40, 2
+CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 28, 2
 STAYING, LAG = 8, 4  # entries of the fast tier, and those that may pile up
 # Sizes for texts as short as these; all other parts find entries one by one.
 SIZES = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -79,15 +81,25 @@ def test_blockwise_and_episodic_build_the_same_caches(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_budget_that_holds_everything_is_exact(
-    architecture, reader_for, lane_for, schedule
+    architecture, adopted, own, reader_for, lane_for, schedule
 ) -> None:
-    decoder, ids = adopt(tiny(architecture, layers=3)), some_ids(77)
-    expected = own_logits(tiny(architecture, layers=3), ids)
+    ids = some_ids(61)
+    decoder, expected = adopted(architecture), own_logits(own(architecture), ids)
     for sentence in ('patched(prompt="episode") > sensitivity()', "snapkv(window=4) > global()"):
         reader, lane = reader_for(decoder, planner_of(sentence), 45, 45), lane_for(decoder)
         SCHEDULES[schedule].read(reader, [lane], ids[:45], silent)
         got = read_on(decoder, lane.cache, ids[45:], 1)
         assert (got - expected[45:]).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    return cache(partial(tiny, layers=3))
+
+
+@pytest.fixture(scope="module")
+def adopted() -> Any:
+    return cache(lambda architecture: adopt(tiny(architecture, layers=3)))
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     return Sizes(monkeypatch)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def read(watched, reader_for, lane_for) -> Any:
     """The lanes that a schedule leaves, and the meter."""
 
@@ -55,6 +56,12 @@ def read(watched, reader_for, lane_for) -> Any:
     return run
 
 
+@pytest.fixture(scope="module")
+def blockwise(read) -> Any:
+    """What blockwise builds under a sentence."""
+    return cache(lambda sentence: read(Blockwise(BLOCK), sentence=sentence))
+
+
 def assert_same(one: Any, other: Any, within: float) -> None:
     for left, right in zip(one, other, strict=True):
         mine, its = left.cache.state(), right.cache.state()
@@ -63,10 +70,15 @@ def assert_same(one: Any, other: Any, within: float) -> None:
             torch.testing.assert_close(mine[name], its[name], atol=within, rtol=0)
 
 
-@pytest.mark.parametrize("together", [1, 3, 40, *Together])
-@pytest.mark.parametrize("sentence", [EPICACHE, "keydiff() > global()"])
-def test_any_number_builds_what_blockwise_builds(read, together, sentence) -> None:
-    one, _ = read(Blockwise(BLOCK), sentence=sentence)
+@pytest.mark.parametrize(
+    "sentence, together",
+    [
+        *((EPICACHE, together) for together in (1, 3, 40, *Together)),
+        *(("keydiff() > global()", together) for together in (3, Together.ALL)),
+    ],
+)
+def test_any_number_builds_what_blockwise_builds(read, blockwise, together, sentence) -> None:
+    one, _ = blockwise(sentence)
     other, _ = read(Episodic(BLOCK, together), sentence=sentence)
     assert_same(one, other, 1e-4)
 
@@ -85,9 +97,9 @@ def test_all_are_read_together_if_asked(read, sizes) -> None:
     assert set(sizes) == {LANES}
 
 
-def test_on_a_cpu_one_is_read_after_the_other(read, sizes) -> None:
+def test_on_a_cpu_one_is_read_after_the_other(read, blockwise, sizes) -> None:
     assert room.free_bytes(torch.device("cpu")) is None
-    one, held = read(Blockwise(BLOCK))
+    one, held = blockwise(EPICACHE)
     sizes.clear()
     other, also = read(Policy.parse("epicache").filled(TOKENS, BLOCK).schedule)
     assert set(sizes) == {1}

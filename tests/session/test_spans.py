@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from larder.core.conversation import Conversation, Form, Message
-from larder.models.loading import Loaded, load
+from larder.models.loading import Loaded
 from larder.session.transcript import Scribe
 
 
-@pytest.fixture(scope="module")
-def seed() -> Loaded:
-    return load()
+@pytest.fixture
+def seed(seed_model: Loaded) -> Loaded:
+    return seed_model
 
 
 CONTENTS = ("hello there", "a", "s", "user", "assistant", " user ", "", "fine")
