@@ -34,10 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _models import filled, load_model
+from _models import load_model
 from _timing import environment, write
 
 from larder import Policy
+from larder.bench.filling import filled
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.observation import Calibration
 from larder.core.spec import ModelSpec

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _models import filled, load_model
+from _models import load_model
 from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
+from larder.bench.filling import filled
 from larder.bench.timing import interleaved, percentiles
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode

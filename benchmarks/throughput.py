@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from _models import filled, load_model
+from _models import load_model
 from _timing import environment, write
 
 from larder import Policy
+from larder.bench.filling import filled
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder

@@ -105,6 +105,28 @@ def force(engine: Engine, memory: Memory, questions: Sequence[Question]) -> list
     return [results[place] for place in range(len(questions))]
 
 
+def force_slowly(engine: Engine, memory: Memory, questions: Sequence[Question]) -> list[Forced]:
+    """The same token by token, each question on a fork, as where entries are recalled for each.
+
+    A question is read in one pass. Nothing is dropped on the way.
+    """
+    wrap, results = memory.conversation.question_prompt, list[Forced]()
+    for question in questions:
+        cache, match = memory.recall(question.question)
+        fork = cache.fork()
+        given = engine.scribe.question(wrap.format(question=question.question))
+        hits, likelihoods = list[bool](), list[float]()
+        for token in _ending(engine, question.answer):
+            row = Row(fork, given)
+            logits = engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0]
+            hits.append(int(logits.argmax()) == token)
+            likelihoods.append(float(logits.log_softmax(0)[token]))
+            given = (token,)
+        episode = None if match is None else match.episode
+        results.append(Forced(question, tuple(hits), tuple(likelihoods), episode))
+    return results
+
+
 def _ending(engine: Engine, answer: str) -> tuple[int, ...]:
     """The answer's tokens and the one that ends the turn."""
     return engine.scribe.encode(answer) + engine.scribe.closing()[:1]

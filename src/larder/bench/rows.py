@@ -69,7 +69,7 @@ def results(paths: Iterable[Path]) -> Results:
     """All cells and environments of result files.
 
     Raises:
-        InputError: a file cannot be read, holds what is no row, or has nothing measured in it.
+        InputError: a file cannot be read, or holds what is no row.
     """
     rows = [row for path in paths for row in rows_of(path)]
     for row in rows:
@@ -79,8 +79,6 @@ def results(paths: Iterable[Path]) -> Results:
                 "larder bench has written."
             )
     cells = {key(row): row for row in rows if row["row"] == CELL}
-    if not cells:
-        raise InputError("The result files hold no cells: run larder bench first.")
     environments = {row["id"]: row for row in rows if row["row"] == ENVIRONMENT}
     return Results(tuple(cells.values()), environments)
 

@@ -49,13 +49,21 @@ def load(name: str = SEED, device: str = "cpu", dtype: str | None = None) -> Loa
 def _load(name: str, source: str, device: str, dtype: str | None) -> Loaded:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    kind = _dtype(dtype, _device(device))
+    kind = torch_dtype(dtype, device)
     config = _guarded(name, _read_config, source)
     check_rope(config)
     module = _guarded(name, AutoModelForCausalLM.from_pretrained, source, **_dtype_option(kind))
     module = _move(module, device).eval()
     tokenizer = _guarded(name, AutoTokenizer.from_pretrained, source)
     return Loaded(adopt(module), tokenizer, name)
+
+
+def seed_tokenizer() -> Any:
+    """The bundled model's, without its weights."""
+    from transformers import AutoTokenizer
+
+    with quiet():
+        return AutoTokenizer.from_pretrained(str(files("larder.models") / "seed"))
 
 
 def adopt(module: Any) -> Decoder:
@@ -128,9 +136,15 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _dtype(dtype: str | None, device: torch.device) -> torch.dtype:
+def torch_dtype(dtype: str | None, device: str) -> torch.dtype:
+    """What a model's numbers are held in.
+
+    Raises:
+        BadParameter: no such type, or no such device.
+    """
+    place = _device(device)
     if dtype is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return torch.float32 if place.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
         raise BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     return DTYPES[dtype]

@@ -1,0 +1,121 @@
+"""The cells of a study: every task, length and seed under every policy and budget, in their order.
+
+All policies read one conversation before the next, so that a study that was stopped has whole
+conversations to compare on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from larder.bench.amounts import OWN, WHOLE, Amount, Matched
+from larder.bench.rows import CELL, SCHEMA, Row
+from larder.bench.study import Study
+from larder.bench.subjects import Subject, control, subject
+from larder.bench.task import Task, parse_task
+from larder.core.errors import UsageError
+from larder.core.spelling import name_of, spell
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One conversation under one policy at one budget.
+
+    Args:
+        model: as it is asked for.
+        measure: as it is spelled.
+        budget: an amount, or `1/1` where nothing is dropped, or `own` where a spelling says it.
+    """
+
+    study: str
+    model: str
+    task: Task
+    tokens: int
+    seed: int
+    subject: Subject
+    budget: str
+    matched: Matched
+    measure: str
+
+    @property
+    def amount(self) -> Amount | None:
+        """The budget; None where there is nothing to choose."""
+        return None if self.budget in (WHOLE, OWN) else Amount.parse(self.budget)
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What cells of different seeds have in common."""
+        head = spell(self.task), str(self.tokens), self.subject.spelling
+        return (*head, self.budget, self.matched.value)
+
+    def head(self, fingerprint: str) -> Row:
+        """What its row starts with."""
+        return {
+            "schema": SCHEMA,
+            "row": CELL,
+            "study": self.study,
+            "model": self.model,
+            "model_fingerprint": fingerprint,
+            "task": spell(self.task),
+            "kind": name_of(type(self.task)),
+            "tokens": self.tokens,
+            "seed": self.seed,
+            "policy": self.subject.name,
+            "spelling": self.subject.spelling,
+            "budget": self.budget,
+            "matched": self.matched.value,
+            "measure": self.measure,
+        }
+
+
+def cells_of(study: Study, model: str) -> list[Cell]:
+    """All cells of one model.
+
+    Raises:
+        LarderError: a task, a policy, a budget or a measure does not exist.
+    """
+    subjects = _subjects(study)
+    for budget in study.budgets:
+        Amount.parse(budget)
+    return [
+        Cell(study.name, model, task, tokens, seed, one, budget, matched, measure)
+        for task, tokens in _lengths(study)
+        for seed in range(study.first_seed, study.first_seed + study.files)
+        for measure in study.measure
+        for matched in map(Matched, study.matched)
+        for one in subjects
+        for budget in one.budgets(study.budgets)
+    ]
+
+
+def spelled(part: object) -> str:
+    """A part by its name alone, where all its parameters are the usual ones."""
+    kind = type(part)
+    usual = all(getattr(part, f.name) == f.default for f in fields(kind))  # pyright: ignore
+    return name_of(kind) if usual else spell(part)
+
+
+def _lengths(study: Study) -> Iterator[tuple[Task, int]]:
+    for wanted in study.tasks:
+        task = parse_task(wanted.spelling)
+        yield from ((task, tokens) for tokens in wanted.tokens)
+
+
+def _subjects(study: Study) -> list[Subject]:
+    """Policies, then controls; what is spelled alike only once.
+
+    Raises:
+        UsageError: two that differ have one name, so that tables could not tell them apart.
+    """
+    found: dict[str, Subject] = {}
+    for one in (*map(subject, study.policies), *map(control, study.controls)):
+        found.setdefault(one.spelling, one)
+    names = [one.name for one in found.values()]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"{name} is a policy and a control of the study, and they differ: write the policy "
+                f"out, as 'larder policy show {name}' does."
+            )
+    return list(found.values())

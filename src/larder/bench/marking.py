@@ -1,0 +1,107 @@
+"""From answers to scored items: one for most questions, one for each part of a long answer.
+
+kind             of the question
+question, turn   its place among the questions of the conversation, and in its sitting
+item             which part of the answer; absent where it is scored as a whole
+depth            where the needed fact stands, 0 to 1; null where several are needed
+exact, f1, f1_stemmed, log_likelihood
+                 null where the measure has no such number
+counts           whether the answer is known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from larder.bench.forced import Forced, parts_of
+from larder.bench.items import items_of
+from larder.bench.metrics import exact, f1, f1_stemmed
+from larder.bench.rows import Row
+from larder.core.conversation import Question
+from larder.session.transcript import Scribe
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A question in its place.
+
+    Args:
+        number: among all questions of the conversation.
+        turn: in its sitting.
+    """
+
+    question: Question
+    number: int
+    turn: int
+
+    def item(self, part: int | None = None) -> Row:
+        """What its items start with."""
+        told: Row = {"kind": self.question.kind, "question": self.number, "turn": self.turn}
+        told |= {} if part is None else {"item": part}
+        return told | {"depth": self.question.depth}
+
+
+def forced_items(posed: Posed, forced: Forced, scribe: Scribe) -> list[Row]:
+    """How the expected answer fared, read as if it had been said; only the first of several."""
+    spans = posed.question.items
+    if not spans:
+        return [posed.item() | _of_forced(forced, posed)]
+    parts = parts_of(forced, scribe, spans)
+    return [posed.item(n) | _of_forced(part, posed) for n, part in enumerate(parts)]
+
+
+def said_items(posed: Posed, text: str) -> list[Row]:
+    """How an answer agrees with the expected one, or with the nearest of several.
+
+    A part of an answer is right where any part of what was said is the same; numbers belong to
+    their parts.
+    """
+    question = posed.question
+    if not question.items:
+        answers = (question.answer, *question.others)
+        return [posed.item() | _of_said([text], answers, posed) | {"answer": text}]
+    said = _parts(text)
+    wanted = [_bare(question.answer[start:stop]) for start, stop in question.items]
+    return [posed.item(n) | _of_said(said, [one], posed) for n, one in enumerate(wanted)]
+
+
+def _of_forced(forced: Forced, posed: Posed) -> Row:
+    return {
+        "exact": forced.exact,
+        "f1": None,
+        "f1_stemmed": None,
+        "log_likelihood": round(forced.log_likelihood, 4) if forced.hits else None,
+        "counts": bool(posed.question.answer) and bool(forced.hits),
+    }
+
+
+def _of_said(said: Sequence[str], expected: Sequence[str], posed: Posed) -> Row:
+    kind = posed.question.kind
+
+    def best(score: Callable[[str, str], float]) -> float:
+        return round(max(score(one, other) for one in said for other in expected), 4)
+
+    return {
+        "exact": bool(best(exact)),
+        "f1": best(f1),
+        "f1_stemmed": best(lambda one, other: f1_stemmed(one, other, kind)),
+        "log_likelihood": None,
+        "counts": bool(posed.question.answer),
+    }
+
+
+def _parts(text: str) -> list[str]:
+    """What was said, cut where items are numbered, else at commas."""
+    spans = items_of(text)
+    if len(spans) > 1 or text[:1].isdigit():
+        return [_bare(text[start:stop]) for start, stop in spans]
+    return list(_listed(text)) or [""]
+
+
+def _listed(text: str) -> Iterator[str]:
+    return (_bare(part) for part in text.split(","))
+
+
+def _bare(part: str) -> str:
+    return part.strip().rstrip(",").strip()

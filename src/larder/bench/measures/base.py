@@ -1,0 +1,24 @@
+"""What every measure can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from larder.bench.cells import Cell
+from larder.bench.rows import Row
+from larder.bench.workbench import Workbench
+
+
+class Measure(ABC):
+    """What is found out about one cell of a study. Implementations are frozen dataclasses."""
+
+    @abstractmethod
+    def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
+        """The figures of the caches, and the items.
+
+        Args:
+            guess: tokens per byte that an earlier cell under the same policy came to.
+
+        Raises:
+            LarderError: the policy refuses, which is a result, too.
+        """

@@ -1,0 +1,102 @@
+"""How true a policy is to the full cache on any text: KL, the likeliest token, attention kept.
+
+No answer is needed: after each token that really follows, KL(full || policy) in nats, whether the
+likeliest token is the same, how likely the real one is, and the share of the full cache's attention
+that goes to entries which are still there. Policies with a cache per episode answer from the one
+that the last message leads to. What is parked counts as lost to attention until it is recalled, but
+is read for the distributions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from larder.bench.cells import Cell
+from larder.bench.divergence import divergence
+from larder.bench.equal_bytes import Wanted, figures_of
+from larder.bench.measures.base import Measure
+from larder.bench.rows import Row
+from larder.bench.subjects import Governed, Scope
+from larder.bench.truth import Truth
+from larder.bench.workbench import Workbench
+from larder.core.errors import BadParameter, UsageError
+from larder.session.memory import Memory
+from larder.session.policy import Policy
+from larder.session.reading import gather
+from larder.session.sizes import resolve
+
+
+@dataclass(frozen=True)
+class Fidelity(Measure):
+    """What comes next, compared with what the full cache expects.
+
+    Args:
+        following: tokens that are compared at.
+    """
+
+    following: int = 128
+
+    def __post_init__(self) -> None:
+        if self.following < 2:
+            raise BadParameter(f"fidelity.following must be 2 or more, got {self.following}.")
+
+    def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
+        policy = _policy(cell)
+        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
+        truth = bench.truth(conversation, self.following)
+        spec, context = bench.engine.loaded.decoder.spec, len(truth.passage.source.ids)
+
+        def read(tokens: int | None) -> Memory:
+            asked = None if tokens is None else str(tokens)
+            filled = policy.filled(resolve(policy, asked, context, spec), None)
+            return gather(bench.engine.desk, truth.passage.source, filled, {})
+
+        if cell.amount is None:
+            memory, tries = read(None), 1
+        else:
+            found = Wanted(cell.amount, cell.matched, context, spec).read(read, guess)
+            memory, tries = found.made, found.tries
+        return figures_of(memory.figures) | {"reads": tries, "items": _items(truth, memory)}
+
+
+def _policy(cell: Cell) -> Policy:
+    """Raises: UsageError: what the cell is about needs a question."""
+    if not isinstance(cell.subject, Governed) or cell.subject.scope is not Scope.CONTEXT:
+        raise UsageError(
+            f"{cell.subject.name} needs a question, and fidelity asks none: leave it out."
+        )
+    return cell.subject.case.policy
+
+
+def _items(truth: Truth, memory: Memory) -> list[Row]:
+    """One per token that follows but the first."""
+    logits, cache = truth.expected(memory)
+    real = torch.tensor(truth.passage.following[1:], device=logits.device)[:, None]
+    likelihoods = logits[:-1].log_softmax(-1).gather(1, real)[:, 0]
+    same = (truth.logits.argmax(-1) == logits.argmax(-1))[:-1]
+    told = zip(
+        divergence(truth.logits, logits)[:-1].tolist(),
+        same.tolist(),
+        likelihoods.tolist(),
+        truth.kept_mass(cache)[:-1].tolist(),
+        strict=True,
+    )
+    return [
+        {
+            "kind": "token",
+            "question": number,
+            "turn": 0,
+            "depth": None,
+            "kl": round(kl, 5),
+            "same": is_same,
+            "log_likelihood": round(likelihood, 4),
+            "mass": round(mass, 5),
+            "counts": True,
+        }
+        for number, (kl, is_same, likelihood, mass) in enumerate(told)
+    ]
+
+
+Part = Fidelity

@@ -1,0 +1,73 @@
+"""Models by name, and true shapes with random weights, which cost what the real ones do.
+
+`random:qwen3-0.6b` has the shape of Qwen3-0.6B and the tokenizer of the bundled model: what it says
+means nothing, what it takes in bytes and seconds is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from larder.core.errors import UnknownName
+from larder.core.family import unknown
+from larder.models.loading import Loaded, adopt, load, seed_tokenizer, torch_dtype
+
+RANDOM = "random:"
+_SHAPES: Mapping[str, Mapping[str, int]] = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3-tiny": {
+        "vocab_size": 16384,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+}
+
+
+def open_model(name: str, device: str = "cpu", dtype: str | None = None) -> Loaded:
+    """A model as `models.loading.load` takes it, or a shape with random weights.
+
+    Raises:
+        UnknownName: no such shape.
+        ModelError: it cannot be loaded or honored.
+    """
+    if not name.startswith(RANDOM):
+        return load(name, device, dtype)
+    config = random_config(name.removeprefix(RANDOM))
+    module = _random(config).to(device, torch_dtype(dtype, device))
+    return Loaded(adopt(module), seed_tokenizer(), name)
+
+
+def random_config(shape: str) -> Any:
+    """The configuration of a true shape.
+
+    Raises:
+        UnknownName: none of that name.
+    """
+    from transformers import Qwen3Config
+
+    if shape not in _SHAPES:
+        raise UnknownName(unknown("shape of a model", shape, sorted(_SHAPES)))
+    common: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 40960}
+    return Qwen3Config(**_SHAPES[shape], **common)
+
+
+def _random(config: Any) -> Any:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).eval()

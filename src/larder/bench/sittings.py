@@ -1,0 +1,148 @@
+"""Put the questions of a conversation to a subject, sitting by sitting.
+
+Each sitting has a fork of what was read. Within one, a question stands behind those before it with
+their expected answers, so that all subjects go on from the same text whatever they would have said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+from larder.bench.amounts import Amount, Matched
+from larder.bench.equal_bytes import Wanted, figures_of, taken_bytes
+from larder.bench.marking import Posed
+from larder.bench.rows import Row
+from larder.bench.subjects import Scope, Subject
+from larder.bench.task import Style, Task
+from larder.bench.workbench import Workbench
+from larder.core.conversation import Conversation, Question
+from larder.core.types import Mode
+from larder.engine.engine import Engine
+from larder.models.passes import Row as Tokens
+from larder.session.memory import Memory
+from larder.session.reading import tend
+from larder.session.shelf import Shelf
+
+
+@runtime_checkable
+class Asker(Protocol):
+    """How answers are got out of a memory, which is afterwards as it was before."""
+
+    def ask(self, engine: Engine, memory: Memory, posed: Sequence[Posed]) -> list[Row]:
+        """The items of all these questions, each asked on a fork."""
+        ...
+
+
+@dataclass
+class Readings:
+    """A conversation as one subject reads it, at one size, as often as it must.
+
+    Args:
+        amount: None where there is nothing to choose.
+        guess: tokens per byte, where an earlier reading has told.
+    """
+
+    bench: Workbench
+    subject: Subject
+    conversation: Conversation
+    amount: Amount | None
+    matched: Matched
+    guess: float | None = None
+    _figures: list[Row] = field(default_factory=list)
+    _tries: int = 0
+
+    def read(self, question: Question) -> Memory:
+        """Read, with that question in mind where the subject wants to know one."""
+
+        def under(tokens: int | None) -> Memory:
+            self._tries += 1
+            return self.subject.read(self.bench, self.conversation, tokens, question)
+
+        if self.amount is None:
+            memory = under(None)
+        else:
+            spec = self.bench.engine.loaded.decoder.spec
+            context = len(self.bench.engine.scribe.write(self.conversation).ids)
+            matched = self.subject.matched(self.matched)
+            found = Wanted(self.amount, matched, context, spec).read(under, self.guess)
+            memory = found.made
+            self.guess = found.tokens / max(1, taken_bytes(matched)(memory.figures))
+        self._figures.append(figures_of(memory.figures))
+        return memory
+
+    def figures(self) -> Row:
+        """Of the first reading; seconds are the mean of all that were used."""
+        seconds = [row["prefill_seconds"] for row in self._figures]
+        mean = round(sum(seconds) / len(seconds), 3)
+        return self._figures[0] | {"prefill_seconds": mean, "reads": self._tries}
+
+
+def sit(readings: Readings, task: Task, asker: Asker) -> list[Row]:
+    """The items of all questions of a conversation."""
+    engine, asked = readings.bench.engine, list[Row]()
+    sittings = posed(task, readings.conversation)
+    scope = readings.subject.scope
+    if scope is Scope.FIRST and task.style in (Style.INDEPENDENT, Style.RECITAL):
+        scope = Scope.EACH
+    if scope is Scope.EACH:
+        for sitting in sittings:
+            for one in sitting:
+                memory = readings.read(one.question)
+                _go_on(engine, memory, [before.question for before in sitting[: one.turn]])
+                asked += asker.ask(engine, memory, [one])
+        return asked
+    memory = readings.read(sittings[0][0].question)
+    for together in _together(sittings):
+        if len(together) > 1 or len(together[0]) == 1:
+            asked += asker.ask(engine, memory, [sitting[0] for sitting in together])
+        else:
+            asked += _in_turns(engine, memory, together[0], asker)
+    return asked
+
+
+def posed(task: Task, conversation: Conversation) -> list[list[Posed]]:
+    """The questions in their sittings and turns."""
+    made, number = list[list[Posed]](), 0
+    for sitting in task.sittings(conversation.questions):
+        made.append([Posed(one, number + turn, turn) for turn, one in enumerate(sitting)])
+        number += len(sitting)
+    return made
+
+
+def _together(sittings: Sequence[list[Posed]]) -> Iterator[list[list[Posed]]]:
+    """Sittings of one question in one go, each longer one by itself."""
+    single = [sitting for sitting in sittings if len(sitting) == 1]
+    if single:
+        yield single
+    yield from ([sitting] for sitting in sittings if len(sitting) > 1)
+
+
+def _in_turns(engine: Engine, memory: Memory, sitting: Sequence[Posed], asker: Asker) -> list[Row]:
+    memory, asked = forked(engine, memory), list[Row]()
+    for one in sitting:
+        asked += asker.ask(engine, memory, [one])
+        _go_on(engine, memory, [one.question])
+    return asked
+
+
+def forked(engine: Engine, memory: Memory) -> Memory:
+    """The same memory on caches of its own."""
+    numbers = range(len(memory.shelf))
+    caches = [memory.shelf.activate(number).fork() for number in numbers]
+    return replace(memory, shelf=Shelf(engine.loaded.decoder.spec, caches))
+
+
+def _go_on(engine: Engine, memory: Memory, questions: Sequence[Question]) -> None:
+    """Have the caches that answer hold questions and expected answers for good."""
+    scribe, decoder = engine.scribe, engine.loaded.decoder
+    for question in questions:
+        cache, _ = memory.recall(question.question)
+        wrapped = memory.conversation.question_prompt.format(question=question.question)
+        tending = tend(engine.desk, memory.policy, [cache])
+        answer = scribe.answer(question.answer)
+        for ids, said in ((scribe.question(wrapped), 0), (answer, len(answer))):
+            row = Tokens(cache, ids)
+            observer = None if tending is None else tending.observer([0], [row], [said])
+            decoder.read([row], Mode.APPEND, observer)

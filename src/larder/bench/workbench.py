@@ -1,0 +1,48 @@
+"""A loaded model, and what is made once for many cells: conversations, embedded segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from larder.bench.passages import Passages
+from larder.bench.sources import Sources
+from larder.bench.task import Task
+from larder.bench.truth import Truth
+from larder.core.conversation import Conversation
+from larder.engine.engine import Engine
+
+HELD = 2  # conversations; cells of one follow each other
+
+
+@dataclass(frozen=True, eq=False)
+class Workbench:
+    """What cells of one model share.
+
+    Args:
+        engine: under the full cache.
+        sources: what tasks are made of.
+    """
+
+    engine: Engine
+    sources: Sources
+    passages: Callable[[Conversation, str, int], Passages] = field(init=False)
+    conversation: Callable[[Task, int, int], Conversation] = field(init=False)
+    truth: Callable[[Conversation, int], Truth] = field(init=False)
+
+    def __post_init__(self) -> None:
+        keep = lru_cache(maxsize=HELD)
+        object.__setattr__(self, "passages", keep(self._cut))
+        object.__setattr__(self, "conversation", keep(self._made))
+        object.__setattr__(self, "truth", lru_cache(maxsize=1)(self._read))
+
+    def _cut(self, conversation: Conversation, embedder: str, size: int) -> Passages:
+        loaded = self.engine.desk.embedder(embedder)
+        return Passages(conversation, self.engine.scribe, loaded, size)
+
+    def _made(self, task: Task, seed: int, tokens: int) -> Conversation:
+        return task.make(seed, tokens, self.sources)
+
+    def _read(self, conversation: Conversation, following: int) -> Truth:
+        return Truth.of(self.engine, conversation, following)

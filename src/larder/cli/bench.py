@@ -1,0 +1,248 @@
+"""`larder bench`: run a study, said on the command line or described by a file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from larder.cli.failing import INTERRUPTED, print_document
+from larder.cli.options import Output, command
+from larder.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from larder.bench.rows import Row
+    from larder.bench.running import Pace
+    from larder.bench.study import Study
+    from larder.bench.studying import Studying
+    from larder.bench.workbench import Workbench
+
+Names = list[str]
+RESULTS = Path("results")
+NO_CONTROLS = "none"
+# What a study's file says, and the options that may say otherwise.
+CHANGEABLE = {"model": "models", "files": "files"}
+
+
+@dataclass(frozen=True)
+class BenchOptions(Output):
+    """What a study can be told on the command line; None where nothing is said."""
+
+    study: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="A study in TOML, or one of studies/.")
+    ] = None
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Lengths.  Default: 1500.")
+    ] = None
+    files: Annotated[
+        int | None, typer.Option(help="Conversations per task and length.  Default: 9.")
+    ] = None
+    first_seed: Annotated[int | None, typer.Option(help="Of the first of them.")] = None
+    policy: Annotated[
+        Names | None, typer.Option(metavar="SPELLING", help="May be given many times.")
+    ] = None
+    control: Annotated[
+        Names | None,
+        typer.Option(
+            metavar="NAME",
+            help="full, random, oracle, exact_topk, rag_2k, rag_episodic; none.  Default: all six.",
+        ),
+    ] = None
+    budget: Annotated[
+        Names | None,
+        typer.Option(metavar="SIZE", help="1/4, 12.5%, 512 (tokens per kv head), 64MiB."),
+    ] = None
+    matched: Annotated[
+        Names | None, typer.Option(metavar="WHAT", help="Held equal: bytes, total, tokens.")
+    ] = None
+    measure: Annotated[
+        Names | None,
+        typer.Option(metavar="SPELLING", help="forced, generated, fidelity, decode."),
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Of the study.  Default: bench.")] = None
+    model: Annotated[
+        Names | None,
+        typer.Option(metavar="NAME_OR_PATH", help="Also random:qwen3-0.6b.  Default: seed."),
+    ] = None
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")] = (
+        "cpu"
+    )
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16.  Default: float32 on a CPU.")
+    ] = None
+    corpus: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Prose and dialogues to make tasks of.")
+    ] = None
+    data: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A folder per public data set.")
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: results/STUDY.jsonl.")
+    ] = None
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only say how long it takes.")] = (
+        False
+    )
+
+
+@command
+def bench(
+    options: BenchOptions,
+    task: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TASK...", help="Such as needles, or \"needles(kind='kv')\"."),
+    ] = None,
+) -> None:
+    """Measure policies on TASK at equal bytes, or run a whole study.
+
+    Rows go to a file of JSON lines; those it holds already are not measured again, so that a run
+    that was stopped goes on where it was.
+    """
+    from larder.bench.studying import check
+
+    study = study_of(task or [], options)
+    cells = check(study)
+    running = _studying(study, options)
+    if options.estimate:
+        _tell_estimate(running, len(cells), options)
+        return
+    is_whole = _run(running)
+    rows = running.rows()
+    if not rows and not is_whole:
+        raise KeyboardInterrupt
+    if options.json:
+        from larder.cli.benched import benched
+
+        print_document(benched(running, rows))
+    else:
+        _show(rows)
+    if not is_whole:
+        raise typer.Exit(INTERRUPTED)
+
+
+def study_of(tasks: list[str], options: BenchOptions) -> Study:
+    """The study that is asked for.
+
+    Raises:
+        UsageError: none is, or both a file and words say what it is.
+    """
+    from larder.bench.study import Study, TaskAt, read_study
+
+    said = _said(options)
+    if options.study is not None:
+        wrong = [name for name in said if name not in CHANGEABLE.values()]
+        if tasks or wrong:
+            what = tasks[0] if tasks else f"the option for {wrong[0]}"
+            raise UsageError(
+                f"--study {options.study} says what is run, so {what} contradicts it: give one of "
+                "the two."
+            )
+        return replace(read_study(options.study), **said)
+    if not tasks:
+        raise UsageError(f"Nothing to run: name a task or --study. {_known()}")
+    lengths = _numbers(options.tokens or "1500")
+    wanted = tuple(TaskAt(task, lengths) for task in tasks)
+    values: dict[str, Any] = {"name": "bench", "tasks": wanted} | said
+    return Study(**values)
+
+
+def _said(options: BenchOptions) -> dict[str, Any]:
+    """The fields of a study that options give."""
+    names = {"policy": "policies", "control": "controls", "budget": "budgets", **CHANGEABLE}
+    told: dict[str, Any] = {}
+    for option in ("name", "first_seed", "matched", "measure", *names):
+        value = getattr(options, option)
+        if value is not None:
+            told[names.get(option, option)] = tuple(value) if isinstance(value, list) else value
+    if told.get("controls") == (NO_CONTROLS,):
+        told["controls"] = ()
+    if options.study is not None and options.tokens is not None:
+        told["tokens"] = options.tokens
+    return told
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--tokens {text!r} is no list of lengths: write --tokens 1500,4000."
+        ) from None
+
+
+def _known() -> str:
+    from larder.bench.study import study_names
+    from larder.bench.task import TASKS
+
+    studies = ", ".join(study_names()) or "none here"
+    return f"Tasks: {', '.join(TASKS.names())}. Studies: {studies}."
+
+
+def _studying(study: Study, options: BenchOptions) -> Studying:
+    from torch import get_num_threads
+
+    from larder.bench.sources import Sources
+    from larder.bench.studying import Studying
+    from larder.bench.workbench import Workbench
+    from larder.cli.showing import watched
+    from larder.engine.engine import Engine
+
+    def opened(model: str) -> Workbench:
+        from larder.bench.models import open_model
+
+        with watched(f"Loading {model}"):
+            engine = Engine(open_model(model, options.device, options.dtype), "full")
+        return Workbench(engine, Sources(engine.scribe.length, options.corpus, options.data))
+
+    out = options.out or RESULTS / f"{study.name}.jsonl"
+    return Studying(study, out, opened, get_num_threads())
+
+
+def _run(running: Studying) -> bool:
+    """Whether everything was measured before Ctrl-C."""
+    from larder.cli.showing import watched
+
+    with watched(f"Running {running.study.name}", "cells") as watch:
+
+        def tell(row: Row, pace: Pace) -> None:
+            watch(pace.done, pace.total)
+            if not sys.stderr.isatty():
+                _tell(row, pace)
+
+        try:
+            running.go(tell)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _tell(row: Row, pace: Pace) -> None:
+    """A line for who reads a log."""
+    what = " ".join(str(row[n]) for n in ("task", "tokens", "seed", "measure", "policy", "budget"))
+    came = f"refused: {row['refused']}" if "refused" in row else f"{row['seconds']:.1f} s"
+    left = f"{pace.left_seconds / 60:.0f} min left"
+    print(f"{pace.done}/{pace.total} {what}: {came}; {left}", file=sys.stderr, flush=True)
+
+
+def _tell_estimate(running: Studying, cells: int, options: BenchOptions) -> None:
+    seconds = running.estimate()
+    total = sum(seconds.values())
+    if options.json:
+        parts = [
+            {"task": task, "tokens": int(tokens), "policy": policy, "seconds": round(each, 2)}
+            for (task, tokens, policy), each in seconds.items()  # pyright: ignore
+        ]
+        print_document({"schema": 1, "cells": cells, "seconds": round(total, 2), "parts": parts})
+        return
+    for name, each in seconds.items():
+        print(f"{' '.join(map(str, name)):60} {each / 60:8.1f} min")  # pyright: ignore
+    print(f"{f'{cells} cells':60} {total / 60:8.1f} min")
+
+
+def _show(rows: list[Row]) -> None:
+    from larder.bench.tables import report
+    from larder.cli.benched import groups
+
+    print(report({title: entries for title, _, entries in groups(rows)}))

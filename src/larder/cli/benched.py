@@ -1,0 +1,74 @@
+"""What `larder bench --json` prints, as plain dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from larder.bench.rows import Row
+from larder.bench.studying import Studying
+from larder.bench.tables import SCALES, Entry, Table, entry
+from larder.cli.failing import SCHEMA
+
+GROUPED = ("model", "task", "tokens", "measure", "matched")
+COSTS = ("kv_bytes", "active_kv_bytes", "peak_kv_bytes", "prefill_seconds", "tokens_per_second")
+
+
+def groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Entry]]]:
+    """Cells that a table can compare: a title, what they have in common, and them."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in GROUPED), []).append(row)
+    for key, mine in found.items():
+        common: Row = dict(zip(GROUPED, key, strict=True))
+        title = "{model}: {task}, {tokens} tokens, {measure}, equal {matched}".format(**common)
+        yield title, common, [entry(row) for row in mine]
+
+
+def benched(running: Studying, rows: Sequence[Row]) -> dict[str, Any]:
+    """A study as far as it has come."""
+    return {
+        "schema": SCHEMA,
+        "study": running.study.name,
+        "claim": running.study.claim,
+        "out": str(running.out),
+        "cells": len(rows),
+        "refused": sum("refused" in row for row in rows),
+        "groups": [
+            common | {"results": _results(entries, [r for r in rows if _is_of(r, common)])}
+            for _, common, entries in groups(rows)
+        ],
+    }
+
+
+def _is_of(row: Row, common: Row) -> bool:
+    return all(row[name] == value for name, value in common.items())
+
+
+def _results(entries: Sequence[Entry], rows: Sequence[Row]) -> list[Row]:
+    """One per policy and budget."""
+    table, told = Table(entries), list[Row]()
+    for place in dict.fromkeys((one.policy, one.budget) for one in entries):
+        mine = [row for row in rows if (row["policy"], row["budget"]) == place]
+        scales = {scale.key: table.interval(scale, *place) for scale in table.held(SCALES)}
+        told.append(
+            {
+                "policy": place[0],
+                "spelling": mine[0]["spelling"],
+                "budget": place[1],
+                "bytes_share": round(table.bytes_share(*place), 5),
+                "files": len(mine),
+                "refused": [row["refused"] for row in mine if "refused" in row],
+            }
+            | {name: asdict(one) for name, one in scales.items() if one is not None}
+            | _costs(mine)
+        )
+    return told
+
+
+def _costs(rows: Sequence[Row]) -> Row:
+    """Means of what was really held and spent."""
+    held = [row for row in rows if "refused" not in row]
+    named = [name for name in COSTS if held and all(name in row for row in held)]
+    return {name: round(sum(row[name] for row in held) / len(held), 4) for name in named}

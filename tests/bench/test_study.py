@@ -1,0 +1,99 @@
+"""Studies are read as they are written, and what nobody knows is refused with the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.bench.cells import cells_of
+from larder.bench.study import CONTROLS, Study, TaskAt, read_study, study_names
+from larder.bench.studying import check, measure_of
+from larder.core.errors import InputError, LarderError, UnknownName, UsageError
+
+TEXT = """
+name = "tiny"
+claim = "None."
+measure = ["forced", "generated"]
+budgets = ["1/4", "64"]
+files = 2
+first_seed = 3
+policies = ["snapkv", "kivi:exact"]
+controls = ["full", "rag_2k"]
+[[tasks]]
+spelling = "passkey()"
+tokens = [200, 300]
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "study.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_study_is_read(tmp_path: Path) -> None:
+    study = read_study(written(tmp_path, TEXT))
+    assert study.tasks == (TaskAt("passkey()", (200, 300)),)
+    assert (study.models, study.matched, study.files) == (("seed",), ("bytes",), 2)
+    assert study.measure == ("forced", "generated")
+    assert read_study(written(tmp_path, TEXT.replace('controls = ["full", "rag_2k"]', ""))) == (
+        Study(**{**vars(study), "controls": CONTROLS})
+    )
+
+
+def test_every_cell_is_there_once(tmp_path: Path) -> None:
+    cells = cells_of(read_study(written(tmp_path, TEXT)), "seed")
+    # Lengths, seeds, measures; three subjects at two budgets, the full cache at its own alone.
+    assert len(cells) == 2 * 2 * 2 * (3 * 2 + 1)
+    assert len({tuple(cell.head("f").items()) for cell in cells}) == len(cells)
+    assert [cell.seed for cell in cells[:14]] == [3] * 14 and cells[14].seed == 4
+    assert {cell.budget for cell in cells if cell.subject.name == "full"} == {"1/1"}
+
+
+def test_equal_policies_are_one() -> None:
+    study = Study("s", (TaskAt("passkey", (99,)),), policies=("random", "full"), budgets=("1/2",))
+    assert len(cells_of(study, "seed")) == 9 * 6
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "said"),
+    [
+        ("claim =", "clam =", UnknownName, "Did you mean 'claim'"),
+        ("spelling =", "speling =", UnknownName, "Did you mean 'spelling'"),
+        ("tokens = [200, 300]", "", UsageError, "needs spelling and tokens"),
+        ("files = 2", 'files = "2"', UsageError, "files must be a whole number"),
+        ("files = 2", "files = 0", UsageError, "files must be 1 or more"),
+        ("files = 2", 'matched = "byte"', UnknownName, "Did you mean 'bytes'"),
+        ('name = "tiny"', "", UsageError, "has no name"),
+        ('name = "tiny"', "name = tiny", InputError, "TOML"),
+        ("snapkv", "snapvk", UnknownName, "Did you mean 'snapkv'"),
+        ("kivi:exact", "kivi:exakt", UnknownName, "Did you mean 'exact'"),
+        ("passkey()", "paskey()", UnknownName, "Did you mean 'passkey'"),
+        ("generated", "generate", UnknownName, "Did you mean 'generated'"),
+        ('"64"', '"5/4"', UsageError, "is no size"),
+        ('"rag_2k"', '"rag_2k(size=4)"', UnknownName, "no parameter 'size'"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    tmp_path: Path, old: str, new: str, kind: type[LarderError], said: str
+) -> None:
+    path = written(tmp_path, TEXT.replace(old, new, 1))
+    with pytest.raises(kind, match=said.replace("(", r"\(")):
+        check(read_study(path))
+
+
+def test_studies_are_found_by_name() -> None:
+    with pytest.raises(UnknownName, match="No study named 'nothing_like_it'"):
+        read_study("nothing_like_it")
+    for name in study_names():
+        study = read_study(name)
+        assert study.name == name
+        assert study.claim and set(study.controls) == set(CONTROLS), name
+        assert check(study)
+
+
+def test_a_measure_is_spelled() -> None:
+    assert measure_of("fidelity(following=8)") != measure_of("fidelity")
+    with pytest.raises(LarderError, match="not one measure"):
+        measure_of("forced > generated")

@@ -1,0 +1,132 @@
+"""A study that is killed and taken up again has the rows of one that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from larder.bench.models import open_model
+from larder.bench.rows import Row, rows_of, untimed
+from larder.bench.running import Pace
+from larder.bench.sources import Sources
+from larder.bench.study import Study, TaskAt
+from larder.bench.studying import Studying
+from larder.bench.workbench import Workbench
+from larder.core.conversation import Conversation, Message
+from larder.core.errors import BudgetError, UsageError
+from larder.engine.engine import Engine
+
+RAG = 'rag_2k(segment=1, embedder="tokens")'
+STUDY = Study(
+    "tiny",
+    (TaskAt("passkey()", (180,)),),
+    models=("random:qwen3-tiny",),
+    budgets=("1/2",),
+    files=2,
+    controls=("full",),
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Workbench:
+    torch.manual_seed(0)
+    engine = Engine(open_model("random:qwen3-tiny"), "full")
+    return Workbench(engine, Sources(engine.scribe.length))
+
+
+def study(policies: Sequence[str], **changes: object) -> Study:
+    values = vars(STUDY) | {"policies": tuple(policies)} | changes
+    return Study(**values)
+
+
+def run(bench: Workbench, wanted: Study, out: Path, stop_after: int = -1) -> list[Row]:
+    def tell(row: Row, pace: Pace) -> None:
+        if pace.done == stop_after:
+            raise KeyboardInterrupt
+
+    running = Studying(wanted, out, lambda model: bench, 1)
+    try:
+        running.go(tell)
+    except KeyboardInterrupt:
+        assert stop_after > 0
+    return running.rows()
+
+
+def test_killed_and_taken_up_again(bench: Workbench, tmp_path: Path) -> None:
+    wanted = study(("keydiff", "h2o", "exact_question", RAG))
+    whole = run(bench, wanted, tmp_path / "whole.jsonl")
+    path = tmp_path / "halves.jsonl"
+    assert run(bench, wanted, path, stop_after=3) == rows_of(path)[1:] and len(rows_of(path)) == 4
+    with path.open("a") as file:
+        file.write('{"schema": 1, "row": "ce')  # killed while writing
+    halves = run(bench, wanted, path)
+    assert list(map(untimed, halves)) == list(map(untimed, whole))
+    assert len(whole) == 2 * 5 and all(row["items"] for row in whole)
+    before = path.read_bytes()
+    run(bench, wanted, path)
+    assert path.read_bytes() == before
+    names = [row["row"] for row in rows_of(path)]
+    assert names == ["environment"] + ["cell"] * 10
+    assert {row["environment"] for row in whole} == {rows_of(path)[0]["id"]}
+    shares = [row["bytes_share"] for row in whole if row["policy"] not in ("full", RAG)]
+    assert len(shares) == 6 and 0.45 < min(shares) <= max(shares) <= 0.5
+
+
+def test_text_that_is_looked_up(bench: Workbench) -> None:
+    said = [f"The code of box {number} is {number}{number}." for number in range(30)]
+    talk = Conversation("talk", tuple(Message("user", text) for text in said))
+    passages = bench.passages(talk, "tokens", 1)
+    ranked = passages.nearest("What is the code of box 7?", range(30))
+    assert ranked[0] == 7
+    made = passages.fitting([*ranked[:3], 2], 1000)
+    assert [m.content for m in made.messages] == [said[n] for n in sorted({*ranked[:3], 2})]
+    for tokens in (40, 80, 160):
+        taken = len(bench.engine.scribe.write(passages.fitting(ranked, tokens)).ids)
+        assert tokens - 20 < taken <= tokens
+    assert set(passages.episode("What is the code of box 7?", 3, 0)) < set(range(30))
+    with pytest.raises(BudgetError, match="No segment of 1"):
+        passages.fitting(ranked, 5)
+
+
+def test_a_refusal_is_a_result(bench: Workbench, tmp_path: Path) -> None:
+    wanted = study(("snapkv",), budgets=("8",), matched=("tokens",), controls=(), files=1)
+    [row] = run(bench, wanted, tmp_path / "rows.jsonl")
+    assert "smaller than" in row["refused"] and "items" not in row
+
+
+def test_a_missing_source_is_no_refusal(bench: Workbench, tmp_path: Path) -> None:
+    wanted = study(("snapkv",), tasks=(TaskAt("bookings()", (300,)),))
+    with pytest.raises(UsageError, match="--corpus FOLDER"):
+        run(bench, wanted, tmp_path / "rows.jsonl")
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_answers_are_given_and_timed(bench: Workbench, tmp_path: Path) -> None:
+    wanted = study(("h2o",), measure=("generated",), files=1)
+    for row in run(bench, wanted, tmp_path / "rows.jsonl"):
+        [item] = row["items"]
+        assert {"exact", "f1", "f1_stemmed", "answer", "depth", "turn"} <= set(item)
+        assert row["latency"]["token"]["p50"] <= row["latency"]["token"]["p95"]
+        assert row["latency"]["first_token"]["p50"] > 0
+
+
+def test_fidelity_of_the_full_cache_is_perfect(bench: Workbench, tmp_path: Path) -> None:
+    wanted = study(("random",), measure=("fidelity(following=8)",), files=1)
+    random, full = run(bench, wanted, tmp_path / "rows.jsonl")
+    assert (random["policy"], full["policy"]) == ("random", "full")
+    assert all(i["kl"] < 1e-5 and i["same"] and i["mass"] > 1 - 1e-5 for i in full["items"])
+    assert all(0 < item["mass"] < 1 - 1e-3 for item in random["items"])
+    assert max(item["kl"] for item in random["items"]) > 1e-4
+
+
+def test_decoding_over_filled_caches(bench: Workbench, tmp_path: Path) -> None:
+    tasks, measure = (TaskAt("passkey()", (256,)),), ("decode(steps=2, memory_mib=1)",)
+    wanted = study(("h2o", "kivi"), tasks=tasks, measure=measure, files=1)
+    h2o, kivi, full = run(bench, wanted, tmp_path / "rows.jsonl")
+    assert "few bits" in kivi["refused"]
+    assert h2o["batch"] > full["batch"] > 1
+    assert h2o["kv_bytes"] < 0.51 * full["kv_bytes"] and h2o["budget_tokens"] < 128
+    assert h2o["tokens_per_second"] > 0 and h2o["latency"]["token"]["p95"] > 0

@@ -1,0 +1,55 @@
+"""Tables hold the means of what counts, and pairs compare only what both have read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from larder.bench.amounts import Amount, Unit, by_size
+from larder.bench.tables import SCALES, Entry, Table, report
+from larder.core.errors import UsageError
+
+
+def items(*scores: bool) -> tuple[dict[str, Any], ...]:
+    return tuple({"exact": score, "f1": None, "counts": True} for score in scores)
+
+
+ENTRIES = [
+    Entry("h2o", "1/8", "a", items(False, False), 0.12),
+    Entry("h2o", "1/4", "a", items(True, False), 0.25),
+    Entry("h2o", "1/4", "b", items(False, False), 0.23),
+    Entry("keydiff", "1/4", "a", items(True, True), 0.25),
+    Entry("keydiff", "1/4", "b", is_refused=True),
+    Entry("full", "1/1", "a", items(True, True), 1.0),
+]
+
+
+def test_means_and_differences() -> None:
+    table = Table(ENTRIES)
+    assert table.budgets == ["1/1", "1/4", "1/8"]
+    [exact] = table.held(SCALES)
+    found = table.interval(exact, "h2o", "1/4")
+    assert found is not None and found.mean == 0.25
+    assert table.bytes_share("h2o", "1/4") == pytest.approx(0.24)
+    assert table.refused("keydiff", "1/4") == 1
+    assert table.interval(exact, "keydiff", "1/8") is None
+    pair = table.difference(exact, "keydiff", "h2o", "1/4")
+    assert pair is not None and pair.mean == 0.5  # on file a alone
+    shown = report({"group": ENTRIES}, baselines=("h2o",))
+    assert "keydiff − h2o" in shown and "(1 refused)" in shown and "full − h2o" not in shown
+
+
+def test_amounts_are_read_and_sorted() -> None:
+    assert Amount.parse("1/8") == Amount(0.125, Unit.SHARE)
+    assert Amount.parse("12.5%") == Amount(0.125, Unit.SHARE)
+    assert Amount.parse("512") == Amount(512.0, Unit.TOKENS)
+    assert Amount.parse("2MiB") == Amount(2.0 * (1 << 20), Unit.BYTES)
+    assert Amount.parse("1/4").tokens(1000, 1) == 250 and Amount.parse("2KB").tokens(9, 100) == 20
+    assert Amount.parse("1/4").bytes(1000, 1) == 250 and Amount.parse("7").bytes(1000, 3) == 21
+    assert by_size(["own", "64", "1/16", "1", "1/4", "512"]) == (
+        ["1", "1/4", "1/16", "512", "64", "own"]
+    )
+    for wrong in ("1/0", "5/4", "0", "0.5", "-3", "1/8 MiB", "some"):
+        with pytest.raises(UsageError, match="is no size"):
+            Amount.parse(wrong)
