@@ -80,7 +80,7 @@ def _of_said(said: Sequence[str], expected: Sequence[str], posed: Posed) -> Row:
     kind = posed.question.kind
 
     def best(score: Callable[[str, str], float]) -> float:
-        return round(max(score(one, other) for one in said for other in expected), 4)
+        return round(max(float(score(one, other)) for one in said for other in expected), 4)
 
     return {
         "exact": bool(best(exact)),

@@ -49,7 +49,8 @@ def passage(engine: Engine, conversation: Conversation, following: int) -> Passa
         BadParameter: it is too short for that.
     """
     written = engine.scribe.write(conversation)
-    ids, spans = written.ids, written.spans
+    spans = written.spans
+    ids = written.ids[: spans[-1][1]]  # without what the template puts behind the last message
     most = len(ids) - following
     if most < following:
         raise BadParameter(
