@@ -18,6 +18,7 @@ from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Folds, Plan
 from larder.ops.attention import ragged_attention
+from larder.ops.rounded import Rounded
 from references.cache.graded import GradedLoop
 from references.ops import quantization
 from stores import same_bits
@@ -259,9 +260,21 @@ def test_a_small_piece_at_a_time(monkeypatch) -> None:
     monkeypatch.setattr(tiers, "ROWS", 5)
     pieces.apply(every(pieces, 1))
     assert same_bits(whole.state(), pieces.state())
-    for name, shown in vars(pieces.entries()).items():
-        if isinstance(shown, Tensor):
-            assert torch.equal(shown, getattr(whole.entries(), name))
+    shown, expected = pieces.entries(), whole.entries()
+    assert torch.equal(shown.keys, expected.keys) and torch.equal(shown.values, expected.values)
+
+
+def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
+    store, asked, decoded = filled(), [], Rounded.decoded
+    store.apply(every(store, 1))
+    monkeypatch.setattr(Rounded, "decoded", lambda own, *of: asked.append(own) or decoded(own, *of))
+    mass = 3.0 * store.entries().positions
+    entries = store.entries().remembering({"mass": mass})
+    assert torch.equal(entries.column("mass"), mass) and not entries.column(LOG_COUNT).any()
+    assert entries.like.shape == (0, HEAD_DIM) and bool(entries.pack(entries.grades).all())
+    assert asked == []
+    assert entries.keys is entries.keys and entries.head_keys(1).shape == (24, HEAD_DIM)
+    assert asked == [store._coded[0].rows.keys]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from larder.cache.arriving import Arrivals
 from larder.cache.coded import Coded, Pool, encode, together
+from larder.cache.deferred import Deferred, Side
 from larder.cache.folding import Folded, summed, unfolded
 from larder.cache.places import Places
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.ops.marking import are_among, places_among
-from larder.ops.packing import rows_of, starts_of
+from larder.ops.packing import rows_of
 
 ROWS = 1 << 12  # entries turned back into numbers, or encoded, at once
 NO_WEIGHTS = torch.empty(0, 0)
@@ -57,45 +58,45 @@ class Tiers:
         self, places: Int64[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
         """Keys and values of some entries, each once, at least as exact as float32."""
+        return self._numbers(places, Side.KEYS), self._numbers(places, Side.VALUES)
+
+    def _numbers(self, places: Int64[Tensor, " N"], side: Side) -> Float[Tensor, "N D"]:
         like = self.finest.keys
         dtype = torch.promote_types(like.dtype, torch.float32)
-        keys = like.new_empty(len(places), like.shape[1], dtype=dtype)
-        values = torch.empty_like(keys)
+        numbers = like.new_empty(len(places), like.shape[1], dtype=dtype)
         grades = self.places.grades[places]
         for grade in range(len(self.coded) + 1):
             own = (grades == grade).nonzero().flatten()
             if len(own):
                 rows = self.places.rows(grade, places[own])
                 there = own.to(like.device)
-                keys[there], values[there] = (n.to(dtype) for n in self._decoded(grade, rows))
+                numbers[there] = self._decoded(grade, rows, side).to(dtype)
         if len(self.sums.targets):
             targets = self.sums.targets.cpu()
             summed = are_among(places, targets).to(like.device)
             found = places_among(places[summed.cpu()], targets).to(like.device)
-            keys[summed] = self.sums.keys[found].to(dtype)
-            values[summed] = self.sums.values[found].to(dtype)
-        return keys, values
+            sums = self.sums.keys if side is Side.KEYS else self.sums.values
+            numbers[summed] = sums[found].to(dtype)
+        return numbers
 
     def shown(self) -> Entries:
-        """A copy of everything, by head and then by position."""
-        order, like = self.places.order, self.finest.keys
-        keys = like.new_empty(len(order), like.shape[1])
-        values = torch.empty_like(keys)
-        for start in range(0, len(order), ROWS):
-            own = slice(start, start + ROWS)
-            keys[own], values[own] = (n.to(like.dtype) for n in self.numbers(order[own]))
-        there = order.to(like.device)
+        """A copy of everything, by head and then by position; codes are turned back when needed."""
+        order, device = self.places.order, self.finest.keys.device
         counts = torch.bincount(self.places.heads, minlength=len(self.finest.lengths))
-        return replace(
-            self.finest,
-            keys=keys,
-            values=values,
-            positions=self.places.positions[order].int().to(like.device),
-            starts=tuple(starts_of(counts).tolist()),
-            lengths=tuple(counts.tolist()),
-            columns=dict(zip(self.finest.columns, self._columns()[:, there], strict=True)),
-            grades=self.places.grades[order].to(like.device),
+        return Deferred.of(
+            self.finest.keys[:0],
+            self._everything,
+            self.places.positions[order].int().to(device),
+            tuple(counts.tolist()),
+            dict(zip(self.finest.columns, self._columns()[:, order.to(device)], strict=True)),
+            self.finest.scalars,
+            self.places.grades[order].to(device),
         )
+
+    def _everything(self, side: Side) -> Float[Tensor, "T D"]:
+        """All keys or all values in packed order, as the cache's type has them."""
+        parts = self.places.order.split(ROWS)
+        return torch.cat([self._numbers(part, side).to(self.finest.keys.dtype) for part in parts])
 
     def noted(
         self, columns: Mapping[str, Float[Tensor, " _"]], ledger: Ledger
@@ -201,12 +202,14 @@ class Tiers:
             pieces.append(encode(tier.codec, pool, sizes, weights, like, len(tier.columns)))
         return pieces
 
-    def _decoded(self, grade: int, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+    def _decoded(self, grade: int, rows: Int64[Tensor, " N"], side: Side) -> Float[Tensor, "N D"]:
         if grade:
-            return self.coded[grade - 1].rows.decoded(rows)
+            coded = self.coded[grade - 1].rows
+            numbers = coded.keys if side is Side.KEYS else coded.values
+            return numbers.decoded(rows, coded.groups_of(rows))
         layout = torch.tensor(self.finest.starts), torch.tensor(self.finest.lengths)
         there = rows_of(rows, *layout).to(self.finest.keys.device)
-        return self.finest.keys[there], self.finest.values[there]
+        return (self.finest.keys if side is Side.KEYS else self.finest.values)[there]
 
     def _columns(
         self,

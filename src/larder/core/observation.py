@@ -58,6 +58,15 @@ class Entries:
         """The position that each row's key is turned to."""
         return self.places if len(self.places) else self.positions
 
+    @property
+    def like(self) -> Float[Tensor, "0 D"]:
+        """No entry; of the keys' size, type and device."""
+        return self.keys[:0]
+
+    def remembering(self, columns: Mapping[str, Float[Tensor, " C"]]) -> Entries:
+        """The same with new numbers in some columns."""
+        return replace(self, columns={**self.columns, **columns})
+
     @cached_property
     def layout(self) -> tuple[Int64[Tensor, " K"], Int64[Tensor, " K"]]:
         """Starts and lengths in host memory, as kernels take them."""
@@ -69,7 +78,7 @@ class Entries:
         edges = [0]
         for start, length in zip(self.starts, self.lengths, strict=True):
             edges += [start, start + length]
-        edges.append(len(self.keys))
+        edges.append(len(self.positions))
         cuts = [stop - start for start, stop in pairwise(edges)]
         return cuts if min(cuts) >= 0 else []
 
@@ -118,7 +127,7 @@ class Entries:
 
     def spread(self, packed: Packed) -> Float[Tensor, " C"]:
         """Packed numbers back in their rows of the storage; 0 in the slack."""
-        stored = packed.new_zeros(len(self.keys))
+        stored = packed.new_zeros(len(self.positions))
         for head, part in enumerate(torch.split(packed, list(self.lengths))):
             stored[self.rows(head)] = part
         return stored

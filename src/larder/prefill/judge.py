@@ -150,8 +150,7 @@ class Judge:
         cache.note(layer, columns)
         if not cache.viewed_bytes(layer):
             return seen
-        held = {**seen.entries.columns, **columns}
-        return replace(seen, entries=replace(seen.entries, columns=held))
+        return replace(seen, entries=seen.entries.remembering(columns))
 
     def _join(self, row: int, layer: int, scores: Packed) -> Packed:
         earlier = self._scores.pop((row, layer), None)

@@ -40,7 +40,7 @@ def heads_of(packed: Indices, entries: Entries) -> Indices:
 
 def rows_at(packed: Indices, entries: Entries) -> Indices:
     """Where in the storage packed entries lie."""
-    return rows_of(packed.cpu(), *entries.layout).to(entries.keys.device)
+    return rows_of(packed.cpu(), *entries.layout).to(entries.positions.device)
 
 
 def means(weights: Packed, sources: Indices, targets: Indices) -> Folds:

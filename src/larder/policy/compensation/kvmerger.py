@@ -71,7 +71,7 @@ class Kvmerger(Compensation):
 
     def _joined(self, entries: Entries) -> Bool[Tensor, " T"]:
         """Which packed entries belong to the set of the one before."""
-        every = torch.arange(sum(entries.lengths), device=entries.keys.device)
+        every = torch.arange(sum(entries.lengths), device=entries.positions.device)
         rows, heads = rows_at(every, entries), heads_of(every, entries)
         alike = rows.new_zeros(len(rows), dtype=torch.float32)
         for first in range(1, len(rows), ROWS):

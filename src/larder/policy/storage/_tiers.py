@@ -104,8 +104,8 @@ class Tiered(Storage):
         return scored.ranked()
 
     def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
-        keys = entries.keys
-        rooms = self.rooms(quota, keys.shape[1], keys.dtype.itemsize, share)
+        like = entries.like
+        rooms = self.rooms(quota, like.shape[1], like.dtype.itemsize, share)
         ranked, held = self.rank(scored, entries)[plan.kept], standing(plan, entries)
         grades = shared_out(plan, ranked, held, rooms, [codec.group for codec in self.codecs])
         return replace(plan, grades=grades, channels=scored.inspected.channels)
@@ -129,7 +129,7 @@ def grades_of(entries: Entries) -> Grades:
     """The grade of each packed entry; 0 in caches that know but one precision."""
     if not len(entries.grades):
         size = (sum(entries.lengths),)
-        return torch.zeros(size, dtype=torch.int8, device=entries.keys.device)
+        return torch.zeros(size, dtype=torch.int8, device=entries.positions.device)
     return entries.pack(entries.grades)
 
 

@@ -93,7 +93,7 @@ class QAQ(Tiered):
     def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
         del share
         held = standing(plan, entries)
-        room = self.rooms(quota, entries.keys.shape[1], entries.keys.dtype.itemsize)[0]
+        room = self.rooms(quota, entries.like.shape[1], entries.like.dtype.itemsize)[0]
         ranked, found = self.rank(scored, entries)[plan.kept], self.found(entries, scored)
         leaving = shared_out(plan, ranked, held, [room], [self.group])
         grades = torch.where((held == 0) & (leaving > 0), found[plan.kept], held)
@@ -101,7 +101,7 @@ class QAQ(Tiered):
 
     def found(self, entries: Entries, scored: Scored) -> Grades:
         """The grade of every packed entry, were it rounded now."""
-        counts = torch.tensor(entries.lengths, device=entries.keys.device)
+        counts = torch.tensor(entries.lengths, device=entries.positions.device)
         total = torch.repeat_interleave(counts, counts).double()  # T of each entry's head
         weights = scored.inspected.weights.double().clamp(min=torch.finfo(torch.float32).tiny)
         value = (12 / total).sqrt() * self.value_error / weights
