@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP) ## the default test suite
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 demo: $(STAMP) ## full cache and EpiCache side by side on a bundled conversation
 	$(BIN)/larder demo

@@ -15,6 +15,12 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 SAID = {"ask.py": "Bramo"}
 
 
+@pytest.fixture(autouse=True)
+def same_home(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured of the bundled model for one example is there for the next."""
+    monkeypatch.setenv("LARDER_HOME", str(session_home / "examples"))
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")

@@ -68,7 +68,7 @@ def test_one_goes_for_each_that_comes(planned, dtype) -> None:
     store.allocate(2)
     before, size, start = places(store), store.nbytes, 9
     held = store.lengths
-    for count in [1, 2, 1, 1] * 6:
+    for count in [1, 2, 1, 1] * 4:
         step(planned, store, loop, planned.tokens(count, start))
         start += count
         evict(store, loop, planned.losing(source, store.lengths, count))
@@ -84,7 +84,7 @@ def test_heads_wander_through_their_room_and_come_back(planned) -> None:
     store.allocate(20)
     before, size, held = places(store), store.nbytes, store.lengths
     begins = set()
-    for position in range(13, 75):
+    for position in range(13, 55):
         step(planned, store, loop, planned.tokens(1, position))
         early = planned.losing(source, [min(n, 4) for n in store.lengths], 1)
         rest = [list(range(min(n, 4), n)) for n in store.lengths]

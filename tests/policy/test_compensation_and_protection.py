@@ -26,7 +26,13 @@ CASES = {
     "nothing_goes": ([range(4), range(3)], [[0, 1, 2, 3], [0, 1, 2]]),
     "one_for_each_that_comes": ([range(12)], [[*range(5), *range(6, 12)]]),
 }
-REMEMBERED = ["unwritten", "written"]
+# Every case in both stages, and with both memories; all four together in the first.
+PAIRS = [(Stage.READING, "unwritten"), (Stage.GENERATING, "written")]
+JUDGED = [
+    *((case, *pair) for case in CASES for pair in PAIRS),
+    ("uneven", Stage.READING, "written"),
+    ("uneven", Stage.GENERATING, "unwritten"),
+]
 
 
 def judged(compensation, case: str, stage: Stage, remembered: str) -> tuple[Entries, Scored]:
@@ -78,9 +84,7 @@ def flat(outcome: Outcome) -> list[float]:
     return numbers
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", Stage)
-@pytest.mark.parametrize("remembered", REMEMBERED)
+@pytest.mark.parametrize("case, stage, remembered", JUDGED)
 def test_a_compensation_equals_its_loop(compensation, loop_of, case, stage, remembered) -> None:
     entries, scored = judged(compensation, case, stage, remembered)
     plan = a_plan(CASES[case][1], entries.lengths)

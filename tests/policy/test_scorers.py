@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer, a_view, some_columns, some_entries
@@ -64,6 +64,7 @@ def test_a_scorer_equals_its_loop_when_a_part_is_asked_for(scorer, loop_of, span
     assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
 
 
+@settings(max_examples=20)
 @given(
     heads=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=3),
     block=st.integers(1, 5),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from larder.core.errors import BadParameter
+from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
 from larder.prefill import room
@@ -40,6 +41,12 @@ class Sizes(list[int]):
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     return Sizes(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def watched() -> Decoder:
+    """Two layers; nothing need be remembered of what they read."""
+    return adopt(tiny("qwen3", layers=2))
 
 
 @pytest.fixture(scope="module")
