@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from larder.cache.sequence import Form
 from larder.core.ledger import SURPRISE
 from larder.core.observation import Entries, Seen
 from larder.core.plan import Plan
+from larder.core.rebuilding import Rebuilding
 from larder.core.recall import Parking
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.policy.planner import TALLIES
@@ -35,6 +37,12 @@ def a_spec(*layers: LayerSpec, dtype: torch.dtype = torch.float32) -> ModelSpec:
 def parking_of(form: Form) -> Parking | None:
     """How a cache of that form finds parked entries again: all of them; None where none are."""
     return Parking(Flat(tokens=1000, page=4, dense=0)) if form is Form.TIERED else None
+
+
+def tiers_of(form: Form) -> dict[str, Any]:
+    """What a cache of that form is to be told of where rejected entries are."""
+    rebuilding = Rebuilding() if form is Form.REBUILT else None
+    return {"parking": parking_of(form), "rebuilding": rebuilding}
 
 
 @dataclass(frozen=True)

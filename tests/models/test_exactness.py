@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import parking_of
+from builders import tiers_of
 from larder.cache.sequence import Form, SequenceCache
 from larder.models.loading import adopt, load
 from larder.models.tiny import ARCHITECTURES, tiny
@@ -23,7 +23,7 @@ BLOCKS = [
 
 def through_larder(decoder, form: Form, ids, block: int) -> torch.Tensor:
     """Blocks of a context, then single tokens."""
-    cache = SequenceCache(decoder.spec, form, parking=parking_of(form))
+    cache = SequenceCache(decoder.spec, form, **tiers_of(form))
     context = read_on(decoder, cache, ids[:READ], block)
     decoded = read_on(decoder, cache, ids[READ:], 1)
     assert cache.next_position == len(ids)
@@ -45,7 +45,7 @@ def test_blocks_and_decoding_equal_the_model(
 @pytest.mark.parametrize("architecture, block", BLOCKS)
 def test_blocks_of_any_size_equal_the_model(architecture, adopted, own, form, block) -> None:
     ids = some_ids(READ)
-    cache = SequenceCache(adopted(architecture).spec, form, parking=parking_of(form))
+    cache = SequenceCache(adopted(architecture).spec, form, **tiers_of(form))
     got = read_on(adopted(architecture), cache, ids, block)
     assert (got - own_logits(own(architecture), ids)).abs().max() < TOLERANCE
 

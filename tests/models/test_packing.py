@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import parking_of
+from builders import tiers_of
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.engine.decoding import Limits, generate
@@ -27,7 +27,7 @@ PACKED = [
 
 def rows(decoder, form: Form) -> list[SequenceCache]:
     """Caches with contexts of different lengths."""
-    caches = [SequenceCache(decoder.spec, form, parking=parking_of(form)) for _ in CONTEXTS]
+    caches = [SequenceCache(decoder.spec, form, **tiers_of(form)) for _ in CONTEXTS]
     for number, (cache, count) in enumerate(zip(caches, CONTEXTS, strict=True)):
         if count:
             read_on(decoder, cache, some_ids(count, seed=number), 8)

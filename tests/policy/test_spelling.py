@@ -119,6 +119,9 @@ def test_what_is_parked_is_found_by_a_tree_unless_another_index_is_named() -> No
 WRONG = {
     "flat()": (SpellingError, "flat() finds parked entries again, but drop() parks none: write"),
     "park() > quantized()": (SpellingError, "has no slow tier to park entries in: leave it out"),
+    "recompute() > quantized()": (SpellingError, "makes entries anew as the model made them"),
+    "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: before"),
+    "recompute() > flat()": (SpellingError, 'but recompute(held="every", depth=1) parks none'),
     "park(host_mib=0)": (BadParameter, "park.host_mib must be at least 1 MiB, got 0"),
     'blockwise() > park(cut="split")': (SpellingError, "cuts a text once, when all of it was read"),
     'whole() > park(cut="budgets", size=0.5)': (BadParameter, "at least 1 budget, got 0.5"),

@@ -122,6 +122,24 @@ def test_where_everything_is_recalled_generated_text_is_the_full_caches(
     assert cache.pages[0] > 0
 
 
+@pytest.mark.parametrize("manner", ["held='every'", "held='one', depth=1", "held='ids'"])
+def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
+    """The smallest of budgets answers as the full cache, also from the shelf."""
+    ends = f"sinks_and_window(sinks=2) > uniform() > recompute({manner}) > lagged(tokens={LAG})"
+    sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {ends}"
+    wanted, steps = Policy.parse(sentence).filled(STAYING, None), 6
+    cache = read(decoder, wanted).activate(0)
+    first, heard = said(decoder, wanted, cache, QUESTION, steps)
+    shelf = Shelf(decoder.spec, [cache])
+    second, later = said(decoder, wanted, shelf.activate(0), some_ids(2, seed=9), steps)
+    cache = shelf.activate(0)
+    ids = (*CONTEXT, *QUESTION, *first[: steps - 1], *some_ids(2, seed=9), *second)
+    expected = own_logits(own, ids)
+    at = len(CONTEXT) + len(QUESTION) - 1
+    assert torch.allclose(heard, expected[at : at + steps], atol=1e-3)
+    assert torch.allclose(later, expected[-steps - 1 : -1], atol=1e-3)
+
+
 @PARTS
 def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder, name) -> None:
     wanted = policy(name, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
@@ -71,6 +71,25 @@ class Store(ABC):
         out = self.attend(queries, keys, values, positions, (queries.shape[1],))
         self.append(keys, values, positions)
         return out
+
+    def again(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        answer: Callable[[], Queries],
+    ) -> Float[Tensor, "H N D"]:
+        """Attention of tokens that are read once more, and behind them of what is new.
+
+        Args:
+            queries, keys, values: of a text that was read before, from its first token on.
+            positions: their true positions.
+            answer: attends with what is new, and appends it where that is wanted.
+        """
+        told = self.layer.scaling, (len(positions),), self.layer.sliding_window
+        before = causal_attention(queries, keys, values, *told)[0].to(queries.dtype)
+        return torch.cat([before, answer()], 1)
 
     def attend_held(self, queries: Queries, positions: Positions) -> Queries:
         """Attention of queries to everything held, themselves included, in float32."""

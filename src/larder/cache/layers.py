@@ -15,6 +15,7 @@ from larder.cache.host_room import MIB, HostRoom
 from larder.cache.leading import follow
 from larder.cache.paired import Half, link
 from larder.cache.ragged import Ragged
+from larder.cache.rebuilt import Rebuilt
 from larder.cache.shared import LOWER, UPPER
 from larder.cache.tiered import Tiered, tiered
 from larder.cache.window import Window
@@ -22,6 +23,7 @@ from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.pairing import Pairing
+from larder.core.rebuilding import Rebuilding
 from larder.core.recall import Parking
 from larder.core.spec import LayerSpec, ModelSpec
 
@@ -34,6 +36,7 @@ class Form(Enum):
     COMPACT = "compact"
     PAIRED = "paired"
     TIERED = "tiered"
+    REBUILT = "rebuilt"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Makeup:
         codecs: of the grades 1, 2, ... of precision that they can hold entries at.
         pairing: which of them hold entries together, in a paired cache.
         parking: where a tiered cache has what plans reject; None in any other.
+        rebuilding: how a rebuilt cache gets back what plans reject; None in any other.
 
     Raises:
         CacheError: a dense cache was asked to remember something, one that is not ragged to hold
@@ -56,6 +60,7 @@ class Makeup:
     codecs: tuple[Codec, ...] = ()
     pairing: Pairing = Pairing()
     parking: Parking | None = None
+    rebuilding: Rebuilding | None = None
 
     def __post_init__(self) -> None:
         if self.form is Form.DENSE and self.ledger != Ledger():
@@ -69,6 +74,11 @@ class Makeup:
             raise CacheError(
                 f"A {self.form.value} cache was given {self.parking}: a tiered one needs to know "
                 "how parked entries are found again, and no other parks any."
+            )
+        if (self.form is Form.REBUILT) != (self.rebuilding is not None):
+            raise CacheError(
+                f"A {self.form.value} cache was given {self.rebuilding}: a rebuilt one needs to "
+                "know how rejected entries come back, and no other has them back."
             )
 
     def store(self, layer: LayerSpec, spec: ModelSpec) -> Store:
@@ -84,6 +94,8 @@ class Makeup:
             return Half(*own, self.ledger, self.pairing, side)
         if self.parking is not None:
             return Tiered(*own, self.ledger, self.parking)
+        if self.rebuilding is not None:
+            return Rebuilt(*own, self.ledger, self.rebuilding)
         if self.codecs:
             return Graded(*own, self.ledger, self.codecs)
         kind = Compact if self.form is Form.COMPACT else Ragged
@@ -98,11 +110,14 @@ class Makeup:
             "codecs": json.dumps([asdict(codec) for codec in self.codecs]),
             "pairing": json.dumps(asdict(self.pairing)),
             "parking": "" if self.parking is None else self.parking.told(),
+            "rebuilding": "" if self.rebuilding is None else self.rebuilding.told(),
         }
 
     def governs(self, layer: LayerSpec) -> bool:
         """Whether a budget governs a layer: it sees everything, and is not called dense."""
         dense = 0 if self.parking is None else self.parking.recall.dense
+        if self.rebuilding is not None:
+            dense = self.rebuilding.depth
         return layer.sliding_window is None and layer.index >= dense
 
     def connect(self, stores: Sequence[Store]) -> None:
@@ -123,4 +138,6 @@ class Makeup:
         pairing = Pairing(**json.loads(meta.get("pairing", "{}")))
         told = meta.get("parking", "")
         parking = Parking.of(told) if told else None
-        return Makeup(Form(meta["form"]), Ledger(*names), codecs, pairing, parking)
+        manner = meta.get("rebuilding", "")
+        rebuilding = Rebuilding.of(manner) if manner else None
+        return Makeup(Form(meta["form"]), Ledger(*names), codecs, pairing, parking, rebuilding)

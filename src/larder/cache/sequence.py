@@ -19,6 +19,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.pairing import Pairing
 from larder.core.plan import Plan
+from larder.core.rebuilding import Rebuilding
 from larder.core.recall import Parking
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
@@ -34,11 +35,10 @@ class SequenceCache:
     carried out in it: what a plan rejects is freed at once. Such a cache is `spoil`ed, and of no
     use any more. Two threads must not use one cache; what forks share stands still.
     `plans` counts the changes so far that cannot be taken back: plans, and columns written.
-    `tail` is what the model made of the last token, for who asks how surprising the next one is;
-    empty where nobody does, and where that token was taken back.
+    `tail` is what the model made of the last token, where somebody asks how surprising the next is.
 
     Args:
-        ledger, codecs, pairing, parking: as in `Makeup`, which refuses what does not fit.
+        ledger, ..., rebuilding: as in `Makeup`, which refuses what does not fit.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class SequenceCache:
         codecs: Sequence[Codec] = (),
         pairing: Pairing | None = None,
         parking: Parking | None = None,
+        rebuilding: Rebuilding | None = None,
     ) -> None:
         self.spec = spec
-        self.makeup = Makeup(form, ledger, tuple(codecs), pairing or Pairing(), parking)
+        self.makeup = Makeup(form, ledger, tuple(codecs), pairing or Pairing(), parking, rebuilding)
         self.next_position = 0
         self.plans = 0
         self.tail = torch.empty(0)
@@ -132,11 +133,7 @@ class SequenceCache:
             store.allocate(room)
 
     def reserve(self, room: int) -> None:
-        """Set storage aside for at least `room` more tokens per head, which may be taken back.
-
-        Sliding-window layers keep that many entries beyond their window, so that `truncate` can
-        take `room` tokens back exactly.
-        """
+        """As `allocate`, for tokens that `truncate` may take back, also from sliding windows."""
         for store in self._stores:
             store.reserve(room)
 
@@ -188,6 +185,11 @@ class SequenceCache:
         return sum(sum(s.lengths) for s in self._stores if self.makeup.governs(s.layer))
 
     @property
+    def stores(self) -> tuple[Store, ...]:
+        """Those of all layers."""
+        return tuple(self._stores)
+
+    @property
     def tiers(self) -> list[Tiered]:
         """The stores of layers that have a slow tier."""
         return tiered(self._stores)
@@ -195,8 +197,8 @@ class SequenceCache:
     @property
     def pages(self) -> tuple[int, int]:
         """Pages that were recalled so far, and how many of them had to be moved."""
-        asked, moved = zip((0, 0), *(store.pages for store in self.tiers), strict=True)
-        return sum(asked), sum(moved)
+        counts = [store.pages for store in self.tiers]
+        return sum(asked for asked, _ in counts), sum(moved for _, moved in counts)
 
     @property
     def nbytes(self) -> int:
@@ -210,7 +212,7 @@ class SequenceCache:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of what a cache that it was forked from, or a fork of it, holds as well."""
+        """Bytes that a cache which it was forked from, or a fork of it, holds as well."""
         return sum(store.shared_nbytes for store in self.tiers)
 
     def replaced_bytes(self, layer: int) -> int:
@@ -228,10 +230,7 @@ class SequenceCache:
         return told(self._stores) | ({TAIL: self.tail.clone()} if len(self.tail) else {})
 
     def surrender(self, place: torch.device) -> dict[str, Tensor]:
-        """Hand all tensors over to another place, layer by layer; the cache is empty afterwards.
-
-        Never more than one layer is held twice. Interrupted, the cache is as before.
-        """
+        """As `saving.handed_over`: all tensors, layer by layer; the cache is empty afterwards."""
         self._check()
         tail = {TAIL: self.tail.to(place)} if len(self.tail) else {}
         try:
@@ -243,7 +242,7 @@ class SequenceCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Count a change that cannot be taken back: broken off halfway, it may have happened."""
+        """Count a change that cannot be taken back, even if it is broken off halfway."""
         self._check()
         self.plans += 1
         try:

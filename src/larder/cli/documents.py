@@ -48,7 +48,7 @@ def answer_record(asked: Asked) -> dict[str, Any]:
     if answer is not None:
         told |= {} if answer.episode is None else {"episode": answer.episode}
         told |= {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
-        told |= recalled([answer])
+        told |= recalled([answer]) | rebuilt([answer])
     if asked.error is not None:
         told["error"] = as_record(asked.error)
     return told
@@ -69,7 +69,7 @@ def summary(asked: Sequence[Asked]) -> dict[str, Any]:
         "decode_seconds": spent,
         "decode_tokens_per_second": tokens / spent if spent else 0.0,
     }
-    told |= recalled(answers)
+    told |= recalled(answers) | rebuilt(answers)
     kinds = sorted({one.question.kind for one in asked if one.question.kind})
     told |= means(asked)
     if kinds and expecting(asked):
@@ -88,6 +88,17 @@ def recalled(answers: Sequence[Answer]) -> dict[str, Any]:
         return {}
     moved = sum(answer.pages_moved for answer in answers)
     return {"pages_recalled": asked, "page_hit_rate": 1.0 - moved / asked}
+
+
+def rebuilt(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What was computed again for answers, over layers and steps; empty where nothing was."""
+    tokens = sum(answer.tokens_rebuilt for answer in answers)
+    if not tokens:
+        return {}
+    return {
+        "tokens_rebuilt": tokens,
+        "rebuild_operations": sum(answer.operations for answer in answers),
+    }
 
 
 def expecting(asked: Sequence[Asked]) -> list[Asked]:

@@ -20,6 +20,9 @@ class Answer:
         held_bytes: of all caches together while it was given, with the room set aside for it.
         pages: of the slow tier that were asked for while answering, over layers, heads and steps.
         pages_moved: those of them that were not in the fast tier already.
+        tokens_rebuilt: keys and values that were computed again while answering, over layers and
+            steps, and those of other layers that had to be run through for it.
+        operations: multiplications and additions that this took.
     """
 
     question: str
@@ -32,6 +35,8 @@ class Answer:
     held_bytes: int
     pages: int = 0
     pages_moved: int = 0
+    tokens_rebuilt: int = 0
+    operations: int = 0
 
     @property
     def new_tokens(self) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from larder.cache.rebuilt import work_of
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError
 from larder.engine.answer import Answer
@@ -26,12 +27,14 @@ class Reply:
         ids: its tokens.
         seconds: from the prompt's first token read to the last token chosen.
         pages: that were recalled meanwhile, and how many of them had to be moved.
+        work: tokens that were rebuilt meanwhile, over layers, and operations that this took.
     """
 
     text: str
     ids: tuple[int, ...]
     seconds: float
     pages: tuple[int, int] = (0, 0)
+    work: tuple[int, int] = (0, 0)
 
     def answer(
         self, question: str, match: Match | None, question_tokens: int, held_bytes: int
@@ -53,6 +56,8 @@ class Reply:
             held_bytes=held_bytes,
             pages=self.pages[0],
             pages_moved=self.pages[1],
+            tokens_rebuilt=self.work[0],
+            operations=self.work[1],
         )
 
 
@@ -87,7 +92,7 @@ class Speaker:
         """
         limits = Limits(max_new_tokens, self.stops)
         stream = TextStream(self.scribe.decode, stop, on_text)
-        before, started = cache.pages, time.perf_counter()
+        before, started = (cache.pages, work_of(cache.stores)), time.perf_counter()
         [ids] = generate(
             self.decoder,
             [cache],
@@ -99,8 +104,14 @@ class Speaker:
         )
         seconds = time.perf_counter() - started
         stream.finish()
-        asked, moved = (now - then for now, then in zip(cache.pages, before, strict=True))
-        return Reply(stream.text.strip(), tuple(ids), seconds, (max(asked, 0), max(moved, 0)))
+        after = cache.pages, work_of(cache.stores)
+        told = [_more(now, then) for now, then in zip(after, before, strict=True)]
+        return Reply(stream.text.strip(), tuple(ids), seconds, *told)
+
+
+def _more(now: tuple[int, int], then: tuple[int, int]) -> tuple[int, int]:
+    """What two counts have grown by; a cache that was laid out anew counts from 0."""
+    return max(now[0] - then[0], 0), max(now[1] - then[1], 0)
 
 
 def check_fits(prompt: tuple[int, ...], tokens: int) -> None:

@@ -22,7 +22,9 @@ from larder.models.fingerprint import fingerprint
 from larder.models.head import Head, body_of
 from larder.models.kinds import check_kinds
 from larder.models.passes import Observer, Pass, Row
+from larder.models.rebuilding import Projector, Rebuilds, with_again
 from larder.models.rotation import measured
+from larder.models.shape import Shape
 from larder.models.survey import Survey
 
 SURVEY_TOKENS = 8
@@ -117,7 +119,9 @@ class Decoder:
         places = torch.tensor(wanted, device=self.spec.device)
         if mode is Mode.APPEND and any(_follows(row) for row in rows):
             return self._head.logits(torch.cat(self._hidden(rows, mode, observer))[places])
-        out = self._run(self.module, rows, mode, observer, logits_to_keep=places)
+        rows = [with_again(row, mode) for row in rows]
+        behind = torch.tensor(_new(rows), device=self.spec.device)
+        out = self._run(self.module, rows, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
 
     def release(self) -> None:
@@ -136,6 +140,18 @@ class Decoder:
         self.release()
 
     @cached_property
+    def recompute(self) -> Projector:
+        """What rebuilds keys and values with this model."""
+        from larder.models.recompute import Recompute  # which looks at decoders
+
+        return Recompute(self)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Its sizes."""
+        return Shape.of(self.module.config, self.spec)
+
+    @cached_property
     def _head(self) -> Head:
         return Head(self.module)
 
@@ -147,8 +163,10 @@ class Decoder:
         self, rows: Sequence[Row], mode: Mode, observer: Observer | None
     ) -> list[Float[Tensor, "_ hidden"]]:
         """What the last layer makes of each row; caches that follow remember the last of theirs."""
+        rows = [with_again(row, mode) for row in rows]
         out = self._run(self.body, rows, mode, observer)
-        parts = list(out.last_hidden_state[0].split([len(row.ids) for row in rows]))
+        given = out.last_hidden_state[0].split([row.width for row in rows])
+        parts = [part[len(row.again) :] for part, row in zip(given, rows, strict=True)]
         if mode is Mode.APPEND:
             for row, part in zip(rows, parts, strict=True):
                 if _follows(row):
@@ -179,13 +197,15 @@ class Decoder:
         observer: Observer | None,
         **options: Any,
     ) -> Any:
-        ids = [token for row in rows for token in row.ids]
+        ids = [token for row in rows for token in (*row.again, *row.ids)]
         self._check(ids)
         journey = Pass(rows, mode, self.spec.device, observer)
         try:
             given = torch.tensor([ids], device=self.spec.device)
             told = {"position_ids": journey.positions(), "use_cache": False, "larder": journey}
-            with Ahead(self._attentions, rows if mode is Mode.APPEND else (), journey):
+            rebuilds = Rebuilds(lambda: self.recompute, lambda: self.shape, rows, mode, journey)
+            stepping = rows if mode is Mode.APPEND else ()
+            with rebuilds.going_on(), Ahead(self._attentions, stepping, journey):
                 out = module(input_ids=given, **told, **options)
             journey.finish()
         except BaseException:
@@ -222,6 +242,15 @@ class Decoder:
         layers = measured(self.body, layers)
         told = fingerprint(self.module), config.hidden_size
         return ModelSpec(layers, table.dtype, table.device, *told)
+
+
+def _new(rows: Sequence[Row]) -> list[int]:
+    """Where among all that the model is given the tokens stand that are not read again."""
+    places, start = list[int](), 0
+    for row in rows:
+        places += range(start + len(row.again), start + row.width)
+        start += row.width
+    return places
 
 
 def _follows(row: Row) -> bool:

@@ -30,6 +30,8 @@ class Row:
         shift: how much later than the cache's next position it is read, below 0 earlier; for
             scratch mode.
         coming: what the tokens are, for append mode.
+        again: tokens of the cache that are read once more in front of `ids`.
+        since: true position of the first of them.
     """
 
     cache: SequenceCache
@@ -37,6 +39,8 @@ class Row:
     sections: tuple[int, ...] = ()
     shift: int = 0
     coming: Coming = Coming.STEP
+    again: tuple[int, ...] = ()
+    since: int = 0
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -46,6 +50,11 @@ class Row:
         """True positions: every section starts at the cache's next one, or `shift` later."""
         start = self.cache.next_position + self.shift
         return [start + offset for part in self.parts for offset in range(part)]
+
+    @property
+    def width(self) -> int:
+        """How many tokens the model is given."""
+        return len(self.again) + len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,9 @@ class Pass:
         self._mode = mode
         self._observer = observer
         self._plans = [row.cache.plans for row in rows]
-        self._positions = [torch.tensor(row.positions(), device=device) for row in rows]
+        again = [range(row.since, row.since + len(row.again)) for row in rows]
+        told = [[*old, *row.positions()] for old, row in zip(again, rows, strict=True)]
+        self._positions = [torch.tensor(own, device=device) for own in told]
         for row in rows:
             for tier in row.cache.tiers:
                 tier.expect(row.coming)
@@ -100,7 +111,7 @@ class Pass:
         self.called.add(layer)
         if len(self.rows) == 1:
             return self._row(0, layer, queries, keys, values)
-        widths = [len(row.ids) for row in self.rows]
+        widths = [row.width for row in self.rows]
         parts = zip(
             queries.split(widths, 1), keys.split(widths, 1), values.split(widths, 1), strict=True
         )
@@ -131,9 +142,18 @@ class Pass:
                 row.cache.truncate(row.cache.next_position)
 
     def _row(self, index: int, layer: int, queries: Queries, keys: Keys, values: Values) -> Queries:
-        row, positions = self.rows[index], self._positions[index]
-        told = positions, self._mode, row.parts, row.shift
-        out = row.cache.attend(layer, queries, keys, values, *told)
+        row, count = self.rows[index], len(self.rows[index].again)
+        made = queries, keys, values, self._positions[index]
+        new = [part[..., count:] if part.dim() == 1 else part[:, count:] for part in made]
+
+        def answer() -> Queries:
+            return row.cache.attend(layer, *new, self._mode, row.parts, row.shift)
+
+        if count:
+            old = [part[..., :count] if part.dim() == 1 else part[:, :count] for part in made]
+            out = row.cache.stores[layer].again(*old, answer)
+        else:
+            out = answer()
         if self._observer is not None:
-            self._observer(index, layer, Recorded(queries, keys, values, positions))
+            self._observer(index, layer, Recorded(*new))
         return out

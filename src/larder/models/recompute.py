@@ -60,6 +60,11 @@ class Recompute:
         """What the decoder's caches look like."""
         return self._decoder.spec
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's, in order."""
+        return self._stack.layers
+
     def read(self, row: Row, residuals: Residuals, observer: Observer | None = None) -> None:
         """Read a row into its cache, and keep what enters the layers that `residuals` names."""
         with residuals.taking(self._stack.layers):

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from larder.core.spec import ModelSpec
 
 ID_BYTES = 4
 
@@ -46,6 +49,14 @@ class Shape:
     kv_heads: int
     head_dim: int
     itemsize: int = 2
+
+    @staticmethod
+    def of(config: Any, spec: ModelSpec) -> Shape:
+        """That of a model, by its configuration in transformers."""
+        text, layer = config.get_text_config(), spec.layers[0]
+        heads = layer.query_heads, layer.kv_heads, layer.head_dim
+        sizes = len(spec.layers), text.hidden_size, text.intermediate_size
+        return Shape(*sizes, *heads, spec.dtype.itemsize)
 
     def bytes_per_token(self, held: Held, depth: int = 0) -> int:
         """Bytes that one token takes, all layers together.

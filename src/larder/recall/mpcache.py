@@ -6,11 +6,14 @@ point between its largest and smallest numbers, 0.6 of the way up, whose product
 linear and stands for the bound of what is inside. Coarse clusters narrow the search, fine ones
 within them are ranked.
 
+Sizes are those of the released code: clusters of 32 and of 16, half of the coarse ones stay, and
+the point is 0.6 of the way up.
+
 What differs: the paper's first cut of the text is a scorer's work, its sharing of a choice between
-layers the cache's. How many coarse clusters stay is not known to us: a parameter, and never fewer
-than hold what is asked for. All fine digests are multiplied at once, which on a plain machine is
-quicker than gathering some, and those outside the coarse clusters are left out. Every query head
-chooses for itself.
+two neighboring layers (all but the first two) the cache's: see `layers`. Never fewer coarse
+clusters stay than hold what is asked for; the code asks for a fifth of all that is left. All fine
+digests are multiplied at once, which on a plain machine is quicker than gathering some, and those
+outside the coarse clusters are left out. Every query head chooses for itself.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class MPCache(Recall):
     """
 
     page: int = 16
-    coarse: int = 4
+    coarse: int = 2
     kept: float = 0.5
     slant: float = 0.6
 

@@ -7,6 +7,8 @@ or the smallest number by the query's sign; softmax at SparQ's temperature, mean
 the best chunks are attended to exactly. A ratio is split between the two sides: chunks of its root,
 rounded up, and as much fewer channels as is left.
 
+Digests, channels, temperature, mean and the way a ratio is split are those of the released code.
+
 What differs: the first stage, which cuts the text once, is a scorer's work, so the ratio is a
 parameter and not what that stage left. A last chunk that is not full is digested as it is.
 """

@@ -7,7 +7,10 @@ from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.compensation.base import Compensation
+from larder.policy.compensation.recompute import Recompute
 from larder.policy.scorers.base import Scorer
+from larder.policy.storage.base import Storage
+from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing
 from larder.prefill.base import Schedule
 from larder.prefill.schedules.whole import Whole
@@ -37,6 +40,15 @@ def check_heads(budget: Budget, compensation: Compensation) -> None:
         raise SpellingError(
             f"{spell(compensation)} parks for retrieval heads only, but {spell(budget)} does not "
             "tell these from streaming heads: take retrieval_heads(), or another cut."
+        )
+
+
+def check_recomputed(compensation: Compensation, storage: Storage) -> None:
+    """Raises: SpellingError: entries come back whole, but the others are held otherwise."""
+    if isinstance(compensation, Recompute) and storage != Exact():
+        raise SpellingError(
+            f"{spell(compensation)} makes entries anew as the model made them, which "
+            f"{spell(storage)} does not hold: leave the storage out, or take drop()."
         )
 
 

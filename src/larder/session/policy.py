@@ -18,6 +18,7 @@ from typing import Any
 
 from larder.core.errors import BudgetError, SpellingError, UnknownName, UsageError
 from larder.core.family import Family, unknown
+from larder.core.rebuilding import Rebuilding
 from larder.core.recall import RECALLS, Parking, Recall
 from larder.core.spelling import Call, build, parse, spell
 from larder.policy.aggregation.base import Aggregation
@@ -36,7 +37,7 @@ from larder.policy.units.token import Token
 from larder.policy.values.base import ValueRule
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
-from larder.session.agreeing import check_cut, check_heads, check_timing
+from larder.session.agreeing import check_cut, check_heads, check_recomputed, check_timing
 from larder.session.arrangements.base import Arrangement
 from larder.session.presets import PRESETS
 
@@ -130,6 +131,7 @@ class Policy:
         check_timing(chosen["scorer"], chosen["timing"])
         check_cut(chosen["schedule"], chosen["compensation"])
         check_heads(chosen["budget"], chosen["compensation"])
+        check_recomputed(chosen["compensation"], chosen["storage"])
         recall = _recall(chosen["compensation"], chosen["storage"], given.get("recall"))
         return Policy(**chosen, recall=recall, **_joining(chosen["scorer"], given))
 
@@ -192,6 +194,11 @@ class Policy:
                 "keep: raise --budget, protect fewer, or take smaller pages."
             )
         return replace(self.recall, tokens=fitting)
+
+    @property
+    def rebuilding(self) -> Rebuilding | None:
+        """How rejected entries are made anew; None where none are."""
+        return getattr(self.compensation, "rebuilding", None)
 
     @property
     def parking(self) -> Parking | None:

@@ -167,7 +167,8 @@ def build(
     told = planner, tokens, quotas, meter, pages_of(policy)
     shelf, reader = Shelf(spec, ()), Reader(desk.decoder, *told)
     ledger = Ledger() if form is Form.DENSE else planner.ledger
-    kept = ledger, policy.storage.codecs, policy.storage.pairing, policy.parking
+    storage, tier = policy.storage, (policy.parking, policy.rebuilding)
+    kept = ledger, storage.codecs, storage.pairing, *tier
     lanes = [Lane(SequenceCache(spec, form, *kept), book, shelf.add) for book in books]
     if not ids:
         for lane in lanes:
@@ -211,6 +212,8 @@ def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Plann
 def governed(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
     """The layers that a policy's budget is for: managed ones that it does not call dense."""
     dense = 0 if policy.recall is None else policy.recall.dense
+    if policy.rebuilding is not None:
+        dense = policy.rebuilding.depth
     return tuple(layer for layer in spec.managed if layer.index >= dense)
 
 
@@ -283,6 +286,8 @@ def _form(policy: Policy, tokens: int) -> Form:
     """How the managed layers are held."""
     if policy.recall is not None:
         return Form.TIERED
+    if policy.rebuilding is not None:
+        return Form.REBUILT
     return Form.DENSE if tokens == WITHOUT_LIMIT else Form(policy.storage.form)
 
 
