@@ -143,14 +143,14 @@ class Pass:
 
     def _row(self, index: int, layer: int, queries: Queries, keys: Keys, values: Values) -> Queries:
         row, count = self.rows[index], len(self.rows[index].again)
-        made = queries, keys, values, self._positions[index]
-        new = [part[..., count:] if part.dim() == 1 else part[:, count:] for part in made]
+        places = self._positions[index]
+        new = queries[:, count:], keys[:, count:], values[:, count:], places[count:]
 
         def answer() -> Queries:
             return row.cache.attend(layer, *new, self._mode, row.parts, row.shift)
 
         if count:
-            old = [part[..., :count] if part.dim() == 1 else part[:, :count] for part in made]
+            old = queries[:, :count], keys[:, :count], values[:, :count], places[:count]
             out = row.cache.stores[layer].again(*old, answer)
         else:
             out = answer()
