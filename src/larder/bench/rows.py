@@ -1,5 +1,7 @@
 """What a benchmark leaves behind: lines of JSON, one per measured cell, and one per environment.
 
+Beside them stand exhibits, rows of other kinds that only figures are drawn from (`EXHIBITS`).
+
 A file is only ever added to. A line that a stop cut off is no row, and the next writer removes it.
 Neither torch nor a model is loaded here, so that figures are drawn without them.
 """
@@ -23,9 +25,26 @@ from larder.core.errors import InputError
 Row = dict[str, Any]
 SCHEMA = 1
 ENVIRONMENT, CELL = "environment", "cell"
+# What a row tells of what was read and how; its data follows.
+HEAD = ("study", "model", "task", "tokens", "seed", "policy", "spelling", "budget")
+# Rows that a figure of their own is drawn from, and what tells two of a kind apart beside HEAD.
+#   budgets     `lengths`: entries that each kv head of each layer keeps, of one `episode`
+#   clusters    `segments` on a map, and the `episodes` that they form (`larder.bench.exhibits`)
+#   prompt      `items` as a cell's, each with its `similarity`, under a prompt taken around that
+#               `percentile` of utterances' nearness to the question; None is the question itself
+#   recall      `recall`: share of the true k nearest that are found among `fetched_tokens`, by k;
+#               `layer` and `step` may be None: the mean over all
+#   breakdown   `parts`: seconds (`p50`, `p95`) of what a `step` consists of, in order
+EXHIBITS: dict[str, tuple[str, ...]] = {
+    "budgets": ("episode",),
+    "clusters": (),
+    "prompt": ("percentile",),
+    "recall": ("fetched_tokens", "layer", "step"),
+    "breakdown": ("step",),
+}
 ID_LENGTH = 12
 # What may differ between two runs of the same cell, besides names that end in _seconds.
-TIMED = frozenset({"seconds", "latency", "date", "tokens_per_second"})
+TIMED = frozenset({"seconds", "latency", "parts", "date", "tokens_per_second"})
 
 
 class Key(NamedTuple):
@@ -42,6 +61,13 @@ class Key(NamedTuple):
     measure: str
 
 
+_NEEDED: dict[str, tuple[str, ...]] = {
+    ENVIRONMENT: ("id",),
+    CELL: Key._fields,
+    **{kind: (*HEAD, *own) for kind, own in EXHIBITS.items()},
+}
+
+
 @dataclass(frozen=True)
 class Results:
     """What result files hold.
@@ -49,15 +75,21 @@ class Results:
     Args:
         cells: the last row of each key, in the order in which the keys came first.
         environments: by their ids.
+        exhibits: rows of other kinds, the last of those that show the same.
     """
 
     cells: tuple[Row, ...]
     environments: dict[str, Row]
+    exhibits: tuple[Row, ...] = ()
 
     @property
     def measured(self) -> tuple[Row, ...]:
         """The cells that were not refused."""
         return tuple(row for row in self.cells if "refused" not in row)
+
+    def shown(self, kind: str) -> tuple[Row, ...]:
+        """The exhibits of one kind."""
+        return tuple(row for row in self.exhibits if row["row"] == kind)
 
 
 def key(row: Row) -> Key:
@@ -66,21 +98,18 @@ def key(row: Row) -> Key:
 
 
 def results(paths: Iterable[Path]) -> Results:
-    """All cells and environments of result files.
+    """All cells, environments and exhibits of result files.
 
     Raises:
         InputError: a file cannot be read, or holds what is no row.
     """
     rows = [row for path in paths for row in rows_of(path)]
     for row in rows:
-        if row.get("schema") != SCHEMA or row.get("row") not in (ENVIRONMENT, CELL):
-            raise InputError(
-                f"A line is no row of schema {SCHEMA}: {json.dumps(row)[:80]}... Name files that "
-                "larder bench has written."
-            )
+        _check(row)
     cells = {key(row): row for row in rows if row["row"] == CELL}
+    exhibits = {_shown_by(row): row for row in rows if row["row"] in EXHIBITS}
     environments = {row["id"]: row for row in rows if row["row"] == ENVIRONMENT}
-    return Results(tuple(cells.values()), environments)
+    return Results(tuple(cells.values()), environments, tuple(exhibits.values()))
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -154,6 +183,26 @@ def commit_of_this() -> str:
     except OSError:
         return ""
     return found.stdout.strip()
+
+
+def _check(row: Any) -> None:
+    """Raises: InputError: it is no row, or one without what it is known by."""
+    named = isinstance(row, dict) and row.get("schema") == SCHEMA
+    kind = row.get("row") if named else None
+    if kind not in _NEEDED:
+        raise InputError(
+            f"A line is no row of schema {SCHEMA}: {json.dumps(row)[:80]}... Name files that "
+            "larder bench has written."
+        )
+    if missing := [name for name in _NEEDED[kind] if name not in row]:
+        raise InputError(
+            f"A row {kind!r} lacks {', '.join(missing)}: name files that larder bench has written."
+        )
+
+
+def _shown_by(row: Row) -> str:
+    """What no two exhibits have in common."""
+    return json.dumps([row["row"], *(row[name] for name in _NEEDED[row["row"]])])
 
 
 def _is_timed(name: str) -> bool:

@@ -11,7 +11,6 @@ from jaxtyping import Int
 
 from larder.cache.sequence import SequenceCache
 from larder.cli.sitting import Asked, Sitting
-from larder.cli.topics import topics
 from larder.core.conversation import Conversation, Form, Message
 from larder.core.spelling import name_of
 from larder.explain import (
@@ -21,6 +20,7 @@ from larder.explain import (
     ShownMessage,
     token_texts,
 )
+from larder.session.topics import topics
 from larder.session.transcript import ACKNOWLEDGEMENT
 
 UNNAMED = "everything"  # of a single cache, or of episodes that no word tells apart

@@ -1,6 +1,6 @@
 """Words that tell episodes apart."""
 
-from larder.cli.topics import topics
+from larder.session.topics import topics
 
 
 def test_a_word_that_all_have_names_none() -> None:

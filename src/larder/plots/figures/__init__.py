@@ -1,0 +1,1 @@
+"""Every figure that `larder plot` draws, one file for each."""

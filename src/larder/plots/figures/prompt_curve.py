@@ -1,0 +1,113 @@
+"""Answers against how near the patched prompt is to the question: EpiCache's figure 2.
+
+Each point is a prompt made of utterances around one percentile of their nearness to the question,
+the nearest at the left. The question itself as the prompt is the line across.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from larder.bench.rows import Results, Row
+from larder.plots import scores
+from larder.plots.figures.base import Figure, Looks, numbered
+from larder.plots.lines import Axis, Line, Panel, draw, even
+from larder.plots.looks import CONTROLS, Look
+from larder.plots.style import FAINT, SOFT, Drawing, styled
+
+QUESTION = "the question"  # the line across
+
+
+@dataclass(frozen=True)
+class PromptCurve(Figure):
+    """The patched-prompt curve.
+
+    Args:
+        score: exact, f1, f1_stemmed, log_likelihood, or another that items have.
+    """
+
+    score: str = "exact"
+
+    def draw(self, results: Results, looks: Looks) -> list[Drawing]:
+        charts = self.charts(results, looks)
+        if not charts:
+            wrong = scores.lacking("prompt_curve", self.score, results.shown("prompt"))
+            raise wrong or self.nothing("rows of kind 'prompt'")
+        caption = (
+            f"{scores.sentence(scores.score_title(self.score))} where blocks are judged by a "
+            "prompt of utterances at one rank of nearness to the question, as a percentile: the "
+            "nearest at the left. The line across is the question itself as the prompt. Bars are "
+            "95% bootstrap intervals over files."
+        )
+        return [
+            Drawing(
+                numbered("prompt_curve", number, len(charts)),
+                scores.joined("Patched prompts", label),
+                caption,
+                self._figure(panels, looks),
+            )
+            for number, (label, panels) in enumerate(charts)
+        ]
+
+    def charts(self, results: Results, looks: Looks) -> list[tuple[str, list[Panel]]]:
+        """What is drawn, in numbers: a panel per task and budget."""
+        rows = [row for row in results.shown("prompt") if row["policy"] in looks]
+        rows = [row for row in rows if scores.scored({0: row}, self.score)]
+        return [(label, self._panels(own)) for label, own in scores.families(rows).items()]
+
+    def _panels(self, rows: Sequence[Row]) -> list[Panel]:
+        groups = scores.grouped(rows)
+        titles = scores.titles(list(groups))
+        return [
+            self._panel(f"{titles[group]}, budget {budget}", own)
+            for group, found in groups.items()
+            for budget in dict.fromkeys(row["budget"] for row in found)
+            if (own := [row for row in found if row["budget"] == budget])
+        ]
+
+    def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
+        order: dict[str, Look] = {**looks}
+        order[QUESTION] = Look("question itself", FAINT, SOFT, "", CONTROLS["oracle"])
+        with styled():
+            x = Axis("nearness rank of the prompt's utterances", _RANKS, 0.0, 100.0)
+            return draw(panels, order, x, _height(panels, self.score))
+
+    def _panel(self, title: str, rows: Sequence[Row]) -> Panel:
+        policies = dict.fromkeys(row["policy"] for row in rows)
+        own = {p: [row for row in rows if row["policy"] == p] for p in policies}
+        asked = [row for row in rows if row["percentile"] is None]
+        across = ((QUESTION, self._score(asked).mean),) if asked else ()
+        return Panel(title, tuple(self._line(p, own[p]) for p in policies), across)
+
+    def _line(self, policy: str, rows: Sequence[Row]) -> Line:
+        ranks = sorted({row["percentile"] for row in rows} - {None})
+        found = [self._score([r for r in rows if r["percentile"] == rank]) for rank in ranks]
+        return Line(
+            policy,
+            tuple(float(rank) for rank in ranks),
+            tuple(interval.mean for interval in found),
+            tuple(interval.low for interval in found),
+            tuple(interval.high for interval in found),
+        )
+
+    def _score(self, rows: Sequence[Row]) -> scores.Interval:
+        by_seed = {row["seed"]: row for row in rows}
+        return scores.interval(scores.scored(by_seed, self.score))
+
+
+_RANKS = ((0.0, "nearest"), (25.0, "25%"), (50.0, "50%"), (75.0, "75%"), (100.0, "farthest"))
+
+
+def _height(panels: Sequence[Panel], score: str) -> Axis:
+    ends = [y for panel in panels for line in panel.lines for y in (*line.lows, *line.highs)]
+    ends += [level for panel in panels for _, level in panel.across]
+    low, high = min(ends), max(ends)
+    room = 0.08 * (high - low or 1.0)
+    if score in scores.BOUNDED:
+        low, high = max(0.0, low - room), min(1.02, high + room)
+        return even(scores.score_title(score), low, high)
+    return even(scores.score_title(score), low - room, high + room)
+
+
+Part = PromptCurve

@@ -1,0 +1,112 @@
+"""How many of the true nearest keys each index finds; IceCache's figure 3.
+
+A panel for each k, and for each layer where rows tell layers apart. The curve runs over the entries
+that are fetched, the length of the context, or the steps of decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from larder.bench.rows import Results, Row
+from larder.plots import scores
+from larder.plots.figures.base import Figure, Looks, numbered
+from larder.plots.lines import Axis, Line, Panel, doublings, draw, even
+from larder.plots.style import Drawing, styled
+
+
+class Along(Enum):
+    """What a curve runs over: entries that are fetched, tokens of context, or decoding steps."""
+
+    FETCHED = "fetched_tokens"
+    TOKENS = "tokens"
+    STEP = "step"
+
+
+_TITLES = {
+    Along.FETCHED: "entries fetched",
+    Along.TOKENS: "tokens of context",
+    Along.STEP: "decoding step",
+}
+
+
+@dataclass(frozen=True)
+class Recall(Figure):
+    """Recall curves.
+
+    Args:
+        along: `fetched_tokens`, `tokens` or `step`.
+    """
+
+    along: Along = Along.FETCHED
+
+    def draw(self, results: Results, looks: Looks) -> list[Drawing]:
+        charts = self.charts(results, looks)
+        if not charts:
+            raise self.nothing(f"rows of kind 'recall' with {self.along.value}")
+        caption = (
+            "Recall: the share of the k entries with the largest products that each index finds, "
+            f"against {_TITLES[self.along]}; means over files."
+        )
+        return [
+            Drawing(
+                numbered("recall", number, len(charts)),
+                scores.joined("Recall of the indexes", label),
+                caption,
+                self._figure(panels, looks),
+            )
+            for number, (label, panels) in enumerate(charts)
+        ]
+
+    def charts(self, results: Results, looks: Looks) -> list[tuple[str, list[Panel]]]:
+        """What is drawn, in numbers: a sheet for each study and model."""
+        key = self.along.value
+        rows = [r for r in results.shown("recall") if r["policy"] in looks and r[key] is not None]
+        return [(label, self._panels(own)) for label, own in scores.families(rows).items()]
+
+    def _panels(self, rows: Sequence[Row]) -> list[Panel]:
+        ranks = sorted({int(rank) for row in rows for rank in row["recall"]})
+        layers = list(dict.fromkeys(row["layer"] for row in rows))
+        return [
+            Panel(f"recall@{rank}" + ("" if layer is None else f", layer {layer}"), lines)
+            for layer in layers
+            for rank in ranks
+            if (lines := self._lines([r for r in rows if r["layer"] == layer], str(rank)))
+        ]
+
+    def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
+        ends = [y for panel in panels for line in panel.lines for y in line.ys]
+        low = 0.0 if min(ends) < 0.5 else 0.1 * math.floor(10 * min(ends) - 0.2)
+        with styled():
+            x = self._across([x for panel in panels for line in panel.lines for x in line.xs])
+            return draw(panels, dict(looks), x, even("recall", low, 1.02))
+
+    def _lines(self, rows: Sequence[Row], rank: str) -> tuple[Line, ...]:
+        found: dict[str, dict[float, list[float]]] = {}
+        for row in rows:
+            if rank in row["recall"]:
+                points = found.setdefault(row["policy"], {})
+                points.setdefault(float(row[self.along.value]), []).append(row["recall"][rank])
+        return tuple(
+            Line(policy, tuple(sorted(own)), tuple(float(np.mean(own[x])) for x in sorted(own)))
+            for policy, own in found.items()
+        )
+
+    def _across(self, values: Sequence[float]) -> Axis:
+        label = _TITLES[self.along]
+        if self.along is not Along.STEP:
+            return doublings(label, values, _count)
+        room = 0.04 * (max(values) - min(values) or 1.0)
+        return even(label, min(values) - room, max(values) + room)
+
+
+def _count(power: int) -> str:
+    return f"{2 ** (power - 10)}K" if power >= 10 else str(2**power)
+
+
+Part = Recall

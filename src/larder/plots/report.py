@@ -1,0 +1,160 @@
+"""One page about results that opens anywhere: tables, figures, commands and the environment.
+
+Everything is inside: no script, no font and no picture from elsewhere. Figures are SVG whose colors
+follow the page, so that it reads in a dark scheme, too. Equal results give equal pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from larder.bench.rows import Results
+from larder.core.errors import UnknownName
+from larder.core.family import unknown
+from larder.plots import scores
+from larder.plots.commands import commands
+from larder.plots.drawing import draw_all, read
+from larder.plots.looks import COLORS, PALE
+from larder.plots.style import FAINT, INK, LINE, PAPER, SOFT, Drawing, Format
+from larder.plots.tables import group_tables, markup
+
+BASELINES = ("random", "h2o")
+# What stands in for each color of a figure on the page.
+_PAGE = {
+    INK: "--ink",
+    SOFT: "--soft",
+    FAINT: "--faint",
+    LINE: "--line",
+    PAPER: "--paper",
+    PALE: "--pale",
+    **{color: f"--c{number}" for number, (color, _) in enumerate(COLORS)},
+    # A word as dark as its line is the same color on the page.
+    **{dark: f"--d{number}" for number, (color, dark) in enumerate(COLORS) if dark != color},
+}
+_TOLD = (
+    "larder",
+    "commit",
+    "python",
+    "torch",
+    "transformers",
+    "platform",
+    "cpu",
+    "threads",
+    "date",
+)
+
+
+def render(
+    paths: Sequence[Path],
+    policies: Sequence[str] = (),
+    title: str = "",
+    against: Sequence[str] | None = None,
+) -> str:
+    """The page as HTML.
+
+    Args:
+        policies: names; all unless given.
+        title: of the page; the studies' names unless given.
+        against: policies that all others are compared with; those of `BASELINES` that there are
+            unless given.
+
+    Raises:
+        InputError: a file cannot be read.
+        UnknownName: no row is of a policy that was named.
+    """
+    found, looks = read(paths, policies)
+    known = list(dict.fromkeys(row["policy"] for row in found.cells))
+    for name in against or ():
+        if name not in known:
+            raise UnknownName(unknown("policy in the result files", name, known))
+    bases = [n for n in (BASELINES if against is None else against) if n in known]
+    drawings = draw_all(found, looks)
+    return Template(_asset("report.html")).substitute(
+        title=markup(title or _title(found)),
+        style=_asset("report.css"),
+        counted=markup(_counted(found)),
+        tables="\n".join(_tables(found, bases)),
+        figures="\n".join(_figure(number, one) for number, one in enumerate(drawings)),
+        policies=_policies(found),
+        environments="\n".join(_environments(found)),
+        commands=markup("\n".join(commands(found, paths))),
+    )
+
+
+def inline(svg: str, number: int) -> str:
+    """An SVG file as a part of the page: colors of the page, ids that no other figure has."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="f{number}-', svg)
+    svg = re.sub(r"url\(#", f"url(#f{number}-", svg)
+    svg = re.sub(r'href="#', f'href="#f{number}-', svg)
+    svg = re.sub(r'(<svg\b[^>]*?) width="([\d.]+)pt"', _sized, svg, count=1)
+    svg = re.sub(r'(<svg\b[^>]*?) height="[\d.]+pt"', r"\1", svg, count=1)
+    for color, name in _PAGE.items():
+        svg = svg.replace(f": {color}", f": var({name})")
+    return svg
+
+
+def _sized(found: re.Match[str]) -> str:
+    # A fifth larger than in print: a screen is read from farther away.
+    return f'{found[1]} style="width: {float(found[2]) / 72 * 1.25:.3f}in" role="img"'
+
+
+def _figure(number: int, drawing: Drawing) -> str:
+    svg = inline(drawing.save(Format.SVG).decode(), number)
+    return (
+        f'<figure id="figure-{number + 1}"><div class="wide">{svg}</div><figcaption>'
+        f"<b>Figure {number + 1}. {markup(drawing.title)}.</b> {markup(drawing.caption)}"
+        "</figcaption></figure>"
+    )
+
+
+def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
+    groups = scores.grouped(found.cells)
+    titles = scores.titles(list(groups))
+    for group, rows in groups.items():
+        if any(row.get("items") for row in rows):
+            yield from group_tables(titles[group], rows, bases)
+
+
+def _policies(found: Results) -> str:
+    spelled = dict.fromkeys((row["policy"], row["spelling"]) for row in found.cells)
+    lines = (
+        f"<tr><th scope=row>{markup(name)}</th><td><code>{markup(spelling)}</code></td></tr>"
+        for name, spelling in spelled
+    )
+    return "\n".join(lines)
+
+
+def _environments(found: Results) -> Iterator[str]:
+    for environment in found.environments.values():
+        told = [(name, environment[name]) for name in _TOLD if environment.get(name)]
+        told.append(("cells", sum(r.get("environment") == environment["id"] for r in found.cells)))
+        lines = (f"<dt>{name}</dt><dd>{markup(str(value))}</dd>" for name, value in told)
+        yield f"<dl>{''.join(lines)}</dl>"
+
+
+def _title(found: Results) -> str:
+    rows = (*found.cells, *found.exhibits)
+    studies = dict.fromkeys(row["study"] for row in rows if row["study"])
+    return ", ".join(studies) or "Results"
+
+
+def _counted(found: Results) -> str:
+    """How much the page is about, in one line."""
+    policies = len({row["policy"] for row in found.cells})
+    models = ", ".join(dict.fromkeys(row["model"] for row in (*found.cells, *found.exhibits)))
+    items = sum(len(scores.counted(row)) for row in found.measured)
+    refused = len(found.cells) - len(found.measured)
+    return (
+        f"Model {models}. {len(found.cells):,} cells, {policies} policies, {items:,} scored items"
+        + (f"; {refused:,} cells were refused." if refused else ".")
+    )
+
+
+def _asset(name: str) -> str:
+    return files("larder.plots").joinpath(name).read_text(encoding="utf-8").strip()

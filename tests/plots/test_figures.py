@@ -1,0 +1,255 @@
+"""Figures show what the rows hold, always in the same bytes, and no text lies over another."""
+
+from __future__ import annotations
+
+import builtins
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from larder.core.errors import DependencyError, InputError, LarderError, UnknownName
+from larder.plots.drawing import ORDER, draw, draw_all, figure_of, read
+from larder.plots.figures.base import FIGURES, NothingToDraw
+from larder.plots.looks import COLORS, PALE, looks, within
+from larder.plots.sheet import spread, text_width, wrapped
+from larder.plots.style import COLUMN, PAGE, Drawing, Format, styled
+from plots_rows import CELLS, EXHIBITS, cell, exhibit, write_rows
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return write_rows(tmp_path, CELLS + EXHIBITS)
+
+
+def drawn(spelling: str, path: Path, *policies: str) -> list[Drawing]:
+    return draw([figure_of(spelling)], *read([path], policies))
+
+
+def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
+    """The points of each named line, over all panels."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for axes in figure.axes:
+        for line in axes.lines:
+            if not (name := line.get_label()).startswith("_"):
+                found.setdefault(name, []).extend(zip(*line.get_data(), strict=True))
+    return found
+
+
+def clashes(figure: Any) -> list[str]:
+    """Texts that leave the figure or lie over each other."""
+    figure.draw_without_rendering()
+    frame = figure.bbox
+    texts = [text for text in figure.findobj(match=lambda a: hasattr(a, "get_text")) if shown(text)]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    out = [t for t, b in boxes if b.x0 < -1 or b.y0 < -1 or b.x1 > frame.x1 + 1 or b.y1 > frame.y1]
+    over = [
+        f"{one} / {two}"
+        for (one, a), (two, b) in combinations(boxes, 2)
+        if min(a.x1, b.x1) - max(a.x0, b.x0) > 1 and min(a.y1, b.y1) - max(a.y0, b.y0) > 3
+    ]
+    return out + over
+
+
+def shown(text: Any) -> bool:
+    inside = text.axes is None or text.axes.axison or text in text.axes.texts
+    return bool(text.get_text().strip()) and text.get_visible() and inside
+
+
+def test_the_order_holds_every_figure() -> None:
+    assert sorted(ORDER) == FIGURES.names()
+
+
+def test_every_figure_is_drawn_in_the_same_bytes_without_a_clash(results: Path) -> None:
+    first, second = (draw_all(*read([results])) for _ in range(2))
+    assert {one.name.partition("-")[0] for one in first} == {*ORDER, "breakdown"}
+    for one, other in zip(first, second, strict=True):
+        svg = one.save(Format.SVG)
+        assert svg == other.save(Format.SVG)
+        assert b"<dc:date>" not in svg and b"<text" in svg and b"<image" not in svg
+        assert one.figure.get_size_inches()[0] in (COLUMN, PAGE)
+        with styled():
+            assert clashes(one.figure) == [], one.name
+
+
+def test_a_png_is_drawn_in_the_same_bytes(results: Path) -> None:
+    first, second = (drawn("recall", results)[0].save(Format.PNG) for _ in range(2))
+    assert first == second and first.startswith(b"\x89PNG")
+
+
+def test_a_clash_is_found() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3, 3))
+    for place in (0.5, 0.51, 0.99):
+        figure.text(place, place, "words")
+    assert clashes(figure) == ["words", "words / words"]
+
+
+def test_quality_shows_means_at_the_bytes_held(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [row for row in CELLS if row["tokens"] == 1000])
+    [one] = drawn("quality", path)
+    found = lines(one.figure)
+    assert [y for _, y in found["snapkv"]] == [0.5]
+    assert [y for _, y in found["h2o"]] == [0.25]
+    assert {y for _, y in found["full"]} == {1.0}
+    assert found["snapkv"][0][0] == pytest.approx(0.25, rel=0.05)
+    [held] = drawn('quality(bytes="held")', path)
+    assert lines(held.figure)["h2o"][0][0] == pytest.approx(0.5, rel=0.05)
+
+
+def test_quality_bars_are_bootstrap_intervals(tmp_path: Path) -> None:
+    wrong = [item | {"exact": False} for item in cell("h2o")["items"]]
+    path = write_rows(tmp_path, [cell("h2o", seed=0), cell("h2o", seed=1, items=wrong)])
+    [(_, [scored])] = figure_of("quality").charts(*read([path]))  # pyright: ignore
+    [point] = scored.points["h2o"]
+    assert (point.score.mean, point.score.low, point.score.high) == (0.125, 0.0, 0.25)
+    assert (scored.files, scored.items, scored.full) == (2, 8, None)
+
+
+def test_items_that_do_not_count_or_are_of_another_kind_are_left_out(tmp_path: Path) -> None:
+    items = [
+        {"kind": "a", "exact": True, "counts": True},
+        {"kind": "b", "exact": False, "counts": True},
+        {"kind": "a", "exact": False, "counts": False},
+    ]
+    path = write_rows(tmp_path, [cell("h2o", items=items)])
+    [one] = drawn('quality(kind="a")', path)
+    assert [y for _, y in lines(one.figure)["h2o"]] == [1.0]
+
+
+def test_the_grid_has_a_cell_for_each_depth_and_length(results: Path) -> None:
+    [(chart)] = figure_of("grid(depths=4)").charts(*read([results]))  # pyright: ignore
+    assert chart.lengths == (1000, 2000)
+    by_policy = {panel.policy: panel.means for panel in chart.panels}
+    assert by_policy["snapkv"] == ((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
+    assert list(by_policy)[0] == "full"
+    [one] = drawn("grid(depths=8)", results)
+    assert "4 items" not in one.caption and "2 items behind a cell" in one.caption
+
+
+def test_memory_runs_over_lengths_beside_the_full_cache(results: Path) -> None:
+    [one] = drawn("memory", results)
+    found = lines(one.figure)
+    assert found["h2o"] == [(1000, 75_000), (2000, 150_000)]
+    assert found["full"] == [(1000, 100_000), (2000, 200_000)]
+
+
+def test_latency_takes_the_longest_and_its_parts_stand_end_to_end(results: Path) -> None:
+    dots, stacks = drawn("latency", results, "snapkv")
+    assert "2,000 tokens" in dots.title
+    first = [line.get_data() for line in dots.figure.axes[1].lines]
+    assert list(first[0][0]) == [500.0, 750.0]
+    bars = [(bar.get_x(), bar.get_width()) for bar in stacks.figure.axes[0].patches]
+    assert bars == [(0.0, 250.0), (250.0, 500.0)]
+
+
+def test_budgets_leave_layers_with_a_window_open(results: Path) -> None:
+    [(_, [panel])] = figure_of("budgets").charts(*read([results]))  # pyright: ignore
+    assert panel.lengths == ((10.0, 30.0), (None, None), (20.0, 40.0))
+    assert panel.layers == (20.0, None, 30.0)
+
+
+def test_prompts_run_from_the_nearest_to_the_farthest(results: Path) -> None:
+    [one] = drawn("prompt_curve", results)
+    found = lines(one.figure)
+    assert found["snapkv"] == [(5.0, 1.0), (95.0, 0.0)]
+    assert {y for _, y in found["the question"]} == {1.0}
+
+
+def test_recall_runs_over_what_is_fetched(results: Path) -> None:
+    [one] = drawn("recall", results)
+    assert lines(one.figure)["dci"] == [(16.0, 0.25), (32.0, 0.5)]
+    with pytest.raises(NothingToDraw, match="rows of kind 'recall' with step"):
+        drawn('recall(along="step")', results)
+
+
+def test_the_map_holds_every_segment_and_quotes_the_nearest(results: Path) -> None:
+    [one] = drawn("clusters", results)
+    points = {
+        (x, y): dots.get_label()
+        for dots in one.figure.axes[0].collections
+        for x, y in dots.get_offsets().tolist()
+    }
+    assert len(points) == 8
+    assert points[4.0, 1.0] == "episode 1 representatives" and points[1.0, 0.0] == "episode 0"
+    texts = [text.get_text() for axes in one.figure.axes for text in axes.texts]
+    assert "“Segment 0 says & asks little.”" in texts
+
+
+@pytest.mark.parametrize(
+    ("spelling", "said"),
+    [
+        ("qualty", "No figure named 'qualty'. Did you mean 'quality'?"),
+        ("quality > grid", "takes one figure"),
+        ("quality(", "does not parse"),
+        ("grid(depths=0)", "grid.depths must be at least 1"),
+        ('grid(score="kl")', "grid.score must be one of"),
+        ('quality(bytes="all")', "quality.bytes must be one of 'active', 'held', 'peak'"),
+        ('quality(score="f1")', "The items have no score 'f1': they have exact"),
+    ],
+)
+def test_a_wrong_figure_is_told(spelling: str, said: str, results: Path) -> None:
+    with pytest.raises(LarderError, match=said.replace("(", r"\(")):
+        drawn(spelling, results)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_results_without_what_a_figure_needs_are_told(name: str, tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [exhibit("other") | {"row": "budgets", "episode": 0}])
+    kept, seen = read([path])
+    with pytest.raises(NothingToDraw, match=f"The figure {name} needs"):
+        figure_of(name).draw(type(kept)((), {}), seen)
+
+
+def test_rows_that_are_none_and_policies_that_are_missing_are_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no row of schema 1"):
+        read([write_rows(tmp_path, [{"file": "old"}])])
+    with pytest.raises(InputError, match="'recall' lacks"):
+        read([write_rows(tmp_path, [{"schema": 1, "row": "recall"}])])
+    with pytest.raises(InputError, match="nothing measured"):
+        read([write_rows(tmp_path, [])])
+    with pytest.raises(UnknownName, match="No policy in the result files named 'h20'"):
+        read([write_rows(tmp_path, CELLS)], ["h20"])
+
+
+def test_chosen_policies_come_in_their_order_beside_the_full_cache(results: Path) -> None:
+    kept, seen = read([results], ["snapkv", "h2o"])
+    assert list(seen) == ["snapkv", "h2o", "full"]
+    assert {row["policy"] for row in kept.cells} == set(seen)
+
+
+def test_without_matplotlib_an_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DependencyError, match=r"pip install 'larder\[plot\]'"), styled():
+        pass
+
+
+def test_colors_run_out_and_are_lent_where_they_are_free() -> None:
+    names = [f"p{number}" for number in range(len(COLORS) + 2)]
+    found = looks([*names, "random"])
+    assert [found[name].color for name in names[-2:]] == [PALE, PALE]
+    assert not found["random"].marker and found["random"].is_told
+    lent = within(found, {"p0", names[-1]})
+    assert lent["p0"] == found["p0"] and lent[names[-1]].color == COLORS[1][0]
+
+
+def test_labels_are_spread_in_order_and_near_to_where_they_belong() -> None:
+    places = spread([0.5, 0.5, 0.9], gap=0.1, low=0.0, high=1.0)
+    assert places == pytest.approx([0.45, 0.55, 0.9])
+    assert spread([1.0, 1.0], gap=0.1, low=0.0, high=1.0) == pytest.approx([0.9, 1.0])
+    assert spread([0.0, 0.0, 0.0], gap=9.0, low=0.0, high=1.0) == pytest.approx([0.0, 0.5, 1.0])
+
+
+def test_text_is_wrapped_to_its_width() -> None:
+    with styled():
+        found = wrapped("one two three four", text_width("one two ", 6.0), 6.0, most=2)
+        assert found == ["one two", "three…"]

@@ -1,0 +1,136 @@
+"""The page holds tables, figures, commands and the environment, and reaches for nothing."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import UnknownName
+from larder.plots import report
+from larder.plots.report import inline, render
+from larder.plots.style import INK
+from plots_rows import CELLS, EXHIBITS, cell, write_rows
+
+VOID = {"meta", "br", "path", "use", "rect"}
+
+
+class Reader(HTMLParser):
+    """What elements there are, and whether all that open are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.reached: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta",):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "data", "action"):
+                self.reached.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One figure is as good as all."""
+    monkeypatch.setattr("larder.plots.drawing.ORDER", ("quality", "recall"))
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    return reader
+
+
+@pytest.mark.usefixtures("few")
+def test_the_page_is_whole_and_reaches_for_nothing(tmp_path: Path) -> None:
+    evil = cell("<script>alert(1)</script>", spelling="a('<b>') > b()")
+    path = write_rows(tmp_path, [*CELLS, evil, *EXHIBITS])
+    page = render([path])
+    assert page == render([path])
+    reader = read(page)
+    assert len(reader.ids) == len(set(reader.ids))
+    assert all(place.startswith("#") for place in reader.reached)
+    assert {place[1:] for place in reader.reached} <= set(reader.ids)
+    assert "<script" not in page and "@import" not in page
+    assert set(re.findall(r"url\((.)", page)) <= {"#"}
+    assert set(re.findall(r"https?://[^\"]*", page)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    words = " ".join(reader.words)
+    assert "<script>alert(1)</script>" in words and "<fast>" in words
+    assert f"larder report {path}" in words and "larder bench" in words
+
+
+@pytest.mark.usefixtures("few")
+def test_tables_hold_means_with_intervals_and_paired_differences(tmp_path: Path) -> None:
+    page = render([write_rows(tmp_path, CELLS)])
+    assert "<th scope=row>h2o</th><td><b>0.25</b> <i>[0.25, 0.25]</i>" in page
+    assert "bytes 0.250" in page
+    # The full cache has no budget, so its mean goes across all of them.
+    assert "<th scope=row>full cache</th><td><b>1.00</b>" in page
+    assert "difference to random" in page and "difference to h2o" in page
+    assert "<td><b>+0.25</b> <i>[+0.25, +0.25]</i></td>" in page
+    alone = render([write_rows(tmp_path, CELLS)], against=["snapkv"])
+    assert "difference to snapkv" in alone and "difference to random" not in alone
+
+
+@pytest.mark.usefixtures("few")
+def test_a_difference_that_may_be_luck_is_not_bold(tmp_path: Path) -> None:
+    rows = [cell(name, seed=seed) for name in ("h2o", "snapkv") for seed in (0, 1)]
+    flipped = [item | {"exact": not item["exact"]} for item in cell("snapkv")["items"]]
+    rows += [cell("snapkv", seed=2), cell("h2o", seed=2, items=[]), cell("h2o", seed=3)]
+    rows += [cell("snapkv", seed=3, items=[i | {"exact": False} for i in flipped])]
+    page = render([write_rows(tmp_path, rows)], against=["h2o"])
+    [line] = re.findall(r"<tr><th scope=row>snapkv</th><td class=open>(.*?)</td>", page)
+    assert line.startswith("+0.08 <i>[&minus;0.25, +0.25]")
+
+
+def test_a_refusal_is_told(tmp_path: Path) -> None:
+    gone = cell("h2o", seed=2, items=None)
+    gone = {name: value for name, value in gone.items() if name != "items"}
+    page = render([write_rows(tmp_path, [*CELLS, gone | {"refused": "no room"}])], ["h2o"])
+    assert "1 refused" in page and "1 cells were refused" in page
+
+
+def test_an_unknown_baseline_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="No policy in the result files named 'x'"):
+        render([write_rows(tmp_path, CELLS)], against=["x"])
+
+
+def test_a_figure_takes_the_colors_of_the_page() -> None:
+    svg = (
+        '<?xml version="1.0"?><svg width="72pt" height="36pt"><metadata>x</metadata>'
+        f'<g id="a" style="fill: {INK}"/><use xlink:href="#a" clip-path="url(#a)"/></svg>'
+    )
+    assert inline(svg, 3) == (
+        '<svg style="width: 1.250in" role="img"><g id="f3-a" style="fill: var(--ink)"/>'
+        '<use xlink:href="#f3-a" clip-path="url(#f3-a)"/></svg>'
+    )
+
+
+def test_every_color_of_the_page_is_set_in_both_schemes() -> None:
+    style = report._asset("report.css")
+    light, dark = style.split("prefers-color-scheme: dark")
+    for name in report._PAGE.values():
+        assert f" {name}: #" in light
+        assert f" {name}: #" in dark or name in ("--d6",)
