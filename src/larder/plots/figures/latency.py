@@ -94,7 +94,7 @@ class Latency(Figure):
     def timed(self, results: Results, looks: Looks) -> list[tuple[str, list[Timed]]]:
         """Policies of each study and model, in numbers; the full cache beside every budget."""
         cells = [row for row in results.measured if row["policy"] in looks]
-        cells = [row for row in cells if "prefill_seconds" in row]
+        cells = [row for row in cells if row.get("latency") or "prefill_seconds" in row]
         cells = [row for row in cells if self.task in ("", row["task"].partition("(")[0])]
         order = list(looks)
         found: list[tuple[str, list[Timed]]] = []
@@ -135,12 +135,12 @@ def _is_full(row: Row) -> bool:
 
 
 def _timed(policy: str, budget: str, rows: Sequence[Row]) -> Timed:
-    reading = [row["prefill_seconds"] for row in rows]
+    reading = [row["prefill_seconds"] for row in rows if "prefill_seconds" in row]
     spans = [row["latency"] for row in rows if row.get("latency")]
     return Timed(
         policy,
         budget,
-        Span(float(np.median(reading)), float(np.quantile(reading, 0.95))),
+        Span(float(np.median(reading)), float(np.quantile(reading, 0.95))) if reading else None,
         _median([span["first_token"] for span in spans if span.get("first_token")]),
         _median([span["token"] for span in spans if span.get("token")]),
     )
