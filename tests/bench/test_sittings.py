@@ -92,7 +92,6 @@ def test_what_is_read_anew_and_what_stands_before(
 
 
 def test_a_later_turn_is_as_if_all_were_one_text(bench: Workbench) -> None:
-    _, _, items = sat(bench, subject("full"), "turns")
     first, second, _ = TALK.questions
     turns = (Message("user", first.question), Message("assistant", first.answer))
     longer = replace(TALK, messages=(*TALK.messages[:-1], *turns))

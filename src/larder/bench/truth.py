@@ -41,9 +41,14 @@ class Passage:
         return message.utterance or message.content
 
 
-def passage(engine: Engine, conversation: Conversation, following: int) -> Passage:
+def passage(
+    engine: Engine, conversation: Conversation, following: int, context: int | None = None
+) -> Passage:
     """A conversation cut where so many tokens follow: behind a message if one ends in the later
-    half of the rest, else in the middle of one.
+    half of what may be read, else in the middle of one.
+
+    Args:
+        context: the most tokens that are read; left out, all but those that follow.
 
     Raises:
         BadParameter: it is too short for that.
@@ -51,8 +56,8 @@ def passage(engine: Engine, conversation: Conversation, following: int) -> Passa
     written = engine.scribe.write(conversation)
     spans = written.spans
     ids = written.ids[: spans[-1][1]]  # without what the template puts behind the last message
-    most = len(ids) - following
-    if most < following:
+    most = len(ids) - following if context is None else context
+    if most < following or len(ids) < most + following:
         raise BadParameter(
             f"{conversation.name} has {len(ids)} tokens, too few to compare {following} behind "
             "the rest: take more tokens, or fidelity(following=...)."
@@ -80,9 +85,9 @@ class Truth:
     recorded: dict[int, Recorded] = field(repr=False)
 
     @staticmethod
-    def of(engine: Engine, conversation: Conversation, following: int) -> Truth:
-        """Read a passage of the conversation under the full cache."""
-        cut, recorded = passage(engine, conversation, following), dict[int, Recorded]()
+    def of(engine: Engine, cut: Passage) -> Truth:
+        """Read a passage under the full cache, which is the engine's."""
+        recorded = dict[int, Recorded]()
         memory = gather(engine.desk, cut.source, engine.policy, {})
 
         def note(row: int, layer: int, own: Recorded) -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from larder.bench.passages import Passages
 from larder.bench.sources import Sources
 from larder.bench.task import Task
-from larder.bench.truth import Truth
+from larder.bench.truth import Truth, passage
 from larder.core.conversation import Conversation
 from larder.engine.engine import Engine
 
@@ -45,4 +45,4 @@ class Workbench:
         return task.make(seed, tokens, self.sources)
 
     def _read(self, conversation: Conversation, following: int) -> Truth:
-        return Truth.of(self.engine, conversation, following)
+        return Truth.of(self.engine, passage(self.engine, conversation, following))

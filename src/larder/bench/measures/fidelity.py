@@ -58,7 +58,7 @@ class Fidelity(Measure):
         else:
             found = Wanted(cell.amount, cell.matched, context, spec).read(read, guess)
             memory, tries = found.made, found.tries
-        return figures_of(memory.figures) | {"reads": tries, "items": _items(truth, memory)}
+        return figures_of(memory.figures) | {"reads": tries, "items": compared(truth, memory)}
 
 
 def _policy(cell: Cell) -> Policy:
@@ -70,7 +70,7 @@ def _policy(cell: Cell) -> Policy:
     return cell.subject.case.policy
 
 
-def _items(truth: Truth, memory: Memory) -> list[Row]:
+def compared(truth: Truth, memory: Memory) -> list[Row]:
     """One per token that follows but the first."""
     logits, cache = truth.expected(memory)
     real = torch.tensor(truth.passage.following[1:], device=logits.device)[:, None]
