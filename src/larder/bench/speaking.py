@@ -24,7 +24,7 @@ class Said:
         first_seconds: from the question's first token read to the first token chosen; None where
             the answer is empty.
         token_seconds: between two tokens.
-        held_bytes: of all caches while it was given.
+        held_bytes: of all caches while it was given, as `Engine.ask` would hold them.
     """
 
     text: str
@@ -60,5 +60,7 @@ def speak(engine: Engine, memory: Memory, question: Question) -> Said:
     [ids] = generate(decoder, [fork], [prompt], Sampling(), limits, note, observe)
     text = engine.scribe.decode(ids).strip()
     between = tuple(later - sooner for sooner, later in zip(stamps, stamps[1:], strict=False))
-    held = memory.shelf.nbytes + fork.nbytes - fork.shared_nbytes
+    # Without a policy at work `Engine.ask` needs no copy: the fork stands for the cache itself.
+    spared = cache.nbytes if tending is None else fork.shared_nbytes
+    held = memory.shelf.nbytes + fork.nbytes - spared
     return Said(text, stamps[0] - started if stamps else None, between, held)
