@@ -7,7 +7,7 @@ decode    A cache as the policy holds it at 8K of context, 2,048 entries per hea
           policy does in a step is everything it does while the pass goes by: tallies, scores,
           selection, folds, eviction. Where entries go only every so often, both kinds of step are
           timed and the mean over a whole window is taken. Storages that are not exact hold
-          what they keep of 8K tokens that were read.
+          what they keep of 8K tokens with random keys and values, block by block.
 prefill   2,048 tokens read into 512 entries per head, by blocks of 512 where the policy reads
           blocks. The policy's part is the time of its observer, evictions included, of telling
           how surprising tokens are, and of the passes read behind the cache to judge by. What is
@@ -28,24 +28,22 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from _models import load_model
 from _timing import environment, write
+from _watching import Clocked, Stuffing, Watch, over_window, shares_of
 
 from larder import Policy
 from larder.bench.filling import filled
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.observation import Calibration
-from larder.core.spec import ModelSpec
 from larder.core.types import Mode
 from larder.models.calibration import MEASUREMENTS
 from larder.models.decoder import Decoder
-from larder.models.passes import Observer, Recorded, Row
+from larder.models.passes import Row
 from larder.policy.planner import Planner
 from larder.policy.storage.exact import Exact
 from larder.prefill.meter import Meter
@@ -60,69 +58,6 @@ EPISODE_TOKENS, PROMPT_TOKENS = 400, 64
 MOST_SHARE = 0.1
 OUT = Path("results/cost.jsonl")
 CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}
-Clock = Callable[[], float]
-
-
-@dataclass
-class Watch:
-    """An observer whose time is added up.
-
-    Args:
-        stopped: when it was last done.
-    """
-
-    clock: Clock
-    inner: Observer
-    seconds: float = 0.0
-    stopped: float = 0.0
-
-    def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
-        started = self.clock()
-        self.inner(row, layer, recorded)
-        self.stopped = self.clock()
-        self.seconds += self.stopped - started
-
-
-@dataclass
-class Clocked:
-    """A decoder for reading that adds up what observers and scratch passes take."""
-
-    decoder: Decoder
-    clock: Clock
-    judging: float = 0.0
-    scratch: float = 0.0
-    passes: list[str] = field(default_factory=list)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.decoder.spec
-
-    def read(self, rows: Sequence[Row], mode: Mode, observer: Observer) -> None:
-        watch, started = Watch(self.clock, observer), self.clock()
-        self.decoder.read(rows, mode, watch)
-        self._count(mode, watch, started)
-
-    def weigh(self, rows: Sequence[Row], mode: Mode, observer: Observer) -> list[torch.Tensor]:
-        """What follows the last look is for the policy, too, but for the rest of one layer."""
-        watch, started = Watch(self.clock, observer), self.clock()
-        surprises = self.decoder.weigh(rows, mode, watch)
-        watch.seconds += self.clock() - watch.stopped
-        self._count(mode, watch, started)
-        return surprises
-
-    def predict(
-        self, rows: Sequence[Row], mode: Mode, wanted: Sequence[int], observer: Observer | None
-    ) -> torch.Tensor:
-        watch, started = Watch(self.clock, observer or _blind), self.clock()
-        logits = self.decoder.predict(rows, mode, wanted, watch)
-        self._count(mode, watch, started)
-        return logits
-
-    def _count(self, mode: Mode, watch: Watch, started: float) -> None:
-        self.judging += watch.seconds
-        if mode is not Mode.APPEND:
-            self.scratch += self.clock() - started - watch.seconds
-        self.passes.append(mode.value)
 
 
 def main() -> None:
@@ -167,10 +102,7 @@ def _decode(
     if not excess:
         return due
     quiet = _steps(decoder, policy, 0, options)
-    mean = {key: (due[key] + excess * quiet[key]) / (excess + 1) for key in quiet}
-    mean["share"] = mean["judging_s"] / mean["watched_s"]
-    mean["difference_share"] = 1 - mean["alone_s"] / mean["watched_s"]
-    return mean
+    return over_window(due, quiet, excess)
 
 
 @torch.no_grad()
@@ -185,7 +117,7 @@ def _steps(
     if policy.storage == Exact():
         pristine = filled(decoder, form, entries, planner.ledger, 0.0, options.context)
     else:
-        pristine = _reading(decoder, policy, options, options.context)[2]
+        pristine = _reading(Stuffing(decoder, clock), policy, options, options.context)[1]
     cache = pristine.fork() if excess else pristine
     layers = tuple(layer.index for layer in decoder.spec.managed)
     held = options.held if whole else entries_of(policy, decoder.spec)
@@ -212,9 +144,7 @@ def _steps(
         judging.append(watch.seconds + setting_up)
         if cache.managed_entries > before:
             cache.truncate(mark)  # nothing went: steps would grow longer
-    seconds = [statistics.median(values[1:]) for values in (judging, watched, alone)]
-    shares = {"share": seconds[0] / seconds[1], "difference_share": 1 - seconds[2] / seconds[1]}
-    return shares | dict(zip(("judging_s", "watched_s", "alone_s"), seconds, strict=True))
+    return shares_of(*(statistics.median(values[1:]) for values in (judging, watched, alone)))
 
 
 def _prefill(
@@ -222,11 +152,13 @@ def _prefill(
 ) -> dict[str, Any]:
     """One reading under the policy, and once per schedule one with random scores."""
     policy = Policy.parse(name).filled(options.budget, None)
-    seconds, clocked, _ = _reading(decoder, policy, options, options.read)
+    clock = CLOCKS[options.clock]
+    clocked = Clocked(decoder, clock)
+    seconds, _ = _reading(clocked, policy, options, options.read)
     schedule = str(policy.schedule)
     if schedule not in floors:
         plain = _plain(policy)
-        floors[schedule] = _reading(decoder, plain, options, options.read)[0]
+        floors[schedule] = _reading(Clocked(decoder, clock), plain, options, options.read)[0]
     behind = clocked.judging + clocked.scratch
     return {
         "share": behind / seconds,
@@ -250,10 +182,11 @@ def _plain(policy: Policy) -> Policy:
 
 @torch.no_grad()
 def _reading(
-    decoder: Decoder, policy: Policy, options: argparse.Namespace, count: int
-) -> tuple[float, Clocked, SequenceCache]:
+    clocked: Clocked, policy: Policy, options: argparse.Namespace, count: int
+) -> tuple[float, SequenceCache]:
     """Read so many tokens into one cache, as a session does."""
-    planner, clock, storage = _calibrated(policy, decoder), CLOCKS[options.clock], policy.storage
+    decoder, clock, storage = clocked.decoder, clocked.clock, policy.storage
+    planner = _calibrated(policy, decoder)
     tokens, ids = entries_of(policy, decoder.spec), _ids(decoder, count)
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = planner.quotas(tokens, len(ids), layers, _facts(policy, decoder))
@@ -264,11 +197,10 @@ def _reading(
     if "episode" in book:
         book["episode"] = _ids(decoder, EPISODE_TOKENS)
     lane = Lane(SequenceCache(decoder.spec, *(Form.DENSE,) if exact else own), book)
-    clocked = Clocked(decoder, clock)
     reader = Reader(clocked, planner, tokens, quotas, Meter())  # type: ignore[arg-type]
     started = clock()
     policy.schedule.read(reader, [lane], ids, _blind)
-    return clock() - started, clocked, lane.cache
+    return clock() - started, lane.cache
 
 
 def _calibrated(policy: Policy, decoder: Decoder) -> Planner:
