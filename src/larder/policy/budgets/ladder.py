@@ -21,11 +21,14 @@ at: one by positions alone costs least.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from jaxtyping import Bool
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
@@ -33,6 +36,8 @@ from larder.core.observation import Scored
 from larder.core.plan import Plan
 from larder.core.types import Variant
 from larder.policy.budgets.base import Budget, check_size
+
+Marks = Bool[np.ndarray[Any, Any], " S"]
 
 # Slots before the rung that is next, and how many of its own are gone already.
 DONE, GONE = "ladder_done", "ladder_gone"
@@ -86,24 +91,22 @@ class Ladder(Budget):
         }
 
     def _of_layer(self, scored: Scored, quota: int, layer: int, layers: int) -> Plan:
-        rung = self._rung(layer, layers)
-        marks: list[Tensor] = []
-        states: list[tuple[int, int]] = []
-        heads = zip(
-            torch.split(scored.protected, list(scored.lengths)), _states(scored), strict=True
-        )
-        for protected, (done, gone) in heads:
-            free = (~protected).nonzero().flatten()
-            excess = len(protected) - quota
-            spared = max(excess - len(free), 0)  # more is protected than there is room for
-            lost, state = rung.climbed(len(free), excess - spared, done, gone)
-            mark = torch.ones_like(protected)
-            mark[free[torch.tensor(lost, dtype=torch.int64, device=free.device)]] = False
-            mark[mark.nonzero().flatten()[len(protected) - excess :]] = False
+        rung, device = self._rung(layer, layers), scored.scores.device
+        cuts = np.cumsum(scored.lengths)[:-1]
+        heads = np.split(scored.protected.cpu().numpy(), cuts)
+        marks: list[Marks] = []
+        states = _states(scored)
+        after: list[tuple[int, int]] = []
+        for head, (protected, state) in enumerate(zip(heads, states, strict=True)):
+            if head and state == states[head - 1] and np.array_equal(protected, heads[head - 1]):
+                marks.append(marks[-1])
+                after.append(after[-1])
+                continue
+            mark, new = rung.taken(protected, len(protected) - quota, *state)
             marks.append(mark)
-            states.append(state)
-        numbers = scored.scores.new_tensor(states).T
-        plan = Plan.from_mask(torch.cat(marks), scored.lengths)
+            after.append(new)
+        numbers = scored.scores.new_tensor(after).T
+        plan = Plan.from_mask(torch.from_numpy(np.concatenate(marks)).to(device), scored.lengths)
         return replace(plan, scalars={DONE: numbers[0], GONE: numbers[1]})
 
     def _rung(self, layer: int, layers: int) -> Rung:
@@ -131,6 +134,19 @@ class Rung:
     stays: int
     first: int
 
+    def taken(
+        self, protected: Marks, excess: int, done: int, gone: int
+    ) -> tuple[Marks, tuple[int, int]]:
+        """Which entries of a head stay when `excess` have to go, and how far that gets."""
+        free = np.flatnonzero(~protected)
+        spared = max(excess - len(free), 0)  # more is protected than there is room for
+        lost, state = self.climbed(len(free), excess - spared, done, gone)
+        mark = np.ones(len(protected), np.bool_)
+        mark[free[lost]] = False
+        if spared:
+            mark[np.flatnonzero(mark)[len(protected) - excess :]] = False
+        return mark, state
+
     def climbed(
         self, held: int, excess: int, done: int, gone: int
     ) -> tuple[list[int], tuple[int, int]]:
@@ -142,19 +158,25 @@ class Rung:
             done: slots before the rung that is next.
             gone: slots of it that it has lost already.
         """
-        left, lost = list(range(held)), list[int]()
+        lost = list[int]()
         spare = self.slots - self.stays
-        for _ in range(excess):
-            if done + self.slots - gone > len(left):
+        for left in range(held, held - excess, -1):
+            if done + self.slots - gone > left:
                 done, gone = 0, 0
-            if not spare or self.slots > len(left) and not gone:
-                lost.append(left.pop(0))
+            if not spare or self.slots > left and not gone:
+                _lose(0, lost)
                 continue
-            lost.append(left.pop(done if gone < self.first else done + self.stays))
+            _lose(done if gone < self.first else done + self.stays, lost)
             gone += 1
             if gone == spare:
                 done, gone = done + self.stays, 0
         return lost, (done, gone)
+
+
+def _lose(place: int, lost: list[int]) -> None:
+    """Add the slot that is number `place` among those that are not lost; these ascend."""
+    before = bisect_right(range(len(lost)), place, key=lambda number: lost[number] - number)
+    lost.insert(before, place + before)
 
 
 def _layers(given: int | float, layers: int) -> int:
@@ -166,7 +188,7 @@ def _states(scored: Scored) -> list[tuple[int, int]]:
     heads = len(scored.lengths)
     if DONE not in scored.scalars:
         return [(0, 0)] * heads
-    done, gone = (scored.scalars[name].nan_to_num(0.0) for name in (DONE, GONE))
+    done, gone = (scored.scalars[name].nan_to_num(0.0).tolist() for name in (DONE, GONE))
     return [(int(done[head]), int(gone[head])) for head in range(heads)]
 
 
