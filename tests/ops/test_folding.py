@@ -108,3 +108,29 @@ def test_what_the_kernels_take() -> None:
     assert fast.serves_rows(rows, rows, 3) and not fast.serves_rows(rows, rows, len(many))
     assert not fast.serves_rows(rows.half(), rows.half(), 3)
     assert not fast.serves_rows(rows.T, rows, 3) and not fast.serves_rows(rows, rows.T, 3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_values_join_those_that_follow(seed) -> None:
+    source, lengths, starts, window = Random(seed), [7, 1, 0, 5], [2, 9, 11, 12], 3
+    mass = torch.tensor([source.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(18)])
+    keep = [source.random() < 0.6 for _ in range(13)]
+    keep[12] = True
+    kept = torch.tensor([place for place in range(13) if keep[place]])
+    gone = torch.tensor([place for place in range(13) if not keep[place]])
+    drawn = torch.rand(len(gone) * (seed % 2), generator=torch.Generator().manual_seed(seed))
+    edges = [0, 7, 8, 8, 13]
+    spans = list(zip(edges, edges[1:], strict=False))
+    counts = tuple(sum(keep[start:stop]) for start, stop in spans)
+    held = mass, torch.tensor(starts), torch.tensor(lengths)
+    case = *held, kept, counts, gone, window, drawn
+    results = [form(*case) for form in (folding.readable_spread_folds, fast.spread_folds)]
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    rows = [start + place for start, n in zip(starts, lengths, strict=True) for place in range(n)]
+    told = [float(mass[row]) for row in rows], spans, keep, window, drawn.tolist()
+    sources, targets, of_keys, of_values = (part.tolist() for part in results[1])
+    expected = loop.spread_folds(*told)
+    assert list(zip(sources, targets, strict=True)) == [fold[:2] for fold in expected]
+    assert of_keys == [float(source == target) for source, target, _ in expected]
+    assert of_values == pytest.approx([fold[2] for fold in expected])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.ops.marking import are_among, marks_of, outside, places_unmarked
+from larder.ops.marking import are_among, marks_of, outside, places_unmarked, until
 
 
 def test_outside_a_range() -> None:
@@ -12,6 +12,7 @@ def test_outside_a_range() -> None:
     assert outside(positions, 4, 9).tolist() == [False, True, True, False, True]
     assert outside(positions, 0, 9).tolist() == [False, False, False, False, True]
     assert outside(positions, 6, 4).tolist() == [True] * 5
+    assert until(positions, 4).tolist() == [False, True, True, True, False]
 
 
 def test_marks_and_what_they_leave_out() -> None:

@@ -14,7 +14,7 @@ from larder.core.nothing import nothing
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.ops.folding import weighted_sums
-from larder.ops.marking import are_among
+from larder.ops.marking import are_among, are_within
 
 Numbers = Callable[[Int64[Tensor, " N"]], tuple[Tensor, Tensor]]
 
@@ -47,9 +47,11 @@ def folded(plan: Plan, entries: Entries) -> Folded:
     folds = plan.folds
     if not len(folds):
         return unfolded(entries.keys)
-    check_folds(plan, sum(entries.lengths))
+    check_sources(plan, sum(entries.lengths))
     rows = folds.sources, folds.targets, folds.key_weights, folds.value_weights
-    return Folded(*weighted_sums(entries.keys, entries.values, *entries.layout, *rows))
+    sums = Folded(*weighted_sums(entries.keys, entries.values, *entries.layout, *rows))
+    check_targets(plan, sums.targets)
+    return sums
 
 
 def summed(
@@ -85,12 +87,22 @@ def check_folds(plan: Plan, held: int) -> None:
     Raises:
         CacheError: they are not.
     """
-    sources, targets = plan.folds.sources, plan.folds.targets
-    if len(sources) and (int(sources.amin()) < 0 or int(sources.amax()) >= held):
+    check_sources(plan, held)
+    check_targets(plan, plan.folds.targets)
+
+
+def check_sources(plan: Plan, held: int) -> None:
+    """See that sources of folds are among `held` entries. Raises: CacheError: they are not."""
+    sources = plan.folds.sources
+    if not are_within(sources, held):
         raise CacheError(
             f"Sources of folds must be among the {held} packed entries, but they lie in "
             f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
         )
+
+
+def check_targets(plan: Plan, targets: Int64[Tensor, " N"]) -> None:
+    """See that targets are among the kept. Raises: CacheError: they are not."""
     found = are_among(targets, plan.kept.to(targets.device))
     if not bool(found.all()):
         raise CacheError(

@@ -11,12 +11,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.ops.fast import folding as fast
-from larder.ops.packing import rows_of
+from larder.ops.packing import packed_rows, rows_of
 
 ROWS = 1 << 14  # sources widened to float32 at once: 8 MiB of keys of size 128
 
 # Sources, targets and weights of folds, one of each per row.
 Rows = tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
+# Sources, targets, weights of keys and of values.
+Spread = tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]
 # Distinct targets, ascending, and their sums of keys and of values.
 Sums = tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]
 
@@ -145,6 +147,66 @@ def readable_alike_folds(
     alike = found & (likeness >= moved[heads] - slack)
     shares = given[alike]
     return moved, readable_weighed(sources[alike], targets[alike], shares, shares, own)
+
+
+def spread_folds(
+    mass: Float[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    kept: Int64[Tensor, " N"],
+    new_lengths: tuple[int, ...],
+    gone: Int64[Tensor, " F"],
+    window: int,
+    drawn: Float[Tensor, " _"],
+) -> Spread:
+    """Folds that add the value of what goes to the kept entries that follow it in its head.
+
+    Each of the next `window` gets as much of it, together the share that the mass of what goes is
+    of their mean mass, at most all of it. Keys stay.
+
+    Args:
+        mass: a number per row of a flat storage, 0 or more.
+        starts, lengths: where each kv head lies in it; int64 in host memory.
+        kept, gone: packed entries, ascending.
+        drawn: a number for each of `gone`: those below their share join whole, the others not at
+            all. Empty where all join by their shares.
+
+    Returns:
+        The sources in order, then every target as its own source, ascending.
+    """
+    case = mass, starts, lengths, kept, new_lengths, gone, window, drawn
+    served = fast.serves(mass[:0]) and len(gone) * window <= fast.MOST_FOLDS
+    return fast.spread_folds(*case) if served else readable_spread_folds(*case)
+
+
+def readable_spread_folds(
+    mass: Float[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    kept: Int64[Tensor, " N"],
+    new_lengths: tuple[int, ...],
+    gone: Int64[Tensor, " F"],
+    window: int,
+    drawn: Float[Tensor, " _"],
+) -> Spread:
+    """`spread_folds` for every device and any number."""
+    device = gone.device
+    rows = packed_rows(starts, lengths).to(device)
+    places = torch.searchsorted(kept, gone)[:, None] + torch.arange(window, device=device)
+    heads = torch.searchsorted(lengths.cumsum(0).to(device), gone, right=True)
+    here = places < torch.tensor(new_lengths, device=device).cumsum(0)[heads][:, None]
+    targets, count = kept[places.clamp(max=len(kept) - 1)], here.sum(1)  # [F, window]
+    around = (mass[rows[targets]] * here).sum(1) / count
+    shares = (mass[rows[gone]] / around).nan_to_num(0).clamp(0, 1)
+    if len(drawn):
+        shares = (drawn < shares).float()
+    joins = here & (shares > 0)[:, None]
+    weights = (shares / count)[:, None].expand_as(targets)[joins]
+    sources, targets = gone[:, None].expand_as(targets)[joins], targets[joins]
+    into = torch.unique(targets)
+    ones = weights.new_ones(len(into))
+    rest = torch.cat([torch.zeros_like(weights), ones]), torch.cat([weights, ones])
+    return torch.cat([sources, into]), torch.cat([targets, into]), *rest
 
 
 def weighted_sums(

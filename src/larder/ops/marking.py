@@ -23,6 +23,13 @@ def outside(positions: Int[Tensor, " T"], first: int, stop: int) -> Bool[Tensor,
     return torch.from_numpy(marks)
 
 
+def until(positions: Int[Tensor, " T"], last: int) -> Bool[Tensor, " T"]:
+    """Marks what lies at `last` or before."""
+    if positions.device.type != "cpu":
+        return positions <= last
+    return torch.from_numpy(positions.numpy() <= last)
+
+
 def marks_of(chosen: Int64[Tensor, " N"], size: int) -> Bool[Tensor, " T"]:
     """Marks the chosen of `size` entries."""
     if chosen.device.type != "cpu":
@@ -46,9 +53,22 @@ def places_among(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Int6
     return torch.from_numpy(np.searchsorted(held.numpy(), wanted.numpy()))
 
 
+def are_within(numbers: Int64[Tensor, " N"], stop: int) -> bool:
+    """Whether all lie in [0, stop)."""
+    if not len(numbers):
+        return True
+    if numbers.device.type != "cpu":
+        return int(numbers.amin()) >= 0 and int(numbers.amax()) < stop
+    found = numbers.numpy()
+    return bool(found.min() >= 0 and found.max() < stop)
+
+
 def are_among(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Bool[Tensor, " N"]:
     """Which numbers an ascending row holds."""
     if not len(held):
         return torch.zeros_like(wanted, dtype=torch.bool)
-    places = places_among(wanted, held).clamp(max=len(held) - 1)
-    return held[places] == wanted
+    if held.device.type != "cpu":
+        return held[torch.searchsorted(held, wanted).clamp(max=len(held) - 1)] == wanted
+    row, numbers = held.numpy(), wanted.numpy()
+    places = np.minimum(np.searchsorted(row, numbers), len(row) - 1)
+    return torch.from_numpy(row[places] == numbers)

@@ -41,3 +41,28 @@ def weighted_sums(
             for total, number in zip(sums[target], held[source], strict=True)
         ]
     return sums
+
+
+def spread_folds(
+    mass: list[float],
+    spans: list[tuple[int, int]],
+    keep: list[bool],
+    window: int,
+    drawn: list[float],
+) -> list[tuple[int, int, float]]:
+    """Sources, targets and weights of values, of packed entries whose heads have these spans."""
+    folds: list[tuple[int, int, float]] = []
+    gone = [place for place, stays in enumerate(keep) if not stays]
+    for number, place in enumerate(gone):
+        [stop] = [stop for start, stop in spans if start <= place < stop]
+        following = [other for other in range(place, stop) if keep[other]][:window]
+        total = sum(mass[other] for other in following)
+        if total:
+            share = min(mass[place] * len(following) / total, 1.0)
+        else:
+            share = float(bool(following) and mass[place] > 0)
+        if drawn:
+            share = float(drawn[number] < share)
+        folds += [(place, other, share / len(following)) for other in following if share]
+    own = sorted({target for _, target, _ in folds})
+    return folds + [(target, target, 1.0) for target in own]

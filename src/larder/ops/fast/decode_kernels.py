@@ -12,9 +12,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.extending import overload
 
-ROWS = 32  # entries per block: 32 float32 rows of 128 fill half of a 32 KiB first-level cache
+from larder.ops.fast.stored_kernels import ROWS, float_rows
+
 UNITE = frozenset({"reassoc", "contract", "nsz", "arcp"})  # all of fastmath that keeps infinities
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
@@ -42,37 +42,6 @@ def _cached(kernel: Any) -> Any:
     except RuntimeError:  # a read-only package and no writable home: compiled once per process
         pass
     return kernel
-
-
-def float_rows(stored, first, count, scratch):
-    """Stored rows [first, first + count) as ROWS rows of float32; those past `count` are zero."""
-    raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
-
-
-@overload(float_rows)
-def _by_stored_type(stored, first, count, scratch):
-    return read_floats if stored.dtype == numba.float32 else widen_bfloats
-
-
-def read_floats(stored, first, count, scratch):
-    """Whole blocks are read where they lie."""
-    if count == ROWS:
-        return stored[first : first + ROWS]
-    for b in range(count):
-        for d in range(stored.shape[1]):
-            scratch[b, d] = stored[first + b, d]
-    scratch[count:] = 0.0
-    return scratch
-
-
-def widen_bfloats(stored, first, count, scratch):
-    """A bfloat16 is the upper half of a float32."""
-    bits = scratch.view(np.uint32)
-    for b in range(count):
-        for d in range(stored.shape[1]):
-            bits[b, d] = np.uint32(stored[first + b, d]) << np.uint32(16)
-    scratch[count:] = 0.0
-    return scratch
 
 
 @compiled

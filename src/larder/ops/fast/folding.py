@@ -88,6 +88,28 @@ def alike_folds(
     return moved, (froms, intos, weights)
 
 
+def spread_folds(
+    mass: Float[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    kept: Int64[Tensor, " N"],
+    new_lengths: tuple[int, ...],
+    gone: Int64[Tensor, " F"],
+    window: int,
+    drawn: Float[Tensor, " _"],
+) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
+    """As `readable_spread_folds`; sums are in another order."""
+    from larder.ops.fast import folding_kernels as kernels
+
+    packed = gone.numpy(), kept.contiguous().numpy()
+    counts = starts.numpy(), lengths.numpy(), np.array(new_lengths, np.int64)
+    told = mass.detach().contiguous().numpy(), window, drawn.double().numpy()
+    into, targets, of_keys, of_values = map(
+        torch.from_numpy, kernels.spread(*packed, *counts, *told)
+    )
+    return into, targets, of_keys, of_values
+
+
 def weighted_sums(
     keys: Float[Tensor, "C D"],
     values: Float[Tensor, "C D"],

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from larder.ops.fast.decode_kernels import ROWS, compiled_as_written, float_rows
+from larder.ops.fast.decode_kernels import compiled_as_written
+from larder.ops.fast.stored_kernels import float_row
 
 
 @compiled_as_written
@@ -74,11 +75,53 @@ def settle(sources, targets, heads, likeness, given, before, rate, rest, slack, 
 
 
 @compiled_as_written
+def share_of(mass, around):
+    """How much of a value joins entries of that mass on average; nothing where nobody looked."""
+    if around > 0:
+        return min(max(mass / around, np.float32(0.0)), np.float32(1.0))
+    return np.float32(1.0) if mass > 0 else np.float32(0.0)
+
+
+@compiled_as_written
+def spread(gone, kept, starts, lengths, new_lengths, mass, window, drawn):
+    """Sources, targets, and weights of keys and of values, those of the targets themselves last."""
+    ends, stops = np.cumsum(lengths), np.cumsum(new_lengths)
+    heads = np.searchsorted(ends, gone, side="right")
+    firsts = np.searchsorted(kept, gone)
+    froms = np.empty(2 * gone.size * window, np.int64)
+    intos = np.empty(froms.size, np.int64)
+    weights = np.zeros((2, froms.size), np.float32)
+    folds = 0
+    for f in range(gone.size):
+        h = heads[f]
+        first, stop = firsts[f], min(firsts[f] + window, stops[h])
+        ahead = starts[h] - ends[h] + lengths[h]  # from packed entries to rows
+        around = np.float32(0.0)
+        for i in range(first, stop):
+            around += mass[kept[i] + ahead] / np.float32(stop - first)
+        share = share_of(mass[gone[f] + ahead], around)
+        if drawn.size:
+            share = np.float32(1.0) if drawn[f] < share else np.float32(0.0)
+        if share > 0:
+            for i in range(first, stop):
+                froms[folds], intos[folds] = gone[f], kept[i]
+                weights[1, folds] = share / np.float32(stop - first)
+                folds += 1
+    into = distinct(intos[:folds])
+    for n in range(into.size):
+        froms[folds + n] = intos[folds + n] = into[n]
+        weights[:, folds + n] = 1.0
+    folds += into.size
+    return froms[:folds], intos[:folds], weights[0, :folds], weights[1, :folds]
+
+
+@compiled_as_written
 def add_row(stored, row, weight, scratch, sums):
-    """Add a stored row, by its weight."""
-    numbers = float_rows(stored, row, 1, scratch)[0]
-    for d in range(sums.size):
-        sums[d] += weight * numbers[d]
+    """Add a stored row, by its weight; one without weight is not read."""
+    if weight != 0:
+        numbers = float_row(stored, row, scratch)
+        for d in range(sums.size):
+            sums[d] += weight * numbers[d]
 
 
 @compiled_as_written
@@ -90,7 +133,7 @@ def sum_rows(keys, values, starts, lengths, sources, targets, key_weights, value
     heads = np.searchsorted(ends, sources, side="right")
     key_sums = np.zeros((into.size, keys.shape[1]), np.float32)
     value_sums = np.zeros((into.size, keys.shape[1]), np.float32)
-    scratch = np.empty((ROWS, keys.shape[1]), np.float32)
+    scratch = np.empty(keys.shape[1], np.float32)
     for f in range(sources.size):
         h = heads[f]
         row = sources[f] - (ends[h] - lengths[h]) + starts[h]

@@ -10,7 +10,8 @@ import math
 import numba
 import numpy as np
 
-from larder.ops.fast.decode_kernels import ROWS, compiled, compiled_parallel, float_rows
+from larder.ops.fast.decode_kernels import compiled, compiled_parallel
+from larder.ops.fast.stored_kernels import ROWS, float_row, float_rows
 
 SMALLEST = np.float32(1e-12)  # a norm below it counts as this, as in torch's normalize
 
@@ -37,7 +38,7 @@ def search_one(stored, start, length, marked, asked, first):
     scratch = np.empty((ROWS, stored.shape[1]), np.float32)
     row = np.empty(stored.shape[1], np.float32)
     dots, norms = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
-    row[:] = float_rows(stored, start + asked - first, 1, scratch)[0]
+    row[:] = float_row(stored, start + asked - first, row)
     total = np.float32(0.0)
     for d in range(row.size):
         total += row[d] * row[d]

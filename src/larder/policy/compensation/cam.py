@@ -29,10 +29,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
+from larder.core.nothing import nothing
 from larder.core.observation import Entries, Scored
 from larder.core.plan import Folds, Plan
-from larder.core.types import Packed
-from larder.policy.compensation._rejected import Indices, distinct, heads_of, rejected
+from larder.ops.folding import spread_folds
+from larder.policy.compensation._rejected import rejected
 from larder.policy.compensation.base import Compensation
 
 MASS = "mass"
@@ -73,42 +74,13 @@ class Cam(Compensation):
         gone = rejected(plan, entries)
         if not len(gone) or not len(plan.kept):
             return plan
-        places, here = self._following(gone, plan, entries)
-        targets = plan.kept[places]  # [F, m]
-        mass, count = entries.column(MASS), here.sum(1)
-        shares = _shares(mass[gone], (mass[targets] * here).sum(1) / count)
+        drawn = nothing(torch.float32, 0)
         if self.merge is Merge.SAMPLED:
             drawn = _uniform(entries.packed_positions()[gone], self.seed)
-            shares = (drawn < shares).float()
-        joins = here & (shares > 0)[:, None]
-        sources = gone[:, None].expand_as(targets)[joins]
-        weights = (shares / count)[:, None].expand_as(targets)[joins]
-        return replace(plan, folds=_added(sources, targets[joins], weights))
-
-    def _following(self, gone: Indices, plan: Plan, entries: Entries) -> tuple[Tensor, Tensor]:
-        """Where among the kept the next m of each rejected are, and which of these there are."""
-        first = torch.searchsorted(plan.kept, gone)[:, None]
-        places = first + torch.arange(self.window, device=gone.device)
-        ends = torch.tensor(plan.lengths, device=gone.device).cumsum(0)
-        here = places < ends[heads_of(gone, entries)][:, None]
-        return places.clamp(max=len(plan.kept) - 1), here
-
-
-def _shares(mass: Float[Tensor, " F"], around: Float[Tensor, " F"]) -> Float[Tensor, " F"]:
-    """How much of each value joins; nothing where nothing follows or nobody looked."""
-    return (mass / around).nan_to_num(0).clamp(0, 1)
-
-
-def _added(sources: Indices, targets: Indices, weights: Packed) -> Folds:
-    """Every target keeps its key, and its value with the shares of others added."""
-    own, _ = distinct(targets)
-    ones = weights.new_ones(len(own))
-    return Folds(
-        torch.cat([sources, own]),
-        torch.cat([targets, own]),
-        torch.cat([torch.zeros_like(weights), ones]),
-        torch.cat([weights, ones]),
-    )
+        told = plan.kept, plan.lengths, gone, self.window, drawn
+        return replace(
+            plan, folds=Folds(*spread_folds(entries.columns[MASS], *entries.layout, *told))
+        )
 
 
 def _uniform(positions: Int[Tensor, " F"], seed: int) -> Float[Tensor, " F"]:
