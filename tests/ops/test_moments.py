@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from larder.ops.fast import moments as fast
-from larder.ops.moments import joined_by_one, readable_joined_by_one
+from larder.ops.moments import (
+    joined_by_one,
+    raised_means,
+    readable_joined_by_one,
+    readable_raised_means,
+)
 
 
 def test_both_forms_equal_the_moments_of_all_numbers() -> None:
@@ -28,6 +33,20 @@ def test_both_forms_equal_the_moments_of_all_numbers() -> None:
     assert columns[1].tolist() == pytest.approx([statistics.fmean(own) for own in told])
     spreads = [statistics.pvariance(own) * len(own) for own in told]
     assert columns[2].tolist() == pytest.approx(spreads, abs=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_those_that_vary_most_are_raised(share: float) -> None:
+    source, lengths, starts = Random(5), [4, 0, 7], [1, 6, 6]
+    count, mean, spread = ([float(source.randint(1, 4)) for _ in range(14)] for _ in range(3))
+    expected: list[float] = []
+    for start, length in zip(starts, lengths, strict=True):
+        rows = range(start, start + length)
+        by_variance = sorted(rows, key=lambda row: (-spread[row] / count[row], row))
+        raised = by_variance[: int(share * length)]
+        expected += [mean[row] + (row in raised) for row in rows]
+    case = *(torch.tensor(part) for part in (count, mean, spread, starts, lengths)), share
+    assert raised_means(*case).tolist() == readable_raised_means(*case).tolist() == expected
 
 
 def test_the_kernel_takes_float32() -> None:

@@ -6,10 +6,12 @@ same bits.
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from larder.ops.fast import moments as fast
+from larder.ops.topk import top_mask
 
 Moments = tuple[Float[Tensor, " S"], Float[Tensor, " S"], Float[Tensor, " S"]]
 
@@ -38,3 +40,40 @@ def readable_joined_by_one(
     total, shift = count + fresh, numbers - mean
     share = fresh / total.clamp(min=1)
     return total, mean + shift * share, spread + shift.square() * count * share
+
+
+def raised_means(
+    count: Float[Tensor, " C"],
+    mean: Float[Tensor, " C"],
+    spread: Float[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    share: float,
+) -> Float[Tensor, " T"]:
+    """The mean of every entry, packed, raised by 1 for those of a head whose numbers vary most.
+
+    Args:
+        count, mean, spread: moments, one of each per row of a flat storage; counts of entries are
+            above 0.
+        starts, lengths: where each kv head lies in it; int64 in host memory.
+        share: of the entries of a head, in [0, 1], that are raised; of equals the first.
+    """
+    case = count, mean, spread, starts, lengths, share
+    return fast.raised_means(*case) if fast.serves(mean) else readable_raised_means(*case)
+
+
+def readable_raised_means(
+    count: Float[Tensor, " C"],
+    mean: Float[Tensor, " C"],
+    spread: Float[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    share: float,
+) -> Float[Tensor, " T"]:
+    """`raised_means` for every device, one head after the other."""
+    parts = [mean[:0]]
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        own = slice(start, start + length)
+        raised = top_mask(spread[own] / count[own], int(share * length))
+        parts.append(mean[own] + raised.float())
+    return torch.cat(parts)

@@ -49,8 +49,9 @@ def keep_best(scores, spared, lengths, count, kept):
         begin = 0
         for w in range(worst.size + 1):
             end = worst[w] if w < worst.size else lengths[h]
-            for s in range(begin, end):
-                kept[written + s - begin] = first + s
-            written += max(end - begin, 0)
+            run = kept[written : written + max(end - begin, 0)]
+            for s in range(run.size):
+                run[s] = first + begin + s
+            written += run.size
             begin = end + 1
         first += lengths[h]

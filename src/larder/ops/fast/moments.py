@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
@@ -27,3 +27,20 @@ def joined_by_one(
     kernels.join(*told, joined.numpy())
     total, average, around = joined
     return total, average, around
+
+
+def raised_means(
+    count: Float[Tensor, " C"],
+    mean: Float[Tensor, " C"],
+    spread: Float[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    share: float,
+) -> Float[Tensor, " T"]:
+    """The same bits as `readable_raised_means`."""
+    from larder.ops.fast import moments_kernels as kernels
+
+    raised = torch.empty(int(lengths.sum()))
+    moments = (part.detach().contiguous().numpy() for part in (count, mean, spread))
+    kernels.raise_most_varied(*moments, starts.numpy(), lengths.numpy(), share, raised.numpy())
+    return raised

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from larder.ops.fast.decode_kernels import compiled_as_written
+from larder.ops.fast.selection_kernels import edge_of
 
 
 @compiled_as_written
@@ -21,3 +22,29 @@ def join(count, mean, spread, numbers, counted, joined):
         joined[0, s] = total
         joined[1, s] = mean[s] + shift * share
         joined[2, s] = spread[s] + shift * shift * count[s] * share
+
+
+@compiled_as_written
+def raise_most_varied(count, mean, spread, starts, lengths, share, raised):
+    """Means, packed, and 1 more where the variance is among the highest of its head."""
+    first = 0
+    for h in range(lengths.size):
+        held = lengths[h]
+        rows = slice(starts[h], starts[h] + held)
+        counts, spreads, means = count[rows], spread[rows], mean[rows]
+        own = raised[first : first + held]
+        variances = np.empty(held, np.float32)
+        ranks = variances.view(np.uint32)  # which ascend as numbers that are not negative do
+        for s in range(held):
+            variances[s] = spreads[s] / max(counts[s], np.float32(1.0))
+            own[s] = means[s]
+        wanted = int(share * held)
+        if wanted > 0:
+            edge, equals = edge_of(ranks, wanted)
+            for s in range(held):
+                own[s] += np.float32(ranks[s] > edge)
+            for s in range(held):
+                if ranks[s] == edge and equals > 0:
+                    own[s] += np.float32(1.0)
+                    equals -= 1
+        first += held

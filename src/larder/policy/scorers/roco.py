@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
-
 from larder.core.errors import BadParameter
 from larder.core.observation import Seen
 from larder.core.types import Packed
-from larder.ops.topk import top_masks
+from larder.ops.moments import raised_means
 from larder.policy.scorers.base import Scorer
+from larder.policy.tallies.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -41,17 +38,8 @@ class RoCo(Scorer):
 
     def score(self, seen: Seen) -> Packed:
         entries = seen.entries
-        variances = entries.column("moment_spread") / entries.column("moment_count")
-        if len(set(entries.lengths)) == 1:
-            rows = variances.view(len(entries.lengths), -1)
-            spared = self._spared(rows).flatten()
-        else:
-            heads = torch.split(variances, list(entries.lengths))
-            spared = torch.cat([self._spared(head[None])[0] for head in heads])
-        return entries.column("moment_mean") + spared.float()
-
-    def _spared(self, variances: Float[Tensor, "K S"]) -> Bool[Tensor, "K S"]:
-        return top_masks(variances, int(self.spared * variances.shape[1]))
+        moments = (entries.columns[name] for name in Moments.columns)
+        return raised_means(*moments, *entries.layout, self.spared)
 
 
 Part = RoCo

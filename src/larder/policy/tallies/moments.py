@@ -14,6 +14,7 @@ from torch import Tensor
 
 from larder.core.observation import Seen
 from larder.ops.columns import Group
+from larder.ops.marking import until
 from larder.ops.moments import joined_by_one
 from larder.policy.tallies._weights import State, Votes, carried_on
 from larder.policy.tallies.base import Tally
@@ -33,9 +34,10 @@ class Moments(Tally):
 
 def _joined(state: State, votes: Votes) -> State:
     count, mean, spread = state
+    if len(votes.times) == 1:
+        counted = until(votes.places, int(votes.times[0]))
+        return joined_by_one(count, mean, spread, votes.weights[0], counted)
     sees = votes.sees
-    if len(sees) == 1:
-        return joined_by_one(count, mean, spread, votes.weights[0], sees[0])
     fresh = sees.sum(0)
     average = votes.weights.sum(0) / fresh.clamp(min=1)
     around = ((votes.weights - average) * sees).square().sum(0)
