@@ -59,7 +59,9 @@ class Joining:
         """One number per entry and kv head; the entries' softmax weights are never all held."""
         entries = look.entries
         if seen.logits is not None and look.is_of(seen):
-            return self.heads.join(self._heard(seen, seen.logits), entries, seen.layer, seen.facts)
+            # As gathered from the only query, whose logits attention has left behind.
+            weights = self.aggregation.alone(logit_shares(seen.logits, *entries.layout))
+            return self.heads.join_stored(weights, entries, seen.layer, seen.facts)
         key_positions = None if look.positions is None else entries.packed_positions()
         statistics = gather_columns(
             self.aggregation,
@@ -72,15 +74,6 @@ class Joining:
             bias=entries.columns.get(LOG_COUNT),
         )
         return self.heads.join(statistics, entries, seen.layer, seen.facts)
-
-    def _heard(self, seen: Seen, logits: Float[Tensor, "R C"]) -> list[Float[Tensor, "R _"]]:
-        """As gathered from the only query, whose logits attention has left behind."""
-        entries = seen.entries
-        weights = logit_shares(logits, *entries.layout)
-        state = self.aggregation.start(weights)
-        self.aggregation.fold(state, weights[:, None], 0, 1)
-        statistics = self.aggregation.finish(state, 1)
-        return [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,12 @@ class Aggregation(ABC):
             total: queries that there are in all.
         """
 
+    def alone(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
+        """What becomes of the weights of a single query."""
+        state = self.start(weights)
+        self.fold(state, weights[:, None], 0, 1)
+        return self.finish(state, 1)
+
     @abstractmethod
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
         """One number per entry and query head, after all `total` queries."""

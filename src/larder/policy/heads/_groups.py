@@ -29,3 +29,14 @@ class GroupRule(HeadRule):
     ) -> list[Float[Tensor, " _"]]:
         del entries, layer, facts
         return [self.group(head) for head in statistics]
+
+    def join_stored(
+        self,
+        statistics: Float[Tensor, "R C"],
+        entries: Entries,
+        layer: LayerSpec,
+        facts: Calibration,
+    ) -> list[Float[Tensor, " _"]]:
+        del layer, facts
+        joined = self.group(statistics)
+        return [joined[entries.rows(head)] for head in range(len(entries.lengths))]

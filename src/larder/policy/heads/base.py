@@ -22,6 +22,17 @@ class HeadRule(ABC):
     # Names of the measurements that `join` looks up.
     calibrations: ClassVar[frozenset[str]] = frozenset()
 
+    def join_stored(
+        self,
+        statistics: Float[Tensor, "R C"],
+        entries: Entries,
+        layer: LayerSpec,
+        facts: Calibration,
+    ) -> list[Float[Tensor, " _"]]:
+        """As `join`, of statistics that lie as the storage does, a number per row of it."""
+        own = [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]
+        return self.join(own, entries, layer, facts)
+
     @abstractmethod
     def join(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
+from larder.ops.layer_means import layer_mean
 from larder.policy.heads._positions import mean_by_position, places_of
 from larder.policy.heads.base import HeadRule
 
@@ -35,12 +36,23 @@ class LayerMean(HeadRule):
     ) -> list[Float[Tensor, " _"]]:
         del layer, facts
         if _alike(entries):
-            total = torch.stack(list(statistics)).mean(1).sum(0)  # of [K, R, S]
-            return [total / len(statistics)] * len(statistics)
+            return [torch.cat(list(statistics)).mean(0)] * len(statistics)
         places = places_of(entries)
         own = [head.mean(0) for head in statistics]
         means = mean_by_position(list(zip(own, places, strict=True)), places)
         return [means[place] for place in places]
+
+    def join_stored(
+        self,
+        statistics: Float[Tensor, "R C"],
+        entries: Entries,
+        layer: LayerSpec,
+        facts: Calibration,
+    ) -> list[Float[Tensor, " _"]]:
+        mean = layer_mean(statistics, entries.positions, *entries.layout)
+        if mean is None:
+            return super().join_stored(statistics, entries, layer, facts)
+        return [mean] * len(entries.lengths)
 
 
 def _alike(entries: Entries) -> bool:
