@@ -17,7 +17,7 @@ from larder.core.plan import Folds, Plan
 from stores import exact, same_bits
 
 # Operations that only write into memory that is there already.
-IN_PLACE = ("copy_", "index_put_", "add_", "fill_", "zero_")
+IN_PLACE = ("copy_", "index_copy_", "index_put_", "add_", "fill_", "zero_")
 
 
 class Scarce(TorchDispatchMode):

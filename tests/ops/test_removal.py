@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from larder.core.errors import CacheError
 from larder.ops import removal
 from larder.ops.removal import (
+    least_motion,
+    readable_least_motion,
     readable_remove,
-    readable_starts,
     remove_rows,
-    starts_of_least_motion,
 )
 from references.ops import removal as loop
 
@@ -122,16 +122,22 @@ def test_kept_rows_lie_wherever_they_are_wanted(case, data):
 @given(cases(), st.data())
 def test_the_shorter_side_moves(case, data):
     lengths, slack, keep = case
-    starts, counts, _ = layout(lengths, slack)
+    starts, counts, rows = layout(lengths, slack)
     kept, new_lengths = plan(keep)
-    free = torch.tensor([data.draw(st.booleans()) for _ in lengths])
-    expected = starts.tolist()
+    edges, roomy = (*starts.tolist(), rows - 1), data.draw(st.integers(0, 12))
+    expected, moved = starts.tolist(), 0
     for h, marks in enumerate(keep):
         up = sum(mark for place, mark in enumerate(marks) if not all(marks[:place]))
         down = sum(mark for place, mark in enumerate(marks) if not all(marks[place:]))
-        expected[h] += marks.count(False) if free[h] and down < up else 0
-    for form in (starts_of_least_motion, readable_starts):
-        assert form(starts, counts, kept, new_lengths, free).tolist() == expected
+        wanders = slack[h] + marks.count(False) >= roomy and down < up
+        expected[h] += marks.count(False) if wanders else 0
+        moved += down if wanders else up
+    ends = [start + held for start, held in zip(expected, new_lengths, strict=True)]
+    room = min(edge - end for edge, end in zip(edges[1:], ends, strict=True))
+    for form in (least_motion, readable_least_motion):
+        motion = form(starts, counts, kept, new_lengths, edges, roomy)
+        assert motion.starts.tolist() == expected
+        assert (motion.room, motion.rows) == (room, moved)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -217,6 +223,8 @@ def test_entries_that_do_not_fit_are_refused_and_nothing_is_changed(
     with pytest.raises(CacheError, match="kept entries"):
         remove_rows(tensors, starts, counts, torch.tensor(kept), new_lengths, columns)
     assert torch.equal(tensors[0], storages(rows, torch.float32)[0][0])
+    with pytest.raises(CacheError, match="kept entries"):
+        least_motion(starts, counts, torch.tensor(kept), new_lengths, (1, 6, 9), 0)
 
 
 def test_a_storage_that_cannot_hold_the_heads_is_refused():

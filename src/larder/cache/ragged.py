@@ -11,7 +11,6 @@ over the entries, never over the slack.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int64
@@ -33,7 +32,7 @@ from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.marking import places_among
 from larder.ops.packing import packed_rows, rows_of, starts_of
-from larder.ops.removal import remove_rows, starts_of_least_motion
+from larder.ops.removal import least_motion, move_rows, remove_rows
 
 ROOMY = 16  # rows of slack from which on a head may wander through its region
 GROWTH_TOKENS = 64  # slack taken when a caller appends without having reserved
@@ -114,12 +113,13 @@ class Ragged(Store):
             self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
         kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
         case = self._starts, self._lengths, kept, plan.lengths
-        starts = starts_of_least_motion(*case, self._may_wander(plan.lengths))
-        changes = self._changes(plan, sums, starts, lengths)
-        room = self._least_room(starts, lengths)
-        remove_rows(self._stored(), *case, self._columns.values, starts)
-        self._starts, self._lengths, self._room = starts, lengths, room
-        self._write(changes)
+        motion = least_motion(*case, self._edges, ROOMY)
+        writes = len(sums.targets) or plan.columns or plan.scalars
+        changes = self._changes(plan, sums, motion.starts, lengths) if writes else None
+        move_rows(self._stored(), *case, self._columns.values, motion)
+        self._starts, self._lengths, self._room = motion.starts, lengths, motion.room
+        if changes is not None:
+            self._write(changes)
         if arrivals:
             self._draw_back(int(arrivals.counts(len(lengths)).max()))
             self._take_in(arrivals)
@@ -242,8 +242,8 @@ class Ragged(Store):
 
     def _write(self, changes: Changes) -> None:
         if len(changes.targets):
-            self._keys[changes.targets] = changes.keys
-            self._values[changes.targets] = changes.values
+            self._keys.index_copy_(0, changes.targets, changes.keys)
+            self._values.index_copy_(0, changes.targets, changes.values)
         self._columns.write_rows(changes.rows, changes.columns)
         self._columns.write_scalars(changes.scalars)
 
@@ -268,11 +268,6 @@ class Ragged(Store):
         """Slack behind the head that has least."""
         ends = zip(self._edges[1:], starts.tolist(), lengths.tolist(), strict=True)
         return min(edge - start - length for edge, start, length in ends)
-
-    def _may_wander(self, lengths: tuple[int, ...]) -> Tensor:
-        """Which heads [K] of these lengths leave much of their regions free."""
-        regions = zip(pairwise(self._edges), lengths, strict=True)
-        return torch.tensor([stop - start - held >= ROOMY for (start, stop), held in regions])
 
     def _draw_back(self, room: int) -> None:
         """Where that gives `room`, put heads back to their edges, so that all slack lies behind."""

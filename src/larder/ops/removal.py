@@ -13,9 +13,10 @@ it is taken for contiguous storage on a CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from larder.core.errors import CacheError
@@ -57,11 +58,7 @@ def remove_rows(
     case = storages, starts, lengths, kept, new_lengths, new_starts
     bad = removal.remove(*case) if removal.serves(storages) else readable_remove(*case)
     if bad is not None:
-        raise CacheError(
-            f"The kept entries of kv head {bad} must ascend within the head's own "
-            f"{int(lengths[bad])} packed entries, but they do not: sort them, and count them in "
-            "new_lengths head by head."
-        )
+        raise _misfit(bad, lengths)
 
 
 def readable_remove(
@@ -94,39 +91,94 @@ def readable_remove(
     return None
 
 
-def starts_of_least_motion(
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    kept: Int64[Tensor, " kept"],
-    new_lengths: tuple[int, ...],
-    free: Bool[Tensor, " K"],
-) -> Int64[Tensor, " K"]:
-    """New starts for `remove_rows`: each head's end moves up, or its front down, as is less.
+@dataclass(frozen=True)
+class Motion:
+    """Where the kept rows of every head shall lie.
 
     Args:
-        free: heads whose front may move; the others stay where they are.
+        starts: where the heads begin, in host memory.
+        room: slack behind the head that has least.
+        rows: how many rows that moves.
     """
-    if kept.device.type == "cpu":
-        return removal.starts_of_least_motion(starts, lengths, kept, new_lengths, free)
-    return readable_starts(starts, lengths, kept, new_lengths, free)
+
+    starts: Int64[Tensor, " K"]
+    room: int
+    rows: int
 
 
-def readable_starts(
+def least_motion(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     kept: Int64[Tensor, " kept"],
     new_lengths: tuple[int, ...],
-    free: Bool[Tensor, " K"],
-) -> Int64[Tensor, " K"]:
-    """`starts_of_least_motion` for every device, one head after the other."""
-    result, offset = starts.clone(), 0
-    for h, own in enumerate(kept.cpu().split(list(new_lengths))):
-        gone = int(lengths[h]) - len(own)
+    edges: tuple[int, ...],
+    roomy: int,
+) -> Motion:
+    """For each head, whether its end moves up or its front down: whichever is less.
+
+    Args:
+        starts, lengths, kept, new_lengths: as for `remove_rows`; `kept` in host memory.
+        edges: where the regions of the heads begin, and where the last one ends.
+        roomy: slack from which on the front of a head may move.
+
+    Raises:
+        CacheError: `kept` does not fit the heads.
+    """
+    _check_counts(lengths, kept, new_lengths)
+    case = starts, lengths, kept, new_lengths, edges, roomy
+    bad, motion = removal.least_motion(*case)
+    if bad is not None:
+        raise _misfit(bad, lengths)
+    return Motion(*motion)
+
+
+def readable_least_motion(
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    edges: tuple[int, ...],
+    roomy: int,
+) -> Motion:
+    """`least_motion` of kept entries that fit, one head after the other."""
+    result, room, rows, offset = starts.clone(), [len(kept)], 0, 0
+    for h, own in enumerate(kept.split(list(new_lengths))):
+        gone, region = int(lengths[h]) - len(own), edges[h + 1] - edges[h]
         shifts = own - offset - torch.arange(len(own))  # rows removed before each kept one
-        if bool(free[h]) and int((shifts < gone).sum()) < int((shifts > 0).sum()):
+        down, up = int((shifts < gone).sum()), int((shifts > 0).sum())
+        if region - len(own) >= roomy and down < up:
             result[h] += gone
+            up = down
+        rows += up
+        room.append(edges[h + 1] - int(result[h]) - len(own))
         offset += int(lengths[h])
-    return result
+    return Motion(result, min(room[1:]), rows)
+
+
+def move_rows(
+    tensors: Sequence[Tensor],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    columns: Float[Tensor, "n C"],
+    motion: Motion,
+) -> None:
+    """As `remove_rows`, of a motion found for the same heads and kept entries."""
+    storages = *tensors, *columns
+    case = storages, starts, lengths, kept, new_lengths, motion.starts
+    if removal.serves(storages):
+        removal.move(*case, motion.rows)
+    else:
+        readable_remove(*case)
+
+
+def _misfit(head: int, lengths: Int[Tensor, " K"]) -> CacheError:
+    return CacheError(
+        f"The kept entries of kv head {head} must ascend within the head's own "
+        f"{int(lengths[head])} packed entries, but they do not: sort them, and count them in "
+        "new_lengths head by head."
+    )
 
 
 def _check_storages(storages: Sequence[Tensor], starts: Tensor, lengths: Tensor) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int, Int64
+import torch
+from jaxtyping import Int, Int64
 from torch import Tensor
 
 from larder.ops.fast.decode import threads_worth_waking
@@ -29,32 +30,55 @@ def remove(
     """`readable_remove`. Safe from several threads at once on different storages."""
     from larder.ops.fast import removal_kernels as kernels  # compiles: not before it is needed
 
-    addresses = np.array([storage.data_ptr() for storage in storages], np.int64)
-    row_bytes = np.array([storage.nbytes // max(len(storage), 1) for storage in storages], np.int64)
     packed = kept.cpu().contiguous().numpy()
     places = starts.numpy(), new_starts.numpy()
-    counts = lengths.numpy(), np.array(new_lengths, np.int64)
-    bad, rows = kernels.examine(packed, *places, *counts)
+    bad, rows = kernels.examine(packed, *places, lengths.numpy(), np.array(new_lengths, np.int64))
     if bad >= 0:
         return int(bad)
-    if rows:
-        threads = threads_worth_waking(int(rows * row_bytes.sum()) // BYTES_PER_FLOAT)
-        move = kernels.move_in_parallel if threads > 1 else kernels.move_serially
-        move(addresses, row_bytes, packed, *places, *counts, threads)
+    move(storages, starts, lengths, kept.cpu(), new_lengths, new_starts, int(rows))
     return None
 
 
-def starts_of_least_motion(
+def move(
+    storages: Sequence[Tensor],
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     kept: Int64[Tensor, " kept"],
     new_lengths: tuple[int, ...],
-    free: Bool[Tensor, " K"],
-) -> Int64[Tensor, " K"]:
-    """`readable_starts`. Safe from several threads at once."""
+    new_starts: Int64[Tensor, " K"],
+    rows: int,
+) -> None:
+    """Carry out a removal that was found to fit, and to move so many rows."""
+    from larder.ops.fast import removal_kernels as kernels
+
+    if not rows:
+        return
+    addresses = np.array([storage.data_ptr() for storage in storages], np.int64)
+    row_bytes = np.array([s.stride(0) * s.itemsize for s in storages], np.int64)
+    packed, counts = kept.contiguous().numpy(), np.array(new_lengths, np.int64)
+    threads = threads_worth_waking(int(rows * row_bytes.sum()) // BYTES_PER_FLOAT)
+    run = kernels.move_in_parallel if threads > 1 else kernels.move_serially
+    places = starts.numpy(), new_starts.numpy()
+    run(addresses, row_bytes, packed, *places, lengths.numpy(), counts, threads)
+
+
+def least_motion(
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    edges: tuple[int, ...],
+    roomy: int,
+) -> tuple[int | None, tuple[Int64[Tensor, " K"], int, int]]:
+    """The first head whose kept entries are wrong, if any is, and `readable_least_motion`.
+
+    Safe from several threads at once.
+    """
     from larder.ops.fast import removal_kernels as kernels  # compiles: not before it is needed
 
-    new_starts = starts.clone()
-    counts = lengths.numpy(), np.array(new_lengths, np.int64)
-    kernels.choose_starts(kept.contiguous().numpy(), *counts, free.numpy(), new_starts.numpy())
-    return new_starts
+    packed, new_starts = kept.contiguous().numpy(), torch.empty_like(starts)
+    counts = starts.numpy(), lengths.numpy(), np.array(new_lengths, np.int64)
+    case = packed, *counts, np.array(edges, np.int64), roomy
+    bad, room, rows = kernels.least_motion(*case, new_starts.numpy())
+    found = new_starts, int(room), int(rows)
+    return (None if bad < 0 else int(bad)), found

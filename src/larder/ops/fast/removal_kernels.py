@@ -31,6 +31,17 @@ move_bytes: Any = intrinsic(memmove)
 
 
 @compiled
+def are_astray(own, offset, length):
+    """Whether entries do not ascend within [offset, offset + length)."""
+    astray = 0
+    for i in range(1, own.size):
+        astray += own[i] <= own[i - 1]
+    if own.size:
+        astray += (own[0] < offset) + (own[own.size - 1] >= offset + length)
+    return astray > 0
+
+
+@compiled
 def examine(kept, starts, new_starts, lengths, new_lengths):
     """The first head whose kept entries are not its own, ascending, or -1; and the rows to move."""
     rows = 0
@@ -38,15 +49,11 @@ def examine(kept, starts, new_starts, lengths, new_lengths):
     offset = 0
     for h in range(lengths.size):
         own = kept[first : first + new_lengths[h]]
-        astray = still = 0
+        still = 0
         shift = offset + new_starts[h] - starts[h]
         for i in range(own.size):
             still += own[i] == i + shift
-        for i in range(1, own.size):
-            astray += own[i] <= own[i - 1]
-        if own.size:
-            astray += (own[0] < offset) + (own[own.size - 1] >= offset + lengths[h])
-        if astray:
+        if are_astray(own, offset, lengths[h]):
             return h, 0
         rows += own.size - still
         first += new_lengths[h]
@@ -106,21 +113,34 @@ def rows_behind_by(own, offset, shift):
 
 
 @compiled
-def choose_starts(kept, lengths, new_lengths, free, new_starts):
-    """Let the front of a head go down by what it loses, where fewer rows move than at its end."""
+def least_motion(kept, starts, lengths, new_lengths, edges, roomy, new_starts):
+    """Let the front of a head go down by what it loses, where fewer rows move than at its end.
+
+    The first head whose kept entries are not its own, ascending, or -1; the least slack behind a
+    head; and the rows that move.
+    """
     first = 0
     offset = 0
+    moved = 0
+    least = edges[lengths.size]
     for h in range(lengths.size):
         held = new_lengths[h]
         gone = lengths[h] - held
         own = kept[first : first + held]
+        if are_astray(own, offset, lengths[h]):
+            return h, 0, 0
         # How far an entry lies behind its place among the kept never falls from one to the next.
         front = rows_behind_by(own, offset, 1)  # rows that need not move if the end moves up
         still = held - rows_behind_by(own, offset, gone)  # and if the front goes down
-        if free[h] and still > front:
+        new_starts[h] = starts[h]
+        if edges[h + 1] - edges[h] - held >= roomy and still > front:
             new_starts[h] += gone
+            front = still
+        moved += held - front
+        least = min(least, edges[h + 1] - new_starts[h] - held)
         first += held
         offset += lengths[h]
+    return -1, least, moved
 
 
 @compiled
