@@ -107,9 +107,13 @@ class Entries:
             lengths.append(high - low)
         return replace(self, starts=tuple(starts), lengths=tuple(lengths))
 
-    def packed_positions(self) -> Int[Tensor, " T"]:
-        """Positions of all entries, head by head, without the slack between them."""
+    @cached_property
+    def _packed_positions(self) -> Int[Tensor, " T"]:
         return self.pack(self.positions)
+
+    def packed_positions(self) -> Int[Tensor, " T"]:
+        """Positions of all entries, head by head, without the slack between them; to be read."""
+        return self._packed_positions
 
     def column(self, name: str) -> Packed:
         """What a column holds, packed."""

@@ -177,10 +177,12 @@ class Planner:
             start: true position where generating began; unused while reading.
         """
         entries = seen.entries
-        positions = entries.packed_positions()
-        protected = self.protect.mask(positions, seen.length, tokens)
-        if seen.stage is Stage.GENERATING:
-            protected = self.timing.shielded(protected, positions, start)
+        if self.protect.least(tokens).tokens:
+            protected = self.protect.mask(entries.packed_positions(), seen.length, tokens)
+        else:
+            protected = torch.zeros_like(scores, dtype=torch.bool)
+        if seen.stage is Stage.GENERATING and self.timing.shields:
+            protected = self.timing.shielded(protected, entries.packed_positions(), start)
         measure = self.budget.measure(seen, scores)
         inspected = self.storage.inspect(seen)
         weights = of_kv_heads(self.weights.get(seen.layer.index, ()), len(entries.lengths))

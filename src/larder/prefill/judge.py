@@ -92,9 +92,10 @@ class Judge:
         self._asked, self._turns, self._scratch_tokens = asked, turns, scratch_tokens
 
     def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
-        cache = self._caches[row]
-        replaced = 0 if self._scratch_tokens else cache.replaced_bytes(layer)
-        self._note(self._in_flight(layer) + max(replaced, cache.attended_bytes(layer)))
+        if self._meter is not None:
+            cache = self._caches[row]
+            replaced = 0 if self._scratch_tokens else cache.replaced_bytes(layer)
+            self._note(layer, max(replaced, cache.attended_bytes(layer)))
         is_watched = self._turns[row] is not Turn.WATCH or self._planner.counts
         if layer in self._quotas[row] and is_watched:
             self._carry_out(row, layer, self._plans(row, layer, recorded))
@@ -112,8 +113,9 @@ class Judge:
             self._scores[row, layer] = scores
             return {}
         cache, ready = self._caches[row], self._ready[row]
-        others = max((cache.viewed_bytes(index) for index in ready), default=0)
-        self._note(self._in_flight(layer) + cache.viewed_bytes(layer) + others)
+        if self._meter is not None:
+            others = max((cache.viewed_bytes(index) for index in ready), default=0)
+            self._note(layer, cache.viewed_bytes(layer) + others)
         ready[layer] = self._planner.judge(seen, scores, self._tokens, self._starts[row])
         held = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
         return self._planner.plan(ready, self._quotas[row], held)
@@ -125,7 +127,8 @@ class Judge:
 
     def _look(self, row: int, layer: int, recorded: Recorded) -> Seen:
         cache, asked = self._caches[row], self._asked[row]
-        self._note(self._in_flight(layer) + cache.viewed_bytes(layer))
+        if self._meter is not None:
+            self._note(layer, cache.viewed_bytes(layer))
         seen = Seen(
             cache.spec.layers[layer],
             cache.entries(layer),
@@ -166,9 +169,10 @@ class Judge:
                 cache.apply(layer, plan)
             else:
                 cache.evict(layer, plan)
-            passing = self._in_flight(current) + cache.replaced_bytes(layer)
-            self._note(passing)
+            if self._meter is not None:
+                self._note(current, cache.replaced_bytes(layer))
 
-    def _note(self, passing_bytes: int) -> None:
+    def _note(self, layer: int, passing_bytes: int) -> None:
+        """Tell the meter what is held for a moment, beside a scratch pass's own in that layer."""
         if self._meter is not None:
-            self._meter.note(self._caches, passing_bytes)
+            self._meter.note(self._caches, self._in_flight(layer) + passing_bytes)

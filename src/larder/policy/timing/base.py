@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from jaxtyping import Int
 from torch import Tensor
@@ -12,6 +13,8 @@ from larder.core.types import PackedMask
 
 class Timing(ABC):
     """Says whether and when entries go while generating. A frozen dataclass."""
+
+    shields: ClassVar[bool] = False  # whether `shielded` protects anything
 
     @abstractmethod
     def excess(self) -> int | None:

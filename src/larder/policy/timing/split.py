@@ -54,6 +54,7 @@ class Split(Timing):
     strategy: Strategy = Strategy.SLIDE
     recent: int = 256
     every: int = 15
+    shields = True
 
     def __post_init__(self) -> None:
         if not 0 < self.reading < 1:
