@@ -284,11 +284,12 @@ class Ragged(Store):
         lengths = torch.tensor([len(part) for part in rows], dtype=torch.int64)
         slack = torch.zeros_like(lengths) + room
         starts, total = starts_of(lengths + slack), int((lengths + slack).sum())
+        least = int(slack.min())
         fresh = laid_out(self._stored(), self._columns.values, rows, starts, total)
         self._heard = None
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions, self._columns.values = fresh
-        self._lengths, self._starts, self._room = lengths, starts, int(slack.min())
+        self._lengths, self._starts, self._room = lengths, starts, least
         self._edges = (*starts.tolist(), total)
 
 
