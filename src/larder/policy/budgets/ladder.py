@@ -106,7 +106,8 @@ class Ladder(Budget):
             marks.append(mark)
             after.append(new)
         numbers = scored.scores.new_tensor(after).T
-        plan = Plan.from_mask(torch.from_numpy(np.concatenate(marks)).to(device), scored.lengths)
+        mask = torch.from_numpy(np.concatenate(marks))  # pyright: ignore
+        plan = Plan.from_mask(mask.to(device), scored.lengths)
         return replace(plan, scalars={DONE: numbers[0], GONE: numbers[1]})
 
     def _rung(self, layer: int, layers: int) -> Rung:
@@ -188,8 +189,8 @@ def _states(scored: Scored) -> list[tuple[int, int]]:
     heads = len(scored.lengths)
     if DONE not in scored.scalars:
         return [(0, 0)] * heads
-    done, gone = (scored.scalars[name].nan_to_num(0.0).tolist() for name in (DONE, GONE))
-    return [(int(done[head]), int(gone[head])) for head in range(heads)]
+    told = [scored.scalars[name].nan_to_num(0.0).cpu().numpy() for name in (DONE, GONE)]
+    return [(int(told[0][head]), int(told[1][head])) for head in range(heads)]
 
 
 Part = Ladder

@@ -38,8 +38,8 @@ class RoCo(Scorer):
 
     def score(self, seen: Seen) -> Packed:
         entries = seen.entries
-        moments = (entries.columns[name] for name in Moments.columns)
-        return raised_means(*moments, *entries.layout, self.spared)
+        count, mean, spread = (entries.columns[name] for name in Moments.columns)
+        return raised_means(count, mean, spread, *entries.layout, self.spared)
 
 
 Part = RoCo
