@@ -23,6 +23,10 @@ class Attribute:
     statements: tuple[str, ...]
     questions: tuple[str, ...]
 
+    def __hash__(self) -> int:
+        # Facts are looked up by what they are about, far more often than anything is said of them.
+        return hash(self.name)
+
 
 @dataclass(frozen=True)
 class Topic:
@@ -32,6 +36,9 @@ class Topic:
     entities: tuple[str, ...]
     attributes: tuple[Attribute, ...]
     chat: tuple[str, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 @dataclass(frozen=True)
