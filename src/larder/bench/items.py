@@ -20,9 +20,12 @@ def items_of(answer: str) -> Spans:
 
 
 def listed(parts: Sequence[str]) -> tuple[str, Spans]:
-    """The parts in a row, and where each stands in it, the comma behind it included."""
-    answer, spans = ", ".join(parts), list[tuple[int, int]]()
+    """The parts in a row, and where each stands in it: the space before it included, the comma left
+    out, for whether more follows is no part's doing.
+    """
+    spans, start = list[tuple[int, int]](), 0
     for part in parts:
-        start = spans[-1][1] if spans else 0
-        spans.append((start, min(len(answer), start + bool(start) + len(part) + 1)))
-    return answer, tuple(spans)
+        stop = start + bool(start) + len(part)
+        spans.append((start, stop))
+        start = stop + 1
+    return ", ".join(parts), tuple(spans)
