@@ -23,7 +23,7 @@ from larder.bench.hay import Hay
 from larder.bench.sources import Sources
 from larder.bench.task import Task, parse_task
 from larder.bench.tasks.needles import Needles
-from larder.core.errors import UsageError
+from larder.core.errors import LarderError
 from larder.core.spelling import name_of
 from larder.models.loading import load
 from larder.session.transcript import Scribe
@@ -41,7 +41,7 @@ def main() -> None:
         task = _task(sentence, sources)
         try:
             _write(task, name_of(type(task)), sources, options)
-        except UsageError as error:
+        except LarderError as error:
             print(f"{sentence} left out: {error}", file=sys.stderr)
 
 

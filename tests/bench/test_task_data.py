@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from bench.material import documents, lines_written, sources, stacked, words, written
+from larder.bench.conversation_file import as_json
 from larder.bench.cutting import first_of, last_of, without_middle
 from larder.bench.sources import Sources
 from larder.bench.task import parse_task
 from larder.core.conversation import Conversation, Form
 from larder.core.errors import InputError, TooLittle
+from larder.session.files import read_conversation
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +195,19 @@ def test_what_is_wrong_is_named(
     (tmp_path / path).write_text(content)
     with pytest.raises(InputError, match=said):
         parse_task(sentence).make(0, 300, Sources(words, data=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["locomo", "longbench", "lookup"])
+def test_a_file_holds_what_a_model_sees(name: str, material: Sources, tmp_path: Path) -> None:
+    made = parse_task(name).make(0, 400, material)
+    path = tmp_path / "made.json"
+    path.write_text(as_json(made), encoding="utf-8")
+    read = read_conversation(path)
+    assert text_of(read).startswith(made.opening + text_of(made))
+    assert [message.role for message in read.messages] == ["user", "assistant"]
+    for question, asked in zip(read.questions, made.questions, strict=True):
+        assert question.question == made.question_prompt.format(question=asked.question)
+        assert question.answer == asked.answer
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300, 999, 5000])

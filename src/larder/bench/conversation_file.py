@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
-from larder.core.conversation import Conversation
+from larder.core.conversation import Conversation, Form, Message
+from larder.session.transcript import ACKNOWLEDGEMENT
 
 
 def as_json(conversation: Conversation) -> str:
-    """The conversation as a file with messages and questions."""
+    """The conversation as a file with messages and questions.
+
+    A document or a transcript is written as the chat that a model sees of it: one message, its
+    acknowledgment, and questions in their prompt.
+    """
+    conversation = _as_chat(conversation)
     messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
     questions = [
         {"question": q.question, "answer": q.answer, "kind": q.kind} for q in conversation.questions
     ]
     document = {"messages": messages, "qa": questions}
     return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
+
+
+def _as_chat(conversation: Conversation) -> Conversation:
+    if conversation.form is Form.CHAT:
+        return conversation
+    text = conversation.opening + "".join(message.content for message in conversation.messages)
+    messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
+    questions = tuple(
+        replace(asked, question=conversation.question_prompt.format(question=asked.question))
+        for asked in conversation.questions
+    )
+    return replace(conversation, messages=messages, questions=questions, form=Form.CHAT)
