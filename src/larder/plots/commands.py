@@ -11,9 +11,10 @@ from larder.bench.rows import Results, Row
 from larder.bench.study import CONTROLS, study_names
 
 
-def commands(found: Results, paths: Sequence[Path]) -> list[str]:
-    """A line per study, then those that draw."""
+def commands(found: Results, paths: Sequence[Path], policies: Sequence[str] = ()) -> list[str]:
+    """A line per study, then those that draw; of some policies where they were chosen."""
     named = " ".join(shlex.quote(str(path)) for path in paths)
+    named += "".join(f" --policy {shlex.quote(policy)}" for policy in policies)
     lines = list(_measuring(found, paths))
     return [*lines, f"larder plot {named}", f"larder report {named}"]
 

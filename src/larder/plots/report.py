@@ -81,7 +81,7 @@ def render(
         figures="\n".join(_figure(number, one) for number, one in enumerate(drawings)),
         policies=_policies(found),
         environments="\n".join(_environments(found)),
-        commands=markup("\n".join(commands(found, paths))),
+        commands=markup("\n".join(commands(found, paths, policies))),
     )
 
 
