@@ -137,3 +137,5 @@ def test_said_items() -> None:
     row = Posed(Question("All?", "red, blue", items=((0, 4), (4, 9))), 0, 0)
     assert [item["exact"] for item in said_items(row, "Blue, green")] == [False, True]
     assert [item["item"] for item in said_items(row, "")] == [0, 1]
+    numbers = Posed(Question("Which?", "12, 345", "values", items=((0, 2), (3, 7))), 0, 0)
+    assert [item["exact"] for item in said_items(numbers, "345, 67")] == [False, True]

@@ -11,6 +11,7 @@ counts           whether the answer is known
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from larder.bench.metrics import exact, f1, f1_stemmed
 from larder.bench.rows import Row
 from larder.core.conversation import Question
 from larder.session.transcript import Scribe
+
+NUMBERED = re.compile(r"\d+: ")  # as against values that are numbers
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def _of_said(said: Sequence[str], expected: Sequence[str], posed: Posed) -> Row:
 def _parts(text: str) -> list[str]:
     """What was said, cut where items are numbered, else at commas."""
     spans = items_of(text)
-    if len(spans) > 1 or text[:1].isdigit():
+    if len(spans) > 1 or NUMBERED.match(text):
         return [_bare(text[start:stop]) for start, stop in spans]
     return list(_listed(text)) or [""]
 
