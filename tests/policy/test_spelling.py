@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from larder.core.codec import Codec
 from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName
 from larder.core.family import Family
+from larder.core.recall import Parking
 from larder.core.spelling import spell
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.joining import Unasked, Unobserved
@@ -21,6 +23,7 @@ from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.prefill.schedules.whole import Whole
+from larder.recall.flat import Flat
 from larder.session.agreeing import judges_by_prompts
 from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
 from larder.session.presets import PRESETS
@@ -116,12 +119,24 @@ def test_what_is_parked_is_found_by_a_tree_unless_another_index_is_named() -> No
     assert Policy.parse("drop()").recall is None
 
 
+def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
+    policy = Policy.parse("park(host_mib=7) > flat() > quantized(bits=8, group=16)").filled(
+        64, None
+    )
+    assert Policy.parse(str(policy)) == policy
+    parking = policy.parking
+    assert parking is not None and parking.codec == Codec(8, 8, 16)
+    assert Parking.of(parking.told()) == parking
+    assert Parking.of("7 flat(tokens=4)") == Parking(Flat(tokens=4), 7)
+    assert policy.staying == policy.planner.storage == Exact()
+
+
 WRONG = {
     "flat()": (SpellingError, "flat() finds parked entries again, but drop() parks none: write"),
-    "park() > quantized()": (SpellingError, "has no slow tier to park entries in: leave it out"),
     "recompute() > quantized()": (SpellingError, "makes entries anew as the model made them"),
     "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: before"),
     "recompute() > flat()": (SpellingError, 'but recompute(held="every", depth=1) parks none'),
+    "park() > mikv()": (SpellingError, "has no slow tier to park entries in: leave it out"),
     "park(host_mib=0)": (BadParameter, "park.host_mib must be at least 1 MiB, got 0"),
     'blockwise() > park(cut="split")': (SpellingError, "cuts a text once, when all of it was read"),
     'whole() > park(cut="budgets", size=0.5)': (BadParameter, "at least 1 budget, got 0.5"),

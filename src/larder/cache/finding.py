@@ -146,7 +146,9 @@ class Finder:
             pages = interleaved(pages, heads, slots)
         there = int((pages >= 0).sum(1).max())
         pages = pages[:, : min(there, slots * heads // len(pages))].contiguous()
-        return Choice(pages, index.versions(pages), index.contents(pages), entries.lengths)
+        members = index.contents(pages)
+        versions = entries.stamped(index.versions(pages), members)
+        return Choice(pages, versions, members, entries.lengths)
 
     def _loaded_once(self, choice: Choice, entries: Entries) -> Pool:
         """Slots for this choice alone, given back at once."""

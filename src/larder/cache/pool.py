@@ -178,11 +178,10 @@ class Pool:
     ) -> None:
         """Gather rows of the slow tier into one buffer, move it at once, and scatter it."""
         is_far = self._keys.device.type != "cpu"
-        shape = 2, len(rows), entries.keys.shape[1]
-        staging = torch.empty(shape, dtype=entries.keys.dtype, pin_memory=is_far)
-        torch.index_select(entries.keys, 0, rows, out=staging[0])
-        torch.index_select(entries.values, 0, rows, out=staging[1])
+        shape = 2, len(rows), self._layer.head_dim
+        staging = torch.empty(shape, dtype=self._keys.dtype, pin_memory=is_far)
+        entries.gather(rows, staging[0], staging[1])
         near = staging.to(self._keys.device, non_blocking=True)
         places = targets.to(self._keys.device)
-        self._keys.index_copy_(0, places, near[0].to(self._keys.dtype))
-        self._values.index_copy_(0, places, near[1].to(self._values.dtype))
+        self._keys.index_copy_(0, places, near[0])
+        self._values.index_copy_(0, places, near[1])

@@ -16,14 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from larder.cache.base import Attended
 from larder.cache.host_room import HostRoom
 from larder.cache.owners import Owners
+from larder.cache.recalling import everything
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.core.types import Queries
 from larder.ops.packing import heads_among, packed_rows, rows_of, starts_of
 
 GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
@@ -136,15 +139,12 @@ class Slow:
         Args:
             stop: None for all from `start` on.
         """
-        rows = packed_rows(self._starts, self._lengths)
-        stays = self._positions[rows] < start
-        if stop is not None:
-            stays |= self._positions[rows] >= stop
+        rows, stays = packed_rows(self._starts, self._lengths), self._staying(start, stop)
         if bool(stays.all()):
             return None
         heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)
         kept = torch.bincount(heads[stays], minlength=len(self._lengths))
-        rest = Slow(self.layer, self._keys.dtype, self._names, self._is_pinned)
+        rest = self._like()
         own = {"keys": self._keys, "values": self._values, "positions": self._positions}
         state = {name: tensor[rows[stays]] for name, tensor in own.items()}
         rest.adopt(state | {"columns": self._columns[:, rows[stays]], "lengths": kept})
@@ -153,13 +153,27 @@ class Slow:
 
     def fork(self) -> Slow:
         """A tier that holds the same entries in the same storage, and goes its own way."""
-        copy = Slow(self.layer, self._keys.dtype, self._names, self._is_pinned)
+        copy = self._like()
         copy._keys, copy._values = self._keys, self._values
         copy._positions, copy._columns = self._positions, self._columns
         copy._starts, copy._lengths, copy._rooms = self._starts, self._lengths, self._rooms
         copy._owners = self._owners
         copy._owners.join(copy, copy.lengths)
         return copy
+
+    def attended(self, queries: Queries) -> list[Attended]:
+        """Attention of several queries to all of it."""
+        return everything(queries, self.entries(), self.layer)
+
+    def _staying(self, start: int, stop: int | None) -> Bool[Tensor, " T"]:
+        """Which packed entries are not at positions [start, stop)."""
+        positions = self._positions[packed_rows(self._starts, self._lengths)]
+        stays = positions < start
+        return stays if stop is None else stays | (positions >= stop)
+
+    def _like(self) -> Slow:
+        """An empty one of the same kind."""
+        return Slow(self.layer, self._keys.dtype, self._names, self._is_pinned)
 
     def compact(self) -> None:
         """Give room back down to what is laid out for growth, if that is worth a copy."""

@@ -29,7 +29,7 @@ from larder.cache.host_room import Guest, HostRoom
 from larder.cache.learned import Learned
 from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW, bytes_of, saved_parking, under
 from larder.cache.ragged import Ragged
-from larder.cache.recalling import everything
+from larder.cache.rounded import slow_tier
 from larder.cache.slow import Sheaf, Slow, rejected
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
@@ -58,7 +58,7 @@ class Tiered(Store, Guest):
     ) -> None:
         self.layer, self.parking = layer, parking
         self._fast = Ragged(layer, dtype, device, ledger)
-        self._slow = Slow(layer, dtype, ledger.columns, device.type == "cuda")
+        self._slow = slow_tier(layer, parking, dtype, ledger.columns, device.type == "cuda")
         self.finder = Finder(layer, parking.recall, dtype, device)
         self.leader: Tiered | None = None  # the layer whose pages it uses
         self._numbering = Numbering(layer.kv_heads)
@@ -149,8 +149,8 @@ class Tiered(Store, Guest):
         parking, keys = saved_parking(state, layer), state["keys"]
         store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
         store._fast = Ragged.adopt(layer, state)
-        columns = store._fast.ledger.columns
-        store._slow = Slow(layer, keys.dtype, columns, keys.device.type == "cuda")
+        told = store._fast.ledger.columns, keys.device.type == "cuda"
+        store._slow = slow_tier(layer, parking, keys.dtype, *told)
         store._slow.adopt(under(SLOW, state))
         if own := under(INDEX, state):
             index = parking.recall.adopt(layer, own)
@@ -235,7 +235,7 @@ class Tiered(Store, Guest):
         is_step = own == queries.shape[1] == 1 and self._coming is Coming.STEP
         unites = self._appends and is_question and self.parking.recall.union is not None
         if not is_step and not unites:
-            return everything(queries, held, self.layer)
+            return self._slow.attended(queries)
         if (choice := self._choice_for(held)) is not None:
             return self.finder.taken_over(queries, held, choice)
         look = self.finder.recalled if is_step else self.finder.united

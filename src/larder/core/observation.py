@@ -92,6 +92,28 @@ class Entries:
     def head_values(self, head: int) -> Float[Tensor, "S D"]:
         return self.values[self.rows(head)]
 
+    def keys_from(self, head: int, first: int) -> Float[Tensor, "S D"]:
+        """Keys of a head's entries from one on."""
+        return self.head_keys(head)[first:]
+
+    def values_from(self, head: int, first: int) -> Float[Tensor, "S D"]:
+        """Values of a head's entries from one on."""
+        return self.head_values(head)[first:]
+
+    def gather(
+        self, rows: Int64[Tensor, " M"], keys: Float[Tensor, "M D"], values: Float[Tensor, "M D"]
+    ) -> None:
+        """Write keys and values of some rows of the storage, on the host, where they are wanted."""
+        torch.index_select(self.keys, 0, rows, out=keys)
+        torch.index_select(self.values, 0, rows, out=values)
+
+    def stamped(
+        self, versions: Int64[Tensor, "N P"], members: Int64[Tensor, "N P S"]
+    ) -> Int64[Tensor, "N P"]:
+        """Versions of pages, which tell in what form their members are held as well."""
+        del members
+        return versions
+
     def head_positions(self, head: int) -> Int[Tensor, " S"]:
         return self.positions[self.rows(head)]
 

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.codec import Codec
 from larder.core.errors import BadParameter
 from larder.core.family import Family, public_name
 from larder.core.observation import Entries
@@ -235,19 +236,23 @@ class Parking:
     Args:
         host_mib: the most host memory that a sequence's parked entries may take; None for what
             the machine has.
+        codec: in how few bits they are held; None for as they are.
     """
 
     recall: Recall
     host_mib: int | None = None
+    codec: Codec | None = None
 
     def told(self) -> str:
         """All of it as text."""
-        return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}"
+        rounded = "" if self.codec is None else f" > {spell(self.codec)}"
+        return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}{rounded}"
 
     @staticmethod
     def of(text: str) -> Parking:
         """What `told` gave."""
         host, _, sentence = text.partition(" ")
-        (call,) = parse(sentence)
+        call, *rounded = parse(sentence)
         recall = build(RECALLS.load(call.name), call.parameters)
-        return Parking(recall, int(host) if host else None)
+        codec = build(Codec, rounded[0].parameters) if rounded else None
+        return Parking(recall, int(host) if host else None, codec)

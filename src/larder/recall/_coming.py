@@ -25,7 +25,7 @@ def check_coming(entries: Entries, known: tuple[int, ...], layer: int) -> None:
                 f"An index of layer {layer} knows {first} entries of kv head {head} and was handed "
                 f"{length}: entries never leave a slow tier; build the index anew."
             )
-        coming = entries.head_keys(head)[first:]
+        coming = entries.keys_from(head, first)
         # A sum is finite where all are, but for overflows: those are looked at one by one.
         if not bool(coming.float().sum().isfinite()):
             _check_rows(coming.isfinite().all(-1), first, head, layer)

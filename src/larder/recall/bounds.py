@@ -78,7 +78,7 @@ class BoundsIndex(ConsecutiveIndex):
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 first = before // self.page
-                keys = entries.head_keys(head)[first * self.page :].float()
+                keys = entries.keys_from(head, first * self.page).float()
                 boxes = boxes_of(keys, self.page, self._kind)
                 self._boxes[head, first : first + len(boxes)] = boxes
 

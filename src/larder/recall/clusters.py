@@ -76,7 +76,7 @@ class ClustersIndex(EntryIndex):
             if now >= max(2 * int(self._made_of[head]), 1):
                 self._make(head, entries.head_keys(head).float())
             else:
-                self._join(head, entries.head_keys(head)[before:].float(), before)
+                self._join(head, entries.keys_from(head, before).float(), before)
             self._sort(head, now)
 
     def _make(self, head: int, keys: Float[Tensor, "S D"]) -> None:

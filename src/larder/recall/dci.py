@@ -128,10 +128,9 @@ class DciIndex(Index):
         coming = np.array(entries.lengths) - forest.known
         grows = np.array(entries.lengths) >= GROWTH * forest.built
         for head in np.nonzero(coming)[0].tolist():
-            own = entries.head_keys(head)
-            square = _largest(own[int(forest.known[head]) :])
+            square = _largest(entries.keys_from(head, int(forest.known[head])))
             if grows[head] or square > forest.squares[head]:
-                self._build(head, own)
+                self._build(head, entries.head_keys(head))
                 coming[head] = 0
         if bool(coming.any()):
             self._insert(entries, coming)

@@ -79,7 +79,7 @@ class FasaIndex(EntryIndex):
             if now and not self._asked[head] and (queries is not None or not before):
                 self._choose(head, entries.head_keys(head).float(), queries)
                 first = 0
-            fresh = entries.head_keys(head)[first:]
+            fresh = entries.keys_from(head, first)
             self._keys[head, :, first:now] = fresh[:, self._chosen[head]].T
 
     def _choose(

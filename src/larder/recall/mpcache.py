@@ -93,7 +93,7 @@ class MPCacheIndex(ConsecutiveIndex):
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 first = before // size
-                keys = entries.head_keys(head)[first * size :].float()
+                keys = entries.keys_from(head, first * size).float()
                 highest, lowest = boxes_of(keys, size, Digest.QUEST).chunk(2, dim=1)
                 points = torch.lerp(lowest, highest, self._part.slant)
                 table[head, first : first + len(points)] = points

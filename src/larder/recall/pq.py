@@ -84,7 +84,7 @@ class PQIndex(EntryIndex):
                 self._made_of[head] = now
                 self._make(head, entries.head_keys(head).float())
             elif now > before:
-                self._join(head, entries.head_keys(head)[before:].float(), before)
+                self._join(head, entries.keys_from(head, before).float(), before)
 
     def _make(self, head: int, keys: Float[Tensor, "S D"]) -> None:
         part = self._part

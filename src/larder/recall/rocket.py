@@ -80,7 +80,7 @@ class RocketIndex(ConsecutiveIndex):
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 first = before // self.page
-                keys = entries.head_keys(head)[first * self.page :].float()
+                keys = entries.keys_from(head, first * self.page).float()
                 boxes = boxes_of(keys, self.page, Digest.QUEST)
                 self._sides[head, :, first : first + len(boxes)] = boxes.T
 

@@ -109,7 +109,7 @@ class SentencesIndex(Index):
         count, length = int(self._counts[head]), entries.lengths[head]
         self._means = grown(self._means, self._firsts.shape[1])
         edges = torch.cat([self._firsts[head, stale:count], torch.tensor([length])])
-        keys = entries.head_keys(head)[int(edges[0]) :].float()
+        keys = entries.keys_from(head, int(edges[0])).float()
         means = torch.segment_reduce(keys, "mean", lengths=edges.diff(), axis=0)
         self._means[head, stale:count] = means
 

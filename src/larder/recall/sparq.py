@@ -65,8 +65,8 @@ class SparQIndex(EntryIndex):
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
         self._keys = grown(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
-            self._keys[head, :, before:now] = entries.head_keys(head)[before:].T
-            self._sums[head] += entries.head_values(head)[before:].double().sum(0)
+            self._keys[head, :, before:now] = entries.keys_from(head, before).T
+            self._sums[head] += entries.values_from(head, before).double().sum(0)
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
         asked = by_group(queries, self.layer)

@@ -120,7 +120,7 @@ class Cabinet:
         Turns are read at full precision: counted by number alone they would outgrow the bytes.
         """
         spec, policy = self._desk.decoder.spec, self.state.memory.policy
-        if not policy.storage.codecs:
+        if not policy.staying.codecs:
             return None
         entries, block = entries_of(policy, spec), block_of(policy)
         rooms = [policy.storage.finest(entries, own, spec.dtype.itemsize) for own in spec.managed]

@@ -152,9 +152,14 @@ class Policy:
             self.values,
             self.unit,
             self.timing,
-            self.storage,
+            self.staying,
             frozenset() if self.recall is None else self.recall.tallies,
         )
+
+    @property
+    def staying(self) -> Storage:
+        """How what stays in the fast tier is held; what is parked may be held in fewer bits."""
+        return self.storage if self.recall is None else Exact()
 
     @property
     def calibrations(self) -> frozenset[str]:
@@ -205,7 +210,8 @@ class Policy:
         """Where rejected entries go; None where nothing is parked."""
         if self.recall is None:
             return None
-        return Parking(self.recall, getattr(self.compensation, "host_mib", None))
+        host_mib = getattr(self.compensation, "host_mib", None)
+        return Parking(self.recall, host_mib, self.storage.parked)
 
 
 def _blocked(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
@@ -244,9 +250,10 @@ def _recall(compensation: Compensation, storage: Storage, given: Call | None) ->
                 "write park() before it."
             )
         return None
-    if storage != Exact():
+    if storage != Exact() and storage.parked is None:
         raise SpellingError(
-            f"{spell(storage)} has no slow tier to park entries in: leave it out, or take drop()."
+            f"{spell(storage)} has no slow tier to park entries in: leave it out, take drop(), or "
+            "quantized() to hold what is parked in few bits."
         )
     return _part("recall", given)
 

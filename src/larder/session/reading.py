@@ -167,7 +167,7 @@ def build(
     told = planner, tokens, quotas, meter, pages_of(policy)
     shelf, reader = Shelf(spec, ()), Reader(desk.decoder, *told)
     ledger = Ledger() if form is Form.DENSE else planner.ledger
-    storage, tier = policy.storage, (policy.parking, policy.rebuilding)
+    storage, tier = policy.staying, (policy.parking, policy.rebuilding)
     kept = ledger, storage.codecs, storage.pairing, *tier
     lanes = [Lane(SequenceCache(spec, form, *kept), book, shelf.add) for book in books]
     if not ids:
@@ -237,6 +237,7 @@ def entries_of(policy: Policy, spec: ModelSpec) -> int:
     """
     tokens, storage = tokens_of(policy), policy.storage
     if policy.recall is not None:
+        storage.check(spec.managed, spec.dtype.itemsize)
         return _beside_pages(policy, tokens)
     if tokens != WITHOUT_LIMIT:
         return storage.entries(tokens, spec.managed, spec.dtype.itemsize)

@@ -30,6 +30,11 @@ class Storage(ABC):
         return ()
 
     @property
+    def parked(self) -> Codec | None:
+        """How it holds what is parked, where everything else stays as it is; None if it cannot."""
+        return None
+
+    @property
     def pairing(self) -> Pairing | None:
         """Which layers hold entries together; None where each is by itself."""
         return None
@@ -46,6 +51,10 @@ class Storage(ABC):
         """
         del layers, itemsize
         return tokens
+
+    def check(self, layers: Sequence[LayerSpec], itemsize: int) -> None:
+        """Raises: BudgetError: held so, an entry would take as much room as it is; never here."""
+        del layers, itemsize
 
     def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         """Of `quota` entries of a layer, how many may be held at full precision."""

@@ -7,7 +7,9 @@ out are kept apart as in Hooper et al., "KVQuant: Towards 10 Million Context Len
 with KV Cache Quantization" (2024), arXiv:2401.18079; at 0, the default, none are. Unlike KVQuant,
 keys are rounded as they are cached, after the rotation, and on an even grid.
 
-Under a budget this spends the bytes that it saves: as many more entries are kept as fit.
+Under a budget this spends the bytes that it saves: as many more entries are kept as fit. Behind
+park() it is what is parked that is held so, and the fast tier stays as it is: host memory is saved,
+and what is recalled is turned back.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ class Quantized(Tiered):
 
     def tiers(self) -> tuple[Tier, ...]:
         return (Tier(Codec(self.bits, self.bits, self.group, self.outliers), 1.0),)
+
+    @property
+    def parked(self) -> Codec:
+        return self.tiers()[0].codec
 
     def rank(self, scored: Scored, entries: Entries) -> Packed:
         del scored
