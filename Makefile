@@ -12,7 +12,7 @@ NEWEST ?= 5.23.*
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := src tests $(wildcard benchmarks examples)
+CODE := src tests $(wildcard benchmarks examples training)
 PIP := -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 # What another version of transformers decides for itself; every other pin holds in compat too.

@@ -23,7 +23,7 @@ from larder.bench.grammar import Grammar, load_grammar
 from larder.core.errors import UsageError
 
 T = TypeVar("T")
-PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_dev.jsonl.xz"
+PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_{split}.jsonl.xz"
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Sources:
     Args:
         count_tokens: how many tokens of the model a text is.
         corpus: the folder of `--corpus`, with prose and dialogues packed as `bench/corpus` reads.
+        split: which dialogues of the corpus: `dev`, or `train`, which models are trained on.
         data: the folder of `--data`, with a folder for each public data set, such as `locomo`.
     """
 
     count_tokens: Callable[[str], int]
     corpus: Path | None = None
     data: Path | None = None
+    split: str = "dev"
     _read: dict[Path, Any] = field(default_factory=dict[Path, Any], compare=False, repr=False)
 
     @cached_property
@@ -62,7 +64,7 @@ class Sources:
         Raises:
             UsageError: no corpus was named.
         """
-        return read_dialogues(self._in_corpus(DIALOGUES))
+        return read_dialogues(self._in_corpus(DIALOGUES.format(split=self.split)))
 
     def sentences_of_prose(self, random: Random) -> Iterator[str]:
         """Sentences of the corpus without end.

@@ -1,0 +1,69 @@
+"""Training lowers the loss, counts what it must, and leaves a folder that loads."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from training.samples import ANSWER, TEXT, Phase
+from training.shapes import fresh
+from training.train import Pace, Trainer, loss, train
+
+PACE = Pace(seconds=1, tokens=64, micro=64, rate=1e-2, text_share=1.0)
+
+
+class OneBatch:
+    """A mixer that always draws the same rows."""
+
+    def rows(self, seed: int, context: int, count: int):
+        random = Random(0)
+        ids = torch.tensor([[random.randrange(6, 99) for _ in range(17)] for _ in range(4)])
+        uses = torch.full((4, 17), TEXT, dtype=torch.uint8)
+        uses[:, 9:] = ANSWER
+        while True:
+            yield ids.int().numpy(), uses.numpy()
+
+
+def test_loss_is_the_mean_over_each_kind_of_token():
+    model = fresh("tiny")
+    ids, uses = (torch.from_numpy(part) for part in next(OneBatch().rows(0, 16, 4)))
+    total, parts = loss(model, ids.long(), uses, PACE)
+    logits = model(ids.long()[:, :-1]).logits.detach()
+    each = cross_entropy(logits.flatten(0, 1), ids.long()[:, 1:].flatten(), reduction="none")
+    is_answer = uses[:, 1:].flatten() == ANSWER
+    assert parts.answer == pytest.approx(float(each[is_answer].mean()), rel=1e-4)
+    assert parts.text == pytest.approx(float(each[~is_answer].mean()), rel=1e-4)
+    assert float(total.detach()) == pytest.approx(parts.answer + 0.5 * parts.text, rel=1e-5)
+
+
+def test_texts_count_by_their_share():
+    ids, uses = (torch.from_numpy(part) for part in next(OneBatch().rows(0, 16, 4)))
+    none = Pace(seconds=1, text_share=0.0)
+    assert loss(fresh("tiny"), ids.long(), uses, none)[1].text == 0
+
+
+def test_the_same_rows_are_learned():
+    torch.manual_seed(0)
+    trainer, batches = Trainer(fresh("tiny"), PACE), OneBatch().rows(0, 16, 4)
+    losses = [trainer.step(batches, 16, 0.1).answer for _ in range(90)]
+    assert losses[-1] < losses[0] - 1
+    assert trainer.seen == 90 * 4 * 16
+
+
+def test_the_rate_rises_and_falls():
+    pace = Pace(seconds=1, rate=1.0)
+    assert pace.rate_at(0, 0.0) < pace.rate_at(49, 0.1) == 1.0
+    assert pace.rate_at(100, 0.775) == pytest.approx(0.5)
+    assert pace.rate_at(100, 1.0) == pytest.approx(0.02)
+
+
+def test_what_is_saved_loads_again(tmp_path):
+    trainer = Trainer(fresh("tiny"), Pace(seconds=0.2, tokens=64, micro=64))
+    train(trainer, OneBatch(), (Phase(16, 1.0),), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, trainer.masters[name].detach().bfloat16().float())

@@ -1,0 +1,256 @@
+"""Train the embedded model, or go on training it.
+
+    python -m training.train CORPUS OUT [--size base] [--start FOLDER] [--seconds 1500] ...
+
+Every phase of the recipe has a context length and a share of the time. Matrices inside the layers
+are updated by Muon, all else by AdamW; on a CPU the model computes in bfloat16 over float32 master
+weights. OUT becomes a Hugging Face folder, renewed every few minutes, so that nothing is lost to a
+stop; `--start OUT` goes on from there. `log.jsonl` in it has a line per report.
+
+Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), no arXiv
+number: the variant of torch, with the learning rate matched to AdamW's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from larder.bench.sources import Sources
+from training.samples import ANSWER, TEXT, Mixer, Phase, Recipe
+from training.shapes import SIZES, fresh
+
+SAVE_SECONDS = 300
+LOSS_ROWS = 8192  # tokens whose logits exist at a time
+WARMUP_STEPS, DECAY, LEAST_RATE = 50, 0.45, 0.02
+CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How training proceeds.
+
+    Args:
+        seconds: for all phases together.
+        tokens: of one update; `micro` of them are computed at a time.
+        rate: the highest learning rate; it falls to a fiftieth over the last part of the time.
+        text_share: of the tokens of texts that are predicted; those of answers all are.
+        text_weight: of the loss on texts beside that on answers.
+    """
+
+    seconds: float
+    tokens: int = 65536
+    micro: int = 16384
+    rate: float = 3e-3
+    text_share: float = 0.12
+    text_weight: float = 0.5
+
+    def rate_at(self, step: int, done: float) -> float:
+        """The learning rate of a step when a share of the time is over."""
+        rise = min(1.0, (step + 1) / WARMUP_STEPS)
+        return self.rate * rise * min(1.0, max(LEAST_RATE, (1 - done) / DECAY))
+
+
+@dataclass
+class Trainer:
+    """A model under training with its optimizers."""
+
+    model: Qwen3ForCausalLM
+    pace: Pace
+    masters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    steps: int = 0
+    seen: int = 0
+
+    def __post_init__(self) -> None:
+        named = dict(self.model.named_parameters())
+        self.masters = {
+            name: torch.nn.Parameter(weight.detach().float().clone())
+            for name, weight in named.items()
+        }
+        if self.model.device.type == "cpu":
+            self.model.to(torch.bfloat16)
+        inner = [w for n, w in self.masters.items() if w.dim() == 2 and ".layers." in n]
+        others = [w for n, w in self.masters.items() if w.dim() != 2 or ".layers." not in n]
+        self.optimizers = [
+            torch.optim.Muon(
+                inner, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, betas=(0.9, 0.97), weight_decay=0.0),
+        ]
+
+    def step(self, batches: Iterator[tuple[Any, Any]], context: int, done: float) -> Losses:
+        """One update from as many batches as it takes; losses in nats per token."""
+        accumulated = max(1, self.pace.tokens // max(self.pace.micro, context))
+        sums = Losses(0.0, 0.0)
+        for _ in range(accumulated):
+            ids, uses = (torch.from_numpy(part).to(self.model.device) for part in next(batches))
+            total, losses = loss(self.model, ids.long(), uses, self.pace)
+            (total / accumulated).backward()
+            sums = sums + losses.scaled(1 / accumulated)
+            self.seen += ids.shape[0] * context
+        self._update(self.pace.rate_at(self.steps, done))
+        self.steps += 1
+        return sums
+
+    def save(self, out: Path) -> None:
+        """The master weights in bfloat16, as transformers reads them."""
+        state = {name: weight.detach().to(torch.bfloat16) for name, weight in self.masters.items()}
+        self.model.save_pretrained(out, state_dict=state)
+
+    def _update(self, rate: float) -> None:
+        weights = dict(self.model.named_parameters())
+        for name, master in self.masters.items():
+            master.grad = weights[name].grad.to(master.device, torch.float32)
+            weights[name].grad = None
+        torch.nn.utils.clip_grad_norm_(list(self.masters.values()), CLIP)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                weights[name].copy_(master)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Cross-entropy on answers and on texts, in nats per token."""
+
+    answer: float
+    text: float
+
+    def __add__(self, other: Losses) -> Losses:
+        return Losses(self.answer + other.answer, self.text + other.text)
+
+    def scaled(self, by: float) -> Losses:
+        return Losses(self.answer * by, self.text * by)
+
+
+def loss(
+    model: Qwen3ForCausalLM, ids: Int[Tensor, "B T"], uses: UInt8[Tensor, "B T"], pace: Pace
+) -> tuple[Float[Tensor, ""], Losses]:
+    """What is minimized, and its two halves. Only the tokens that count get logits."""
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    use = uses[:, 1:].flatten()
+    drawn = torch.rand(use.shape, device=use.device) < pace.text_share
+    chosen = ((use == ANSWER) | ((use == TEXT) & drawn)).nonzero()[:, 0]
+    states, expected = hidden.flatten(0, 1)[chosen], ids[:, 1:].flatten()[chosen]
+    parts = [
+        checkpoint(_cross_entropy, some, model.lm_head.weight, wanted, use_reentrant=False)
+        for some, wanted in zip(states.split(LOSS_ROWS), expected.split(LOSS_ROWS), strict=True)
+    ]
+    each, is_answer = torch.cat(parts), use[chosen] == ANSWER
+    answer = (each * is_answer).sum() / is_answer.sum().clamp(min=1)
+    text = (each * ~is_answer).sum() / (~is_answer).sum().clamp(min=1)
+    return answer + pace.text_weight * text, Losses(float(answer.detach()), float(text.detach()))
+
+
+def _cross_entropy(
+    states: Float[Tensor, "N E"], weight: Float[Tensor, "V E"], expected: Int[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    return cross_entropy(linear(states, weight).float(), expected, reduction="none")
+
+
+def train(
+    trainer: Trainer, mixer: Mixer, phases: tuple[Phase, ...], out: Path, seed: int = 0
+) -> None:
+    """All phases one after the other, within the time; the result lies in `out`."""
+    begun = saved = time.perf_counter()
+    whole, over = sum(phase.share for phase in phases), 0.0
+    for number, phase in enumerate(phases):
+        over += phase.share / whole
+        rows = max(1, trainer.pace.micro // phase.context)
+        batches = mixer.rows(seed * 1000 + number, phase.context, rows)
+        while (done := (time.perf_counter() - begun) / trainer.pace.seconds) < over:
+            losses = trainer.step(batches, phase.context, done)
+            _report(out, trainer, phase, losses, time.perf_counter() - begun)
+            if not math.isfinite(losses.answer + losses.text):
+                raise FloatingPointError("the loss is not finite: take a lower --rate.")
+            if time.perf_counter() - saved > SAVE_SECONDS:
+                trainer.save(out)
+                saved = time.perf_counter()
+    trainer.save(out)
+
+
+def _report(
+    out: Path, trainer: Trainer, phase: Phase, losses: Losses, seconds: float, every: int = 10
+) -> None:
+    if trainer.steps % every:
+        return
+    line = {
+        "step": trainer.steps,
+        "context": phase.context,
+        "seconds": round(seconds),
+        "tokens": trainer.seen,
+        "answer": round(losses.answer, 4),
+        "text": round(losses.text, 4),
+    }
+    print(json.dumps(line), flush=True)
+    with (out / "log.jsonl").open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.start)
+    tokenizer.save_pretrained(options.out)
+    torch.manual_seed(options.seed)
+    if options.start:
+        model = Qwen3ForCausalLM.from_pretrained(options.start, dtype=torch.float32)
+    else:
+        model = fresh(options.size, options.seed)
+    recipe = Recipe.read()
+    phases = _phases(options.phases) if options.phases else recipe.phases
+    backend = tokenizer.backend_tokenizer
+    sources = Sources(
+        lambda text: len(backend.encode(text).ids), corpus=options.corpus, split="train"
+    )
+    pace = Pace(options.seconds, options.tokens, options.micro, options.rate, options.text_share)
+    trainer = Trainer(model.to(options.device).train(), pace)
+    train(trainer, Mixer(recipe.ingredients, sources, backend), phases, options.out, options.seed)
+
+
+def _phases(text: str) -> tuple[Phase, ...]:
+    pairs = (part.split(":") for part in text.split(","))
+    return tuple(Phase(int(context), float(share)) for context, share in pairs)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("corpus", type=Path, help="folder with prose and training dialogues")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--start", help="folder of a model to go on from, instead of --size")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer; that of --start by default")
+    parser.add_argument("--seconds", type=float, default=1500)
+    parser.add_argument("--tokens", type=int, default=65536, help="of one update")
+    parser.add_argument("--micro", type=int, default=16384, help="computed at a time")
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--text-share", type=float, default=0.12)
+    parser.add_argument("--phases", help="CONTEXT:SHARE,... instead of the recipe's")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if not (options.start or options.tokenizer):
+        parser.error("a fresh model needs --tokenizer FOLDER (see tokenizer.py)")
+    return options
+
+
+if __name__ == "__main__":
+    main()
