@@ -49,9 +49,9 @@ def test_texts_count_by_their_share():
 def test_the_same_rows_are_learned():
     torch.manual_seed(0)
     trainer, batches = Trainer(fresh("tiny"), PACE), OneBatch().rows(0, 16, 4)
-    losses = [trainer.step(batches, 16, 0.1).answer for _ in range(90)]
-    assert losses[-1] < losses[0] - 1
-    assert trainer.seen == 90 * 4 * 16
+    losses = [trainer.step(batches, 16, 0.1).answer for _ in range(40)]
+    assert losses[-1] < losses[0] - 0.5
+    assert trainer.seen == 40 * 4 * 16
 
 
 def test_the_rate_rises_and_falls():
