@@ -64,7 +64,7 @@ def _tell(row: Row, pace: Pace) -> None:
     print(row["file"], row["policy"], row["share"], rest, file=sys.stderr, flush=True)
 
 
-def _print_estimate(seconds: dict[object, float], cells: Sequence[Cell]) -> None:
+def _print_estimate(seconds: dict[str, float], cells: Sequence[Cell]) -> None:
     """A line per case, and the whole."""
     for name, total in seconds.items():
         count = sum(cell.case.name == name for cell in cells)

@@ -16,6 +16,7 @@ from larder.bench.rows import Row, append, known_rows
 from larder.core.errors import LarderError
 
 Job = TypeVar("Job")
+Kind = TypeVar("Kind", bound=Hashable)  # of jobs that take about as long
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,10 @@ def timed(measure: Callable[[Job], Row], job: Job) -> tuple[Row, float]:
 
 
 def estimate(
-    jobs: Sequence[Job], group: Callable[[Job], Hashable], measure: Callable[[Job], Row]
-) -> dict[Hashable, float]:
+    jobs: Sequence[Job], group: Callable[[Job], Kind], measure: Callable[[Job], Row]
+) -> dict[Kind, float]:
     """Seconds that all jobs of each group would take, from the one in the middle of it."""
-    groups: dict[Hashable, list[Job]] = {}
+    groups: dict[Kind, list[Job]] = {}
     for job in jobs:
         groups.setdefault(group(job), []).append(job)
     return {

@@ -7,7 +7,7 @@ bytes is what the first seed came to, which is always in the file by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from larder.core.family import Family
 from larder.core.spelling import build, parse
 
 MEASURES = Family("measure", "larder.bench.measures")
+Kind = tuple[str, str, str, str, str]  # model, task, length, measure, policy
 Open = Callable[[str], Workbench]  # loads the model of that name
 
 
@@ -77,14 +78,14 @@ class Studying:
                 append(self.out, [surroundings])
             run.go(tell)
 
-    def estimate(self) -> dict[Hashable, float]:
-        """Seconds that each policy takes on each task and length, from one cell of each."""
-        found: dict[Hashable, float] = {}
+    def estimate(self) -> dict[Kind, float]:
+        """Seconds by model, task, length, measure and policy, from one cell of each."""
+        found: dict[Kind, float] = {}
         for model in self.study.models:
             bench = self.open(model)
             measure = partial(_measured, bench, _Guesses(()))
             cells = _cells(self.study, model)
-            found |= estimate(cells, lambda cell: (*cell.place[:2], cell.subject.name), measure)
+            found |= estimate(cells, _kind, measure)
         return found
 
     def rows(self) -> list[Row]:
@@ -110,6 +111,11 @@ class Studying:
 
     def _knows(self, surroundings: Row) -> bool:
         return any(row.get("id") == surroundings["id"] for row in known_rows(self.out))
+
+
+def _kind(cell: Cell) -> Kind:
+    """What cells that take about as long have in common."""
+    return cell.model, *cell.place[:2], cell.measure, cell.subject.name
 
 
 class _Guesses:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larder.cli.failing import INTERRUPTED, print_document
+from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
 from larder.cli.options import Output, command
 from larder.core.errors import UsageError
 
@@ -231,14 +231,17 @@ def _tell_estimate(running: Studying, cells: int, options: BenchOptions) -> None
     total = sum(seconds.values())
     if options.json:
         parts = [
-            {"task": task, "tokens": int(tokens), "policy": policy, "seconds": round(each, 2)}
-            for (task, tokens, policy), each in seconds.items()  # pyright: ignore
+            {"model": model, "task": task, "tokens": int(tokens), "measure": measure}
+            | {"policy": policy, "seconds": round(each, 2)}
+            for (model, task, tokens, measure, policy), each in seconds.items()
         ]
-        print_document({"schema": 1, "cells": cells, "seconds": round(total, 2), "parts": parts})
+        print_document(
+            {"schema": SCHEMA, "cells": cells, "seconds": round(total, 2), "parts": parts}
+        )
         return
     for name, each in seconds.items():
-        print(f"{' '.join(map(str, name)):60} {each / 60:8.1f} min")  # pyright: ignore
-    print(f"{f'{cells} cells':60} {total / 60:8.1f} min")
+        print(f"{' '.join(name):72} {each / 60:8.1f} min")
+    print(f"{f'{cells} cells':72} {total / 60:8.1f} min")
 
 
 def _show(rows: list[Row]) -> None:
