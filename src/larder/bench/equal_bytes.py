@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from larder.bench.amounts import Amount, Matched
 from larder.bench.rows import Row
 from larder.bench.sizing import Fit, fit
-from larder.core.spec import POSITION_BYTES, ModelSpec
+from larder.core.spec import ModelSpec
 from larder.session.memory import Figures, Memory
 
 
@@ -33,7 +33,7 @@ class Wanted:
         Args:
             read: reads under a budget in tokens per kv head.
             tokens_per_byte: what an earlier reading under the same policy came to, for a good first
-                guess; None to count keys, values and positions alone.
+                guess; None to count keys and values alone.
 
         Raises:
             LarderError: the policy refuses every budget that is small enough.
@@ -42,7 +42,8 @@ class Wanted:
             tokens = self.tokens
             return Fit(tokens, read(tokens), 1)
         wanted = self.nbytes
-        guess = self._guess if tokens_per_byte is None else tokens_per_byte
+        plain = self.context_tokens / self.spec.full_bytes(self.context_tokens)
+        guess = plain if tokens_per_byte is None else tokens_per_byte
         sized = taken_bytes(self.matched)
         return fit(
             read,
@@ -62,11 +63,6 @@ class Wanted:
         """Bytes, where everything counts."""
         full = self.spec.full_bytes(self.context_tokens)
         return self.amount.bytes(full, self.spec.managed_bytes_per_token())
-
-    @property
-    def _guess(self) -> float:
-        heads = sum(layer.kv_heads for layer in self.spec.managed)
-        return 1 / (self.spec.managed_bytes_per_token() + POSITION_BYTES * heads)
 
 
 def taken_bytes(matched: Matched) -> Callable[[Figures], int]:
