@@ -41,7 +41,7 @@ def corpus(folder: Path) -> Path:
         ]
         turns = [["user", f"A train: {said}."], ["assistant", f"Booked, number {number}."]]
         lines.append({"turns": turns, "facts": facts})
-    packed(folder / DIALOGUES, lines)
+    packed(folder / DIALOGUES.format(split="dev"), lines)
     return folder
 
 

@@ -115,7 +115,8 @@ class Studying:
 
 def _kind(cell: Cell) -> Kind:
     """What cells that take about as long have in common."""
-    return cell.model, *cell.place[:2], cell.measure, cell.subject.name
+    task, length, *_ = cell.place
+    return cell.model, task, length, cell.measure, cell.subject.name
 
 
 class _Guesses:

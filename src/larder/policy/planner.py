@@ -177,7 +177,7 @@ class Planner:
             start: true position where generating began; unused while reading.
         """
         entries = seen.entries
-        if self.protect.least(tokens).tokens:
+        if self.protect.sinks or self.protect.recent_tokens(tokens):
             protected = self.protect.mask(entries.packed_positions(), seen.length, tokens)
         else:
             protected = torch.zeros_like(scores, dtype=torch.bool)

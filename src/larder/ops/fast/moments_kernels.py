@@ -36,7 +36,7 @@ def raise_most_varied(count, mean, spread, starts, lengths, share, raised):
         variances = np.empty(held, np.float32)
         ranks = variances.view(np.uint32)  # which ascend as numbers that are not negative do
         for s in range(held):
-            variances[s] = spreads[s] / max(counts[s], np.float32(1.0))
+            variances[s] = spreads[s] / counts[s] if counts[s] > 0 else np.float32(0.0)
             own[s] = means[s]
         wanted = int(share * held)
         if wanted > 0:
