@@ -19,6 +19,7 @@ from larder.bench.rows import (
     rows_of,
     untimed,
 )
+from larder.bench.running import Run
 from larder.core.errors import InputError
 
 CELL: dict[str, Any] = {
@@ -58,6 +59,15 @@ def test_half_a_line_is_no_row_and_is_removed_before_the_next(tmp_path: Path) ->
     assert [row["seed"] for row in rows_of(path)] == [3]
     append(path, [CELL | {"seed": 5}])
     assert [row["seed"] for row in rows_of(path)] == [3, 5]
+
+
+def test_what_only_a_figure_shows_is_no_job(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    left = [name for name in CELL if name != "model_fingerprint"]
+    shown = {name: CELL[name] for name in left} | {"row": "budgets", "episode": 0}
+    append(path, [CELL, shown])
+    run = Run([3, 4], lambda seed: CELL | {"seed": seed}, key, lambda seed: {}, path, {})
+    assert run.left() == [4]
 
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:

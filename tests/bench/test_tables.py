@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from larder.bench.amounts import Amount, Unit, by_size
-from larder.bench.tables import SCALES, Entry, Table, report
+from larder.bench.tables import SCALES, Entry, Table, entry, report
 from larder.core.errors import UsageError
 
 
@@ -38,6 +38,16 @@ def test_means_and_differences() -> None:
     assert pair is not None and pair.mean == 0.5  # on file a alone
     shown = report({"group": ENTRIES}, baselines=("h2o",))
     assert "keydiff − h2o" in shown and "(1 refused)" in shown and "full − h2o" not in shown
+
+
+def test_speeds_and_refusals_are_told() -> None:
+    head = {"task": "text()", "tokens": 64, "seed": 0, "budget": "1/4", "bytes_share": 0.25}
+    fast = entry(head | {"policy": "h2o", "items": [], "tokens_per_second": 12.34})
+    none = entry(head | {"policy": "rag_2k", "refused": "It has no cache."})
+    shown = report({"group": [fast, none]})
+    assert "1 file.\n\n- rag_2k at 1/4 refused: It has no cache.\n" in shown
+    assert "### Tokens per second" in shown and "12.3 [12.3, 12.3] (0.250)" in shown
+    assert "1 file, 2 scored items.\n" in report({"group": ENTRIES[-1:]})
 
 
 def test_amounts_are_read_and_sorted() -> None:

@@ -47,7 +47,7 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
     assert told["cells"] == 2 and {part["policy"] for part in told["parts"]} == {"h2o", "full"}
     assert not out.exists()
     line = complaint(run(*words, "--policy", "snapkv"), 2)
-    assert "contradicts" in line and "policies" in line
+    assert "contradicts" in line and "--policy" in line
     assert "contradicts" in complaint(run(*words[:3], "passkey"), 2)
 
 
@@ -61,6 +61,8 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
         (("passkey", "--measure", "fored"), 2, "Did you mean 'forced'"),
         (("passkey", "--study", "none_such"), 2, "contradicts"),
         (("--study", "none_such"), 2, "No study named"),
+        (("--study", "none_such.toml"), 1, "name a file, or one of the studies "),
+        (("bookings", *TINY, "--control", "full", "--estimate"), 2, "--corpus FOLDER"),
         (("bookings", *TINY, "--control", "full"), 2, "--corpus FOLDER"),
     ],
 )

@@ -38,6 +38,9 @@ def test_plot_tells_what_is_wrong(tmp_path: Path) -> None:
     assert "needs rows of kind 'recall'" in complaint(
         run("plot", results, "--figure", "recall", *out), 1
     )
+    assert "The figure 'recall(' does not parse" in complaint(
+        run("plot", results, "--figure", "recall(", *out), 2
+    )
     assert "none.jsonl cannot be read" in complaint(run("plot", "none.jsonl", *out), 1)
     assert "cannot be written" in complaint(
         run("plot", results, "--figure", "memory", "--out", results), 1

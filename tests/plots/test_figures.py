@@ -203,6 +203,13 @@ def test_results_without_what_a_figure_needs_are_told(name: str, tmp_path: Path)
         figure_of(name).draw(type(kept)((), {}), seen)
 
 
+def test_the_systems_at_the_core_come_first_and_in_one_order(tmp_path: Path) -> None:
+    names = ("h2o", "icecache", "d2o", "random", "epicache")
+    found = write_rows(tmp_path, [cell("h2o", 1000, 0) | {"policy": name} for name in names])
+    assert list(read([found])[1]) == ["epicache", "d2o", "icecache", "h2o", "random"]
+    assert list(read([found], ["h2o", "d2o"])[1]) == ["h2o", "d2o"]
+
+
 def test_rows_that_are_none_and_policies_that_are_missing_are_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no row of schema 1"):
         read([write_rows(tmp_path, [{"file": "old"}])])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -60,12 +61,7 @@ class Bootstrap:
         Raises:
             BadParameter: there is no question, or a score is not finite.
         """
-        sums, counts = _sums_and_counts(files)
-        drawn = self._draws(len(sums))
-        means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-        tail = (1 - self.coverage) / 2
-        low, high = np.quantile(means, [tail, 1 - tail])
-        return Interval(float(sums.sum() / counts.sum()), float(low), float(high))
+        return _mean(self, tuple(tuple(map(float, file)) for file in files))
 
     def difference(self, first: Scores, second: Scores) -> Interval:
         """How much better `first` is than `second`, question by question on the same files.
@@ -83,13 +79,22 @@ class Bootstrap:
         pairs = zip(first, second, strict=True)
         return self.mean([[a - b for a, b in zip(*pair, strict=True)] for pair in pairs])
 
-    def _draws(self, files: int) -> Int[ndarray, "resamples files"]:
-        return np.random.default_rng(self.seed).integers(files, size=(self.resamples, files))
-
 
 def one_by_one(scores: Sequence[float]) -> list[list[float]]:
     """Each question as a file of its own, so that questions are what is drawn."""
     return [[score] for score in scores]
+
+
+@lru_cache(maxsize=4096)
+def _mean(drawing: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
+    """Tables and figures ask for the same intervals again and again."""
+    sums, counts = _sums_and_counts(files)
+    size = drawing.resamples, len(sums)
+    drawn = np.random.default_rng(drawing.seed).integers(len(sums), size=size)
+    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    tail = (1 - drawing.coverage) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(sums.sum() / counts.sum()), float(low), float(high))
 
 
 def _sums_and_counts(files: Scores) -> tuple[Float[ndarray, " files"], Int[ndarray, " files"]]:

@@ -96,7 +96,12 @@ def read_study(name: str) -> Study:
     path = _found(name)
     try:
         fields_of = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}): name a file, or one of the studies "
+            f"{', '.join(study_names()) or '(none here)'}."
+        ) from error
+    except ValueError as error:
         raise InputError(f"{path} cannot be read as TOML ({error}): mend it.") from error
     return _study(fields_of, str(path))
 

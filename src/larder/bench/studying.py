@@ -79,12 +79,17 @@ class Studying:
             run.go(tell)
 
     def estimate(self) -> dict[Kind, float]:
-        """Seconds by model, task, length, measure and policy, from one cell of each."""
+        """Seconds by model, task, length, measure and policy, from one cell of each.
+
+        Raises:
+            LarderError: as `go`.
+        """
         found: dict[Kind, float] = {}
         for model in self.study.models:
             bench = self.open(model)
             measure = partial(_measured, bench, _Guesses(()))
             cells = _cells(self.study, model)
+            _try_tasks(bench, cells)
             found |= estimate(cells, _kind, measure)
         return found
 

@@ -40,6 +40,7 @@ class Entry:
         source: what was read, by which policies are compared in pairs.
         items: those that count; empty where it was refused.
         bytes_share: of the full cache that was really held.
+        why: it was refused.
     """
 
     policy: str
@@ -48,24 +49,31 @@ class Entry:
     items: tuple[Row, ...] = ()
     bytes_share: float = 0.0
     is_refused: bool = False
+    why: str = ""
 
 
+SPEED = Scale("tokens_per_second", "Tokens per second", digits=1)
 SCALES = (
     Scale("exact", "Exact match", digits=2),
     Scale("f1", "F1", digits=2),
+    Scale("f1_stemmed", "F1 of stemmed words, as LoCoMo scores", digits=2),
     Scale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
     Scale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
     Scale("same", "Likeliest token is the same", digits=3),
     Scale("mass", "Attention kept", digits=3),
+    SPEED,
 )
 
 
 def entry(row: Row) -> Entry:
     """A cell of a results file as a table takes it."""
     items = tuple(item for item in row.get("items", ()) if item["counts"])
+    if SPEED.key in row:
+        items = ({SPEED.key: row[SPEED.key]},)
     source = f"{row['task']} {row['tokens']} {row['seed']}"
     head = row["policy"], row["budget"], source
-    return Entry(*head, items, row.get("bytes_share", 0.0), "refused" in row)
+    why = row.get("refused", "")
+    return Entry(*head, items, row.get("bytes_share", 0.0), "refused" in row, why)
 
 
 def report(
@@ -80,7 +88,7 @@ def report(
         table = Table(entries)
         if not table.names:
             continue
-        lines += [f"## {group}", "", table.counted(), ""]
+        lines += [f"## {group}", "", table.counted(), "", *table.refusals()]
         for scale in table.held(scales):
             lines += [f"### {scale.title}", "", *table.means(scale), ""]
             for base in baselines:
@@ -103,7 +111,18 @@ class Table:
         """How much was scored, by the policy that refused least."""
         items = [self._items(name, budget) for name in self.names for budget in self.budgets]
         most = max(sum(map(len, found.values())) for found in items)
-        return f"{len(self._sources)} files, {most} scored items."
+        files = f"{len(self._sources)} {'file' if len(self._sources) == 1 else 'files'}"
+        if self.held(SCALES) == [SPEED]:
+            return f"{files}."
+        return f"{files}, {most} {'scored item' if most == 1 else 'scored items'}."
+
+    def refusals(self) -> list[str]:
+        """Why policies refused, a line for each: its first reason, at the first budget."""
+        found: dict[str, str] = {}
+        for one in self._entries.values():
+            if one.why:
+                found.setdefault(one.policy, f"- {one.policy} at {one.budget} refused: {one.why}")
+        return [*found.values(), ""] if found else []
 
     def held(self, scales: Sequence[Scale]) -> list[Scale]:
         """Those scales that any item has a number for."""

@@ -25,6 +25,7 @@ RESULTS = Path("results")
 NO_CONTROLS = "none"
 # What a study's file says, and the options that may say otherwise.
 CHANGEABLE = {"model": "models", "files": "files"}
+NAMES = {"policy": "policies", "control": "controls", "budget": "budgets", **CHANGEABLE}
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def study_of(tasks: list[str], options: BenchOptions) -> Study:
     if options.study is not None:
         wrong = [name for name in said if name not in CHANGEABLE.values()]
         if tasks or wrong:
-            what = tasks[0] if tasks else f"the option for {wrong[0]}"
+            what = tasks[0] if tasks else _option(wrong[0])
             raise UsageError(
                 f"--study {options.study} says what is run, so {what} contradicts it: give one of "
                 "the two."
@@ -148,14 +149,19 @@ def study_of(tasks: list[str], options: BenchOptions) -> Study:
     return Study(**values)
 
 
+def _option(field: str) -> str:
+    """The option that says a field of a study."""
+    options = {of: option for option, of in NAMES.items()}
+    return "--" + options.get(field, field).replace("_", "-")
+
+
 def _said(options: BenchOptions) -> dict[str, Any]:
     """The fields of a study that options give."""
-    names = {"policy": "policies", "control": "controls", "budget": "budgets", **CHANGEABLE}
     told: dict[str, Any] = {}
-    for option in ("name", "first_seed", "matched", "measure", *names):
+    for option in ("name", "first_seed", "matched", "measure", *NAMES):
         value = getattr(options, option)
         if value is not None:
-            told[names.get(option, option)] = tuple(value) if isinstance(value, list) else value
+            told[NAMES.get(option, option)] = tuple(value) if isinstance(value, list) else value
     if told.get("controls") == (NO_CONTROLS,):
         told["controls"] = ()
     if options.study is not None and options.tokens is not None:

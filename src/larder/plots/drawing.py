@@ -14,7 +14,7 @@ from larder.plots.figures.base import FIGURES, Figure, Looks, NothingToDraw
 from larder.plots.looks import FULL, looks
 from larder.plots.style import Drawing
 
-# They get a color even among more policies than there are colors.
+# They get the first colors, in this order, and so one each among any number of policies.
 CORE = ("epicache", "d2o", "icecache")
 
 
@@ -36,7 +36,8 @@ def read(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, 
     for policy in policies:
         if policy not in known:
             raise UnknownName(unknown("policy in the result files", policy, list(known)))
-    wanted = dict.fromkeys(policies or sorted(known, key=lambda policy: policy not in CORE))
+    core = [policy for policy in CORE if policy in known]
+    wanted = dict.fromkeys(policies or [*core, *known])
     if FULL in known:
         wanted[FULL] = None
     kept = replace(
@@ -55,7 +56,7 @@ def figure_of(spelling: str) -> Figure:
         UnknownName: there is no such figure, or it has no such parameter.
         BadParameter: a value out of range.
     """
-    calls = parse(spelling)
+    calls = parse(spelling, "figure")
     if len(calls) != 1:
         raise UsageError(f"--figure takes one figure, got {spelling!r}: give the option twice.")
     return build(FIGURES.load(calls[0].name), calls[0].parameters)

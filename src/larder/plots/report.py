@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 
 from larder.bench.rows import Results
+from larder.bench.tables import SPEED
 from larder.core.errors import UnknownName
 from larder.core.family import unknown
 from larder.plots import scores
@@ -117,7 +118,7 @@ def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
     groups = scores.grouped(found.cells)
     titles = scores.titles(list(groups))
     for group, rows in groups.items():
-        if any(row.get("items") for row in rows):
+        if any(row.get("items") or SPEED.key in row for row in rows):
             yield from group_tables(titles[group], rows, bases)
 
 

@@ -162,11 +162,6 @@ def _height(found: Sequence[Scored], score: str) -> Axis:
     return even(scores.score_title(score), 0.0, min(1.02, high + room))
 
 
-def _counted(scored: Scored) -> str:
-    files, items = scores.several(scored.files, "file"), scores.several(scored.items, "item")
-    return f"{scored.title}: {files}, {items}"
-
-
 def _share(point: Point) -> float:
     return point.share
 
