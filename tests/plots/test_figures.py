@@ -205,7 +205,7 @@ def test_results_without_what_a_figure_needs_are_told(name: str, tmp_path: Path)
 
 def test_the_systems_at_the_core_come_first_and_in_one_order(tmp_path: Path) -> None:
     names = ("h2o", "icecache", "d2o", "random", "epicache")
-    found = write_rows(tmp_path, [cell("h2o", 1000, 0) | {"policy": name} for name in names])
+    found = write_rows(tmp_path, [cell(name, 1000, 0) for name in names])
     assert list(read([found])[1]) == ["epicache", "d2o", "icecache", "h2o", "random"]
     assert list(read([found], ["h2o", "d2o"])[1]) == ["h2o", "d2o"]
 
