@@ -9,6 +9,7 @@ from enum import Enum
 
 from larder.cache.base import Store
 from larder.cache.compact import Compact
+from larder.cache.corrected import Corrected
 from larder.cache.dense import Dense
 from larder.cache.graded import Graded
 from larder.cache.host_room import MIB, HostRoom
@@ -85,6 +86,11 @@ class Makeup:
         """An empty store for one layer; those of pairs are to be linked."""
         own = layer, spec.dtype, spec.device
         if layer.sliding_window is not None:
+            if self.parking is not None and self.parking.recall.corrected:
+                raise CacheError(
+                    f"Layer {layer.index} slides a window and remembers no answers to correct: "
+                    "take corrected=0, or a model without such layers."
+                )
             return Window(*own)
         if self.form is Form.DENSE:
             return Dense(*own)
@@ -93,7 +99,8 @@ class Makeup:
             side = UPPER if layer.index in uppers else LOWER
             return Half(*own, self.ledger, self.pairing, side)
         if self.parking is not None:
-            return Tiered(*own, self.ledger, self.parking)
+            kind = Corrected if self.parking.recall.corrected else Tiered
+            return kind(*own, self.ledger, self.parking)
         if self.rebuilding is not None:
             return Rebuilt(*own, self.ledger, self.rebuilding)
         if self.codecs:

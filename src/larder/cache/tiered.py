@@ -163,7 +163,7 @@ class Tiered(Store, Guest):
         self._learn()
         fast = Ragged.adopt(self.layer, self._fast.state())
         like, ledger = fast.entries().keys, fast.ledger
-        copy = Tiered(self.layer, like.dtype, like.device, ledger, self.parking)
+        copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
         copy._fast, copy._slow = fast, self._slow.fork()
         copy.finder.learned, copy._observed = self.finder.learned.fork(), self._observed
         copy.finder.fetches_ahead = self.finder.fetches_ahead

@@ -149,6 +149,8 @@ class Recall(ABC):
         layers: so many layers in a row share what the first of them finds. The others have no index
             as long as they have parked the same tokens, head by head; else they search themselves.
             IceCache's released code has 3 of them where it is asked to.
+        corrected: so many of the latest tokens are read once more with every new one, and attend to
+            what was fetched for it; see `larder.cache.corrected`. RetroAttention has 1 and more.
         union: entries per kv head that the tokens of a question attend to together, of what is
             parked: the pages that each of them finds, the best of each in turn. Left open, all of
             it, exactly.
@@ -162,6 +164,7 @@ class Recall(ABC):
     search: Search = Search.INDEX
     fetch: Fetch = Fetch.IN_TURN
     layers: int = 1
+    corrected: int = 0
     union: int | None = None
 
     # Whether what it finds is pages and nothing else, so that another layer can use it.
@@ -191,6 +194,13 @@ class Recall(ABC):
             raise BadParameter(f"{name}.dense must be at least 0 layers, got {self.dense}.")
         if self.layers < 1:
             raise BadParameter(f"{name}.layers must be at least 1, got {self.layers}.")
+        if self.corrected < 0:
+            raise BadParameter(f"{name}.corrected must be at least 0, got {self.corrected}.")
+        if self.corrected and not self.is_plain:
+            raise BadParameter(
+                f"{name}.corrected must be 0, got {self.corrected}: what {name} has estimated for "
+                "a token cannot be taken back when it is fetched."
+            )
         if self.layers > 1 and not self.is_plain:
             raise BadParameter(
                 f"{name}.layers must be 1, got {self.layers}: what {name} says of entries that it "

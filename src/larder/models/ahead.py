@@ -69,6 +69,7 @@ class Ahead:
     def __init__(self, modules: Mapping[int, nn.Module], rows: Sequence[Row], journey: object):
         self._modules, self._journey = modules, journey
         self._tiers = _looking_ahead(rows)
+        self._ends = [sum(row.width for row in rows[: n + 1]) - 1 for n in range(len(rows))]
         self._worker: ThreadPoolExecutor | None = None
         self._hooks: list[Any] = []
 
@@ -103,7 +104,8 @@ class Ahead:
         tiers = self._tiers[layer]
         if not all(tier.finder.fetches_ahead for tier in tiers):
             return
-        fetching = self._worker.submit(_fetch, self._modules[layer], args, named, tiers)
+        told = self._modules[layer], args, named, tiers, self._ends
+        fetching = self._worker.submit(_fetch, *told)
         for tier in tiers:
             tier.finder.expect(self._told_of(fetching))
 
@@ -133,7 +135,11 @@ class Ahead:
 
 
 def _fetch(
-    module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], tiers: Sequence[Tiered]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    named: Mapping[str, Any],
+    tiers: Sequence[Tiered],
+    ends: Sequence[int],
 ) -> None:
     """In the worker: what the next layer would ask, and the pages for it, row by row."""
     foresight = Foresight()
@@ -142,8 +148,8 @@ def _fetch(
         if foresight.queries is None:
             raise ModelError(f"{type(module).__name__} called no attention.")
         queries: Tensor = foresight.queries
-        for row, tier in enumerate(tiers):
-            tier.fetch(queries[:, row : row + 1])
+        for end, tier in zip(ends, tiers, strict=True):
+            tier.fetch(queries[:, end : end + 1])
 
 
 def _looking_ahead(rows: Sequence[Row]) -> dict[int, list[Tiered]]:

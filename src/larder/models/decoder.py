@@ -18,6 +18,7 @@ from larder.core.types import Mode
 from larder.models import seam
 from larder.models.ahead import Ahead, attentions
 from larder.models.apart import OwnConfigs
+from larder.models.correcting import read_on, with_latest
 from larder.models.fingerprint import fingerprint
 from larder.models.head import Head, body_of
 from larder.models.kinds import check_kinds
@@ -119,7 +120,7 @@ class Decoder:
         places = torch.tensor(wanted, device=self.spec.device)
         if mode is Mode.APPEND and any(_follows(row) for row in rows):
             return self._head.logits(torch.cat(self._hidden(rows, mode, observer))[places])
-        rows = [with_again(row, mode) for row in rows]
+        rows = [with_again(with_latest(row, mode), mode) for row in rows]
         behind = torch.tensor(_new(rows), device=self.spec.device)
         out = self._run(self.module, rows, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
@@ -163,7 +164,7 @@ class Decoder:
         self, rows: Sequence[Row], mode: Mode, observer: Observer | None
     ) -> list[Float[Tensor, "_ hidden"]]:
         """What the last layer makes of each row; caches that follow remember the last of theirs."""
-        rows = [with_again(row, mode) for row in rows]
+        rows = [with_again(with_latest(row, mode), mode) for row in rows]
         out = self._run(self.body, rows, mode, observer)
         given = out.last_hidden_state[0].split([row.width for row in rows])
         parts = [part[len(row.again) :] for part, row in zip(given, rows, strict=True)]
@@ -208,6 +209,8 @@ class Decoder:
             with rebuilds.going_on(), Ahead(self._attentions, stepping, journey):
                 out = module(input_ids=given, **told, **options)
             journey.finish()
+            if mode is Mode.APPEND:
+                read_on(rows)
         except BaseException:
             journey.roll_back()
             raise

@@ -1,0 +1,200 @@
+"""A layer in two tiers that lets what is recalled for a token correct those just before it.
+
+Choi, Kang, Jo, Kim, "Retrospective Sparse Attention for Efficient Long-Context Generation" (2025),
+arXiv:2508.09001: the latest tokens are read once more with every new one. Of what is fetched for
+the new token, a former one attends to the entries that were not fetched for it nor for any token
+since; the result is joined to its former output by log-sum-exp, as if it had attended to the union,
+
+    O_up = (e^L O + e^L' O') / (e^L + e^L'),    L = ln of the sum of its weights,
+
+and goes on through the layers above, whose keys and values of it are replaced. Outputs and their L
+are all that is kept of former tokens. As in the paper, the query is the one that this pass makes,
+and what was seen already is not looked at with it again.
+
+What differs: entries are told apart, not pages, because pages of some indexes change; and layers
+that park nothing answer what they answered before, as they would anyway below the first correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.base import Attended
+from larder.cache.following import Choice
+from larder.cache.tiered import Tiered
+from larder.core.errors import CacheError
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import ragged_attention
+from larder.ops.merging import merge
+from larder.ops.packing import packed_rows, starts_of
+
+SETS = 1 << 40  # a set's entries are its own: numbers are far below
+OUTS, SUMS, PLACES, SEEN, COUNTS, IDS = "outs", "sums", "places", "seen", "seen.lengths", "ids"
+PAST = "past."  # before these names in a state
+NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Past:
+    """A token that was generated a moment ago.
+
+    Args:
+        place: its true position.
+        seen: the entries that it has attended to, each set's apart.
+    """
+
+    place: int
+    out: Float[Tensor, "H 1 D"]
+    lse: Float[Tensor, "H 1"]
+    seen: Int64[Tensor, " E"]
+
+
+class Corrected(Tiered):
+    """Keeps what it answered to the latest tokens, as many as the recall part corrects."""
+
+    _past: tuple[Past, ...] = ()
+    _ids: Int64[Tensor, " P"] = NOTHING
+    _latest: Past | None = None
+    _used: Choice | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens that are to be read once more with the next one."""
+        return tuple(self._ids[: len(self._past)].tolist())
+
+    def read_on(self, ids: Sequence[int]) -> None:
+        """Say which tokens have been read last."""
+        told = torch.cat([self._ids, torch.tensor(ids, dtype=torch.int64)])
+        self._ids = told[len(told) - len(self._past) :]
+
+    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
+        out = super().extend(queries, keys, values, positions)
+        latest, self._latest = self._latest, None
+        kept = () if latest is None else (*self._past, latest)
+        self._past = kept[-self.parking.recall.corrected :]
+        return out
+
+    def again(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        answer: Callable[[], Queries],
+    ) -> Float[Tensor, "H N D"]:
+        """As every store's, for the latest tokens: their entries are replaced, their answers mended.
+
+        Raises:
+            CacheError: they are not the latest that are held.
+        """
+        former = self._past
+        places = [past.place for past in former]
+        held = self._fast.entries()
+        tails = [held.head_positions(head)[-len(places) :].tolist() for head in range(len(keys))]
+        if positions.tolist() != places or any(tail != places for tail in tails):
+            raise CacheError(
+                f"Layer {self.layer.index} was to correct its answers at positions "
+                f"{positions.tolist()}, but they are not the latest that it holds: protect as many "
+                "recent tokens as are corrected."
+            )
+        ends = torch.tensor([s + n for s, n in zip(held.starts, held.lengths, strict=True)])
+        rows = (ends[:, None] + torch.arange(-len(places), 0)).flatten().to(held.keys.device)
+        held.keys[rows] = keys.flatten(0, 1).to(held.keys)
+        held.values[rows] = values.flatten(0, 1).to(held.values)
+        new = answer()
+        mended = [self._mended(past, queries[:, i : i + 1]) for i, past in enumerate(former)]
+        self._past = (*mended, self._past[-1])[-self.parking.recall.corrected :]
+        return torch.cat([*(past.out.to(new.dtype) for past in mended), new], 1)
+
+    def truncate(self, length: int) -> None:
+        """As every store's; nothing that is left is corrected any more."""
+        super().truncate(length)
+        self._past, self._ids = (), NOTHING
+
+    def forget(self, start: int, stop: int) -> None:
+        """As `truncate`."""
+        super().forget(start, stop)
+        self._past, self._ids = (), NOTHING
+
+    def state(self) -> dict[str, Tensor]:
+        told, past = super().state(), self._past
+        if not past:
+            return told
+        parts = {
+            OUTS: torch.stack([each.out for each in past]),
+            SUMS: torch.stack([each.lse for each in past]),
+            PLACES: torch.tensor([each.place for each in past]),
+            SEEN: torch.cat([each.seen for each in past]),
+            COUNTS: torch.tensor([len(each.seen) for each in past]),
+            IDS: self._ids.clone(),
+        }
+        return told | {PAST + name: part for name, part in parts.items()}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> Corrected:
+        store = super().adopt(layer, state)
+        assert isinstance(store, Corrected)
+        if PAST + OUTS in state:
+            own = {n.removeprefix(PAST): t for n, t in state.items() if n.startswith(PAST)}
+            seen = own[SEEN].cpu().split(own[COUNTS].tolist())
+            parts = zip(own[PLACES].tolist(), own[OUTS], own[SUMS], seen, strict=True)
+            store._past = tuple(Past(*part) for part in parts)
+            store._ids = own[IDS].cpu()
+        return store
+
+    def fork(self) -> Corrected:
+        copy = super().fork()
+        assert isinstance(copy, Corrected)
+        copy._past, copy._ids = self._past, self._ids
+        return copy
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = [part for past in self._past for part in (past.out, past.lse, past.seen)]
+        return (*super().tensors(), *own, self._ids)
+
+    def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
+        self._used = None
+        out, lse = super()._attention(queries, positions, own, shift)
+        if self._appends and own == queries.shape[1] == 1:
+            used = NOTHING if self._used is None else _entries_of(self._used)
+            self._latest = Past(int(positions[0]), out, lse, used)
+        return out, lse
+
+    def _of_parked(self, queries: Queries, own: int) -> list[Attended]:
+        parts = super()._of_parked(queries, own)
+        taken = self._choice_for(self._slow.entries())
+        self._used = self.finder.choice if taken is None else taken
+        return parts
+
+    def _mended(self, past: Past, query: Float[Tensor, "H 1 D"]) -> Past:
+        """What a token is answered, with what was fetched since that it has not seen."""
+        if self._used is None:
+            return past
+        fetched = _entries_of(self._used)
+        fresh = fetched[~torch.isin(fetched, past.seen)].sort().values
+        held, sets = self._slow.entries(), len(self._used.pages)
+        owners, numbers = fresh // SETS, fresh % SETS
+        lengths = torch.bincount(owners, minlength=sets)
+        starts = torch.tensor(held.starts)
+        rows = starts[owners // (sets // self.layer.kv_heads)] + numbers
+        keys, values = (part[rows].to(query.device) for part in (held.keys, held.values))
+        layout = starts_of(lengths), lengths, self.layer.scaling
+        out, lse = ragged_attention(query, keys, values, *layout)
+        mended = merge([past.out, out], [past.lse, lse])
+        return Past(past.place, *mended, torch.cat([past.seen, fresh]))
+
+
+def _entries_of(choice: Choice) -> Int64[Tensor, " E"]:
+    """All entries of the chosen pages, those of each set apart."""
+    numbers = choice.numbers.flatten(1)
+    told = numbers + SETS * torch.arange(len(numbers))[:, None]
+    return told[numbers >= 0]
+
+
+Part = Corrected

@@ -1,0 +1,130 @@
+"""What is recalled for a token corrects the answers to those before it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from builders import a_layer, draw
+from larder.cache.corrected import Corrected
+from larder.core.errors import BadParameter, CacheError
+from larder.core.ledger import Ledger
+from larder.core.plan import Plan
+from larder.core.recall import Parking, Recall
+from larder.recall.bounds import Bounds
+from larder.recall.flat import Flat
+from larder.recall.sparq import SparQ
+from stores import append, assert_close, extend, same_bits
+
+LAYER = a_layer(2, 2)
+READ, NEAR, STEPS = 40, 4, 5
+PARTS = {
+    "flat": Flat(tokens=8, page=4, dense=0, corrected=2),
+    "bounds": Bounds(tokens=8, page=2, dense=0, corrected=2),  # a set per query head
+    "all": Flat(tokens=40, page=4, dense=0, corrected=1),
+}
+
+
+class Loop:
+    """Sums of weights and of weighted values, one entry after the other."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, float] = {}
+        self.values: dict[int, Tensor] = {}
+        self.seen: dict[int, set[int]] = {}
+
+    def attend(self, head: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        weight = math.exp(float(query @ key) * LAYER.scaling)
+        self.sums[head] = self.sums.get(head, 0.0) + weight
+        self.values[head] = self.values.get(head, 0.0) + weight * value
+
+    def out(self) -> Tensor:
+        return torch.stack([self.values[h] / self.sums[h] for h in range(LAYER.query_heads)])
+
+
+def a_store(recall: Recall) -> tuple[Corrected, Tensor, Tensor]:
+    store = Corrected(LAYER, torch.float32, torch.device("cpu"), Ledger(), Parking(recall))
+    new = draw(LAYER, READ, 0)
+    append(store, new)
+    latest = torch.arange(READ - NEAR, READ)
+    store.apply(Plan(torch.cat([latest, latest + READ]), (NEAR, NEAR)))
+    return store, new.keys, new.values
+
+
+def fetched(store: Corrected, head: int) -> list[int]:
+    """Numbers of the entries that a query head was given; here they are positions, too."""
+    choice = store.finder.choice
+    own = choice.numbers[head * len(choice.numbers) // LAYER.query_heads]
+    return [n for n in own.flatten().tolist() if n >= 0]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_answers_are_those_of_the_loop(name) -> None:
+    store, keys, values = a_store(PARTS[name])
+    former: list[Loop] = []
+    for step in range(STEPS):
+        count, place = len(former), READ + step
+        told = draw(LAYER, count + 1, place - count, 7 + step)
+        old, new = told.part(0, count), told.part(count, count + 1)
+        if count:
+            parts = old.queries, old.keys, old.values, old.positions
+            out = store.again(*parts, lambda new=new: extend(store, new))
+        else:
+            out = extend(store, new)
+        keys = torch.cat([keys[:, : place - count], told.keys], 1)
+        values = torch.cat([values[:, : place - count], told.values], 1)
+        latest = Loop()
+        for head in range(LAYER.query_heads):
+            kv, near = head // LAYER.group, range(READ - NEAR, place + 1)
+            for n in (*fetched(store, head), *near):
+                latest.attend(head, new.queries[head, 0], keys[kv, n], values[kv, n])
+            latest.seen[head] = {*fetched(store, head)}
+            for i, loop in enumerate(former):
+                for n in {*fetched(store, head)} - loop.seen[head]:
+                    loop.attend(head, old.queries[head, i], keys[kv, n], values[kv, n])
+                    loop.seen[head].add(n)
+        former.append(latest)
+        assert_close(out, torch.stack([loop.out() for loop in former], 1))
+        former = former[-store.parking.recall.corrected :]
+        store.read_on((step,))
+        assert len(store.ids) == len(former)
+    assert (len(former[0].seen[0]) > len(fetched(store, 0))) == (name != "all")
+    held = store.entries()
+    for head in range(LAYER.kv_heads):  # and what was read once more stands there anew
+        assert torch.equal(held.head_keys(head), keys[head, READ - NEAR :])
+
+
+def test_it_comes_back_with_what_it_remembers() -> None:
+    store, _, _ = a_store(PARTS["flat"])
+    extend(store, draw(LAYER, 1, READ))
+    store.read_on((5,))
+    back = Corrected.restore(LAYER, store.state())
+    assert same_bits(back.state(), store.state()) and back.ids == (5,)
+    fork = store.fork()
+    told = draw(LAYER, 2, READ, 3)
+    old, new = told.part(0, 1), told.part(1, 2)
+    parts = old.queries, old.keys, old.values, old.positions
+    outs = [each.again(*parts, lambda e=each: extend(e, new)) for each in (store, back, fork)]
+    assert_close(outs[1], outs[0])
+    assert_close(outs[2], outs[0])
+    fork.truncate(READ + 1)
+    assert fork.ids == ()
+    assert store.nbytes == sum(t.untyped_storage().nbytes() for t in store.tensors())
+    extend(store, draw(LAYER, 3, READ + 2))  # a text, after which nothing is corrected
+    assert store.ids == ()
+
+
+def test_what_it_cannot_correct_is_refused() -> None:
+    store, _, _ = a_store(PARTS["flat"])
+    extend(store, draw(LAYER, 1, READ))
+    other = draw(LAYER, 1, READ - 1)
+    parts = other.queries, other.keys, other.values, other.positions
+    with pytest.raises(CacheError, match="answers at positions \\[39\\], but they are not the"):
+        store.again(*parts, lambda: pytest.fail("answered"))
+    with pytest.raises(BadParameter, match="sparq.corrected must be 0, got 1: what sparq has"):
+        SparQ(corrected=1)
+    with pytest.raises(BadParameter, match="flat.corrected must be at least 0, got -1"):
+        Flat(corrected=-1)
