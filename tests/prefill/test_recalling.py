@@ -122,6 +122,15 @@ def test_where_everything_is_recalled_generated_text_is_the_full_caches(
     assert cache.pages[0] > 0
 
 
+def test_correcting_what_was_not_missed_changes_nothing(decoder, own, monkeypatch) -> None:
+    wanted = policy("flat", 320)
+    monkeypatch.setattr("larder.session.reading.pages_of", lambda policy: 0)  # park at once
+    wanted = replace(wanted, recall=replace(wanted.recall, corrected=2))
+    tokens, heard = said(decoder, wanted, read(decoder, wanted).activate(0), QUESTION, 12)
+    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-13:-1]
+    assert torch.allclose(heard, expected, atol=1e-3)
+
+
 @pytest.mark.parametrize("manner", ["held='every'", "held='one', depth=1", "held='ids'"])
 def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
     """The smallest of budgets answers as the full cache, also from the shelf."""

@@ -32,7 +32,7 @@ from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.merging import merge
-from larder.ops.packing import packed_rows, starts_of
+from larder.ops.packing import starts_of
 
 SETS = 1 << 40  # a set's entries are its own: numbers are far below
 OUTS, SUMS, PLACES, SEEN, COUNTS, IDS = "outs", "sums", "places", "seen", "seen.lengths", "ids"
@@ -88,7 +88,7 @@ class Corrected(Tiered):
         positions: Positions,
         answer: Callable[[], Queries],
     ) -> Float[Tensor, "H N D"]:
-        """As every store's, for the latest tokens: their entries are replaced, their answers mended.
+        """As every store's, for the latest: their entries are replaced, their answers mended.
 
         Raises:
             CacheError: they are not the latest that are held.
