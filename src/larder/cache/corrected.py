@@ -35,6 +35,7 @@ from larder.ops.merging import merge
 from larder.ops.packing import starts_of
 
 SETS = 1 << 40  # a set's entries are its own: numbers are far below
+PARKED = "parked"
 OUTS, SUMS, PLACES, SEEN, COUNTS, IDS = "outs", "sums", "places", "seen", "seen.lengths", "ids"
 PAST = "past."  # before these names in a state
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -46,13 +47,15 @@ class Past:
 
     Args:
         place: its true position.
-        seen: the entries that it has attended to, each set's apart.
+        seen: the parked entries that it has attended to, each set's apart.
+        parked: how many there were of each kv head; those that came later it saw before they came.
     """
 
     place: int
     out: Float[Tensor, "H 1 D"]
     lse: Float[Tensor, "H 1"]
     seen: Int64[Tensor, " E"]
+    parked: Int64[Tensor, " K"]
 
 
 class Corrected(Tiered):
@@ -132,6 +135,7 @@ class Corrected(Tiered):
             PLACES: torch.tensor([each.place for each in past]),
             SEEN: torch.cat([each.seen for each in past]),
             COUNTS: torch.tensor([len(each.seen) for each in past]),
+            PARKED: torch.stack([each.parked for each in past]),
             IDS: self._ids.clone(),
         }
         return told | {PAST + name: part for name, part in parts.items()}
@@ -143,8 +147,8 @@ class Corrected(Tiered):
         if PAST + OUTS in state:
             own = {n.removeprefix(PAST): t for n, t in state.items() if n.startswith(PAST)}
             seen = own[SEEN].cpu().split(own[COUNTS].tolist())
-            parts = zip(own[PLACES].tolist(), own[OUTS], own[SUMS], seen, strict=True)
-            store._past = tuple(Past(*part) for part in parts)
+            parts = own[PLACES].tolist(), own[OUTS], own[SUMS], seen, own[PARKED].cpu()
+            store._past = tuple(Past(*part) for part in zip(*parts, strict=True))
             store._ids = own[IDS].cpu()
         return store
 
@@ -155,7 +159,7 @@ class Corrected(Tiered):
         return copy
 
     def tensors(self) -> tuple[Tensor, ...]:
-        own = [part for past in self._past for part in (past.out, past.lse, past.seen)]
+        own = [part for past in self._past for part in (past.out, past.lse, past.seen, past.parked)]
         return (*super().tensors(), *own, self._ids)
 
     def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
@@ -163,7 +167,8 @@ class Corrected(Tiered):
         out, lse = super()._attention(queries, positions, own, shift)
         if self._appends and own == queries.shape[1] == 1:
             used = NOTHING if self._used is None else _entries_of(self._used)
-            self._latest = Past(int(positions[0]), out, lse, used)
+            parked = torch.tensor(self._slow.lengths)
+            self._latest = Past(int(positions[0]), out, lse, used, parked)
         return out, lse
 
     def _of_parked(self, queries: Queries, own: int) -> list[Attended]:
@@ -177,17 +182,19 @@ class Corrected(Tiered):
         if self._used is None:
             return past
         fetched = _entries_of(self._used)
-        fresh = fetched[~torch.isin(fetched, past.seen)].sort().values
         held, sets = self._slow.entries(), len(self._used.pages)
+        group = sets // self.layer.kv_heads
+        was_there = fetched % SETS < past.parked[fetched // SETS // group]
+        fresh = fetched[was_there & ~torch.isin(fetched, past.seen)].sort().values
         owners, numbers = fresh // SETS, fresh % SETS
         lengths = torch.bincount(owners, minlength=sets)
         starts = torch.tensor(held.starts)
-        rows = starts[owners // (sets // self.layer.kv_heads)] + numbers
+        rows = starts[owners // group] + numbers
         keys, values = (part[rows].to(query.device) for part in (held.keys, held.values))
         layout = starts_of(lengths), lengths, self.layer.scaling
         out, lse = ragged_attention(query, keys, values, *layout)
         mended = merge([past.out, out], [past.lse, lse])
-        return Past(past.place, *mended, torch.cat([past.seen, fresh]))
+        return Past(past.place, *mended, torch.cat([past.seen, fresh]), past.parked)
 
 
 def _entries_of(choice: Choice) -> Int64[Tensor, " E"]:
