@@ -10,10 +10,12 @@ from torch import Tensor
 
 from builders import a_layer, draw
 from larder.cache.corrected import Corrected
+from larder.core.codec import Codec
 from larder.core.errors import BadParameter, CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
 from larder.core.recall import Parking, Recall
+from larder.core.types import Coming
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
 from larder.recall.sparq import SparQ
@@ -45,13 +47,18 @@ class Loop:
         return torch.stack([self.values[h] / self.sums[h] for h in range(LAYER.query_heads)])
 
 
-def a_store(recall: Recall) -> tuple[Corrected, Tensor, Tensor]:
-    store = Corrected(LAYER, torch.float32, torch.device("cpu"), Ledger(), Parking(recall))
+def a_store(recall: Recall, codec: Codec | None = None) -> tuple[Corrected, Tensor, Tensor]:
+    parking = Parking(recall, None, codec)
+    store = Corrected(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
     new = draw(LAYER, READ, 0)
     append(store, new)
     latest = torch.arange(READ - NEAR, READ)
     store.apply(Plan(torch.cat([latest, latest + READ]), (NEAR, NEAR)))
-    return store, new.keys, new.values
+    keys, values, held = new.keys.clone(), new.values.clone(), store.parked()
+    for head in range(LAYER.kv_heads):  # numbers are positions, and codes stand for others
+        keys[head, : READ - NEAR] = held.head_keys(head)
+        values[head, : READ - NEAR] = held.head_values(head)
+    return store, keys, values
 
 
 def fetched(store: Corrected, head: int) -> list[int]:
@@ -61,9 +68,11 @@ def fetched(store: Corrected, head: int) -> list[int]:
     return [n for n in own.flatten().tolist() if n >= 0]
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_answers_are_those_of_the_loop(name) -> None:
-    store, keys, values = a_store(PARTS[name])
+@pytest.mark.parametrize(
+    "name, codec", [*((name, None) for name in PARTS), ("flat", Codec(4, 4, 8))]
+)
+def test_answers_are_those_of_the_loop(name, codec) -> None:
+    store, keys, values = a_store(PARTS[name], codec)
     former: list[Loop] = []
     for step in range(STEPS):
         count, place = len(former), READ + step
@@ -113,8 +122,25 @@ def test_it_comes_back_with_what_it_remembers() -> None:
     fork.truncate(READ + 1)
     assert fork.ids == ()
     assert store.nbytes == sum(t.untyped_storage().nbytes() for t in store.tensors())
-    extend(store, draw(LAYER, 3, READ + 2))  # a text, after which nothing is corrected
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_nothing_is_corrected_after_a_text(count) -> None:
+    """It has attended to everything, be it one token."""
+    store, _, _ = a_store(PARTS["flat"])
+    extend(store, draw(LAYER, 1, READ))
+    store.expect(Coming.TEXT)
+    extend(store, draw(LAYER, count, READ + 1))
+    store.read_on((5,) * count)
     assert store.ids == ()
+
+
+def test_no_more_are_remembered_than_are_corrected() -> None:
+    store, _, _ = a_store(PARTS["flat"])
+    for step in range(3):
+        extend(store, draw(LAYER, 1, READ + step))
+        store.read_on((step,))
+    assert store.ids == (1, 2)
 
 
 def test_what_it_cannot_correct_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -86,6 +86,7 @@ def test_any_policy_round_trips(slots) -> None:
         parts["recall"] = None
     else:
         parts["storage"] = Exact()
+        parts["recall"] = replace(parts["recall"], corrected=0)
     if parts["compensation"].splits:
         parts["budget"] = RetrievalHeads()
     if parts["compensation"].once:
@@ -131,6 +132,14 @@ def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
     assert policy.staying == policy.planner.storage == Exact()
 
 
+def test_as_many_tokens_as_stay_are_corrected() -> None:
+    assert Policy.parse("protect(recent=2) > park() > flat(corrected=2)").filled(64, None)
+    policy = Policy.parse("protect(recent=0.1) > park() > flat(tokens=16, corrected=3)")
+    assert policy.filled(46, None)
+    with pytest.raises(BadParameter, match="flat.corrected must be at most the 2 latest tokens"):
+        policy.filled(45, None)
+
+
 WRONG = {
     "flat()": (SpellingError, "flat() finds parked entries again, but drop() parks none: write"),
     "recompute() > quantized()": (SpellingError, "makes entries anew as the model made them"),
@@ -145,6 +154,10 @@ WRONG = {
     "park(tokens=0)": (BadParameter, "park.tokens must be at least 1, got 0"),
     "park() > flat(tokens=100, page=16)": (BadParameter, "pages of 16 do not divide: give 96"),
     "park() > flat(dense=-1)": (BadParameter, "flat.dense must be at least 0 layers, got -1"),
+    "protect(recent=2) > park() > flat(corrected=3)": (
+        BadParameter,
+        "most the 2 latest tokens that",
+    ),
     "patched() > every_step()": (SpellingError, "not read while text is generated"),
     'snapkv(variant="code") > lagged()': (SpellingError, "take another scorer"),
     "cake(tau1=0.001)": (BadParameter, "cake.tau1 must be at least 0.05, got 0.001"),

@@ -22,6 +22,7 @@ from larder.models.loading import adopt
 from larder.models.passes import Row
 from larder.models.tiny import tiny
 from larder.policy.protect import Protect
+from larder.policy.scorers.keydiff import KeyDiff
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
 from larder.session.policy import Policy
@@ -125,7 +126,8 @@ def test_where_everything_is_recalled_generated_text_is_the_full_caches(
 def test_correcting_what_was_not_missed_changes_nothing(decoder, own, monkeypatch) -> None:
     wanted = policy("flat", 320)
     monkeypatch.setattr("larder.session.reading.pages_of", lambda policy: 0)  # park at once
-    wanted = replace(wanted, recall=replace(wanted.recall, corrected=2))
+    recall = replace(wanted.recall, corrected=2)  # as many as are protected; keydiff spares none
+    wanted = replace(wanted, recall=recall, scorer=KeyDiff())
     tokens, heard = said(decoder, wanted, read(decoder, wanted).activate(0), QUESTION, 12)
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-13:-1]
     assert torch.allclose(heard, expected, atol=1e-3)

@@ -29,7 +29,7 @@ from larder.cache.following import Choice
 from larder.cache.tiered import Tiered
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Coming, Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.merging import merge
 from larder.ops.packing import starts_of
@@ -165,7 +165,8 @@ class Corrected(Tiered):
     def _attention(self, queries: Queries, positions: Positions, own: int, shift: int) -> Attended:
         self._used = None
         out, lse = super()._attention(queries, positions, own, shift)
-        if self._appends and own == queries.shape[1] == 1:
+        is_step = own == queries.shape[1] == 1 and self._coming is Coming.STEP
+        if self._appends and is_step:
             used = NOTHING if self._used is None else _entries_of(self._used)
             parked = torch.tensor(self._slow.lengths)
             self._latest = Past(int(positions[0]), out, lse, used, parked)
@@ -186,13 +187,16 @@ class Corrected(Tiered):
         group = sets // self.layer.kv_heads
         was_there = fetched % SETS < past.parked[fetched // SETS // group]
         fresh = fetched[was_there & ~torch.isin(fetched, past.seen)].sort().values
-        owners, numbers = fresh // SETS, fresh % SETS
+        if not len(fresh):
+            return past
+        owners = fresh // SETS
         lengths = torch.bincount(owners, minlength=sets)
-        starts = torch.tensor(held.starts)
-        rows = starts[owners // group] + numbers
-        keys, values = (part[rows].to(query.device) for part in (held.keys, held.values))
+        rows = torch.tensor(held.starts)[owners // group] + fresh % SETS
+        keys, values = torch.empty(2, len(rows), self.layer.head_dim, dtype=self.finder.like[0])
+        held.gather(rows, keys, values)
+        near = keys.to(query.device), values.to(query.device)
         layout = starts_of(lengths), lengths, self.layer.scaling
-        out, lse = ragged_attention(query, keys, values, *layout)
+        out, lse = ragged_attention(query, *near, *layout)
         mended = merge([past.out, out], [past.lse, lse])
         return Past(past.place, *mended, torch.cat([past.seen, fresh]), past.parked)
 

@@ -150,7 +150,8 @@ class Recall(ABC):
             as long as they have parked the same tokens, head by head; else they search themselves.
             IceCache's released code has 3 of them where it is asked to.
         corrected: so many of the latest tokens are read once more with every new one, and attend to
-            what was fetched for it; see `larder.cache.corrected`. RetroAttention has 1 and more.
+            what was fetched for it; see `larder.cache.corrected`. No more than protect.recent
+            keeps. RetroAttention has 1 and more.
         union: entries per kv head that the tokens of a question attend to together, of what is
             parked: the pages that each of them finds, the best of each in turn. Left open, all of
             it, exactly.

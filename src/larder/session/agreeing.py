@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from larder.core.errors import SpellingError
+from larder.core.errors import BadParameter, SpellingError
+from larder.core.family import public_name
+from larder.core.recall import Recall
 from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.compensation.base import Compensation
 from larder.policy.compensation.recompute import Recompute
+from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
@@ -49,6 +52,27 @@ def check_recomputed(compensation: Compensation, storage: Storage) -> None:
         raise SpellingError(
             f"{spell(compensation)} makes entries anew as the model made them, which "
             f"{spell(storage)} does not hold: leave the storage out, or take drop()."
+        )
+
+
+def check_corrected(protect: Protect, recall: Recall | None, tokens: int | None = None) -> None:
+    """See that what is read once more is held still.
+
+    Args:
+        tokens: entries that stay; None where that is not known yet, nor what a share of it is.
+
+    Raises:
+        BadParameter: more tokens are corrected than always stay.
+    """
+    if recall is None or not recall.corrected:
+        return
+    if tokens is None and isinstance(protect.recent, float):
+        return
+    stay = protect.recent_tokens(tokens or 0)
+    if recall.corrected > stay:
+        raise BadParameter(
+            f"{public_name(type(recall))}.corrected must be at most the {stay} latest tokens that "
+            f"protect.recent keeps, got {recall.corrected}: correct fewer, or protect more."
         )
 
 

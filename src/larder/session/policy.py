@@ -37,7 +37,13 @@ from larder.policy.units.token import Token
 from larder.policy.values.base import ValueRule
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
-from larder.session.agreeing import check_cut, check_heads, check_recomputed, check_timing
+from larder.session.agreeing import (
+    check_corrected,
+    check_cut,
+    check_heads,
+    check_recomputed,
+    check_timing,
+)
 from larder.session.arrangements.base import Arrangement
 from larder.session.presets import PRESETS
 
@@ -133,6 +139,7 @@ class Policy:
         check_heads(chosen["budget"], chosen["compensation"])
         check_recomputed(chosen["compensation"], chosen["storage"])
         recall = _recall(chosen["compensation"], chosen["storage"], given.get("recall"))
+        check_corrected(chosen["protect"], recall)
         return Policy(**chosen, recall=recall, **_joining(chosen["scorer"], given))
 
     def __str__(self) -> str:
@@ -176,12 +183,16 @@ class Policy:
         Raises:
             UsageError: a block was given that contradicts the spelling, or exceeds the budget.
             BudgetError: no page fits the budget beside what always stays.
+            BadParameter: more tokens are corrected than always stay.
         """
         budget, schedule = self.budget, self.schedule
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
         own = _blocked(schedule, tokens, block)
         settled = self.compensation.under(tokens), self._recalling(tokens)
+        if (recall := settled[1]) is not None:
+            staying = (budget.tokens or tokens) - (recall.tokens or 0)
+            check_corrected(self.protect, recall, max(0, staying))
         return replace(
             self, budget=budget, schedule=own, compensation=settled[0], recall=settled[1]
         )
