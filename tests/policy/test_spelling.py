@@ -18,6 +18,7 @@ from larder.core.family import Family
 from larder.core.recall import Parking
 from larder.core.spelling import spell
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
+from larder.policy.compensation.recompute import Recompute
 from larder.policy.joining import Unasked, Unobserved
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
@@ -87,6 +88,8 @@ def test_any_policy_round_trips(slots) -> None:
     else:
         parts["storage"] = Exact()
         parts["recall"] = replace(parts["recall"], corrected=0)
+    if isinstance(parts["compensation"], Recompute):
+        parts["storage"] = Exact()
     if parts["compensation"].splits:
         parts["budget"] = RetrievalHeads()
     if parts["compensation"].once:
