@@ -167,6 +167,7 @@ WRONG = {
     "keydiff() > max()": (SpellingError, "looks at no attention, so max() has nothing to join"),
     "snapkw()": (UnknownName, "Did you mean 'snapkv'"),
     "epicash": (UnknownName, "Did you mean 'epicache'"),
+    "icecache > quantized()": (SpellingError, "icecache is a whole policy, not a part of one"),
     "snapkv(windw=3)": (UnknownName, "Did you mean 'window'"),
     "drop(now=1)": (UnknownName, "It takes: none"),
     "pooled() > snapkv()": (SpellingError, "out of order or doubled"),
@@ -300,3 +301,8 @@ def test_recent_tokens_are_a_number(recent: float) -> None:
 def test_without_the_third_party_the_name_is_unknown() -> None:
     with pytest.raises(UnknownName, match="outlandish"):
         FAMILIES["scorer"].load("outlandish")
+
+
+def test_pages_leave_room_even_where_nothing_is_protected() -> None:
+    policy = Policy.parse("protect(sinks=0, recent=0) > keydiff() > park() > flat(page=16)")
+    assert [policy.filled(tokens, None).recall.tokens for tokens in (64, 65)] == [48, 64]

@@ -201,7 +201,7 @@ class Policy:
         """The recall part with its size filled in."""
         if self.recall is None or self.recall.tokens is not None:
             return self.recall
-        least = self.protect.least(tokens).joined(self.scorer.least()).tokens
+        least = max(1, self.protect.least(tokens).joined(self.scorer.least()).tokens)
         fitting = (tokens - least) // self.recall.page * self.recall.page
         if fitting < 1:
             raise BudgetError(
@@ -293,6 +293,11 @@ def _slot(call: Call) -> str:
     for slot, family in FAMILIES.items():
         if call.name in family.names():
             return slot
+    if call.name in PRESETS:
+        raise SpellingError(
+            f"{call.name} is a whole policy, not a part of one: write it alone, or the parts that "
+            f"`larder policy show {call.name}` prints."
+        )
     known = sorted({name for family in FAMILIES.values() for name in family.names()} | {"protect"})
     raise UnknownName(unknown("policy part or preset", call.name, sorted({*known, *PRESETS})))
 
