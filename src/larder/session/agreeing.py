@@ -1,8 +1,10 @@
-"""Which parts of a policy do not go together, told when it is parsed."""
+"""Which parts of a policy do not go together, told when it is parsed or its sizes are filled in."""
 
 from __future__ import annotations
 
-from larder.core.errors import BadParameter, SpellingError
+from dataclasses import fields, replace
+
+from larder.core.errors import BadParameter, SpellingError, UsageError
 from larder.core.family import public_name
 from larder.core.recall import Recall
 from larder.core.spelling import spell
@@ -17,6 +19,8 @@ from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing
 from larder.prefill.base import Schedule
 from larder.prefill.schedules.whole import Whole
+
+DEFAULT_BLOCK_TOKENS = 512
 
 
 def check_timing(scorer: Scorer, timing: Timing) -> None:
@@ -74,6 +78,34 @@ def check_corrected(protect: Protect, recall: Recall | None, tokens: int | None 
             f"{public_name(type(recall))}.corrected must be at most the {stay} latest tokens that "
             f"protect.recent keeps, got {recall.corrected}: correct fewer, or protect more."
         )
+
+
+def blocked(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
+    """A schedule with the size of its blocks filled in, if it reads any.
+
+    Raises:
+        UsageError: it reads none, or others than asked for, or they exceed the budget.
+    """
+    names = [f.name for f in fields(schedule)]  # pyright: ignore
+    if "tokens" not in names:
+        if block is not None:
+            raise UsageError(
+                f"--block {block} was given, but {spell(schedule)} reads no blocks: leave it out, "
+                "or take blockwise()."
+            )
+        return schedule
+    size = schedule.tokens if schedule.tokens is not None else block
+    if block is not None and size != block:
+        raise UsageError(
+            f"--block {block} contradicts {spell(schedule)} in the policy: give one of the two."
+        )
+    size = min(DEFAULT_BLOCK_TOKENS, tokens) if size is None else size
+    if size > tokens:
+        raise UsageError(
+            f"The block of {size} tokens is larger than the budget of {tokens}: lower --block or "
+            "raise --budget."
+        )
+    return replace(schedule, tokens=size)  # pyright: ignore
 
 
 def judges_by_prompts(scorer: Scorer) -> bool:

@@ -15,10 +15,11 @@ from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Form
 from larder.prefill.base import Progress, silent
 from larder.prefill.meter import Meter
+from larder.session.agreeing import DEFAULT_BLOCK_TOKENS
 from larder.session.log import Exchange, Log
 from larder.session.matching import Match
 from larder.session.memory import Memory
-from larder.session.policy import DEFAULT_BLOCK_TOKENS, Policy
+from larder.session.policy import Policy
 from larder.session.reading import (
     Desk,
     books_for,

@@ -13,10 +13,10 @@ paper does. Scorers that look at no attention have neither. Only what is parked 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from larder.core.errors import BudgetError, SpellingError, UnknownName, UsageError
+from larder.core.errors import BudgetError, SpellingError, UnknownName
 from larder.core.family import Family, unknown
 from larder.core.rebuilding import Rebuilding
 from larder.core.recall import RECALLS, Parking, Recall
@@ -38,6 +38,7 @@ from larder.policy.values.base import ValueRule
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
 from larder.session.agreeing import (
+    blocked,
     check_corrected,
     check_cut,
     check_heads,
@@ -61,7 +62,6 @@ FAMILIES: Mapping[str, Family] = {
     "storage": Family("storage", "larder.policy.storage"),
     "timing": Family("timing", "larder.policy.timing"),
 }
-DEFAULT_BLOCK_TOKENS = 512
 SLOTS = (
     "session",
     "schedule",
@@ -188,7 +188,7 @@ class Policy:
         budget, schedule = self.budget, self.schedule
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
-        own = _blocked(schedule, tokens, block)
+        own = blocked(schedule, tokens, block)
         settled = self.compensation.under(tokens), self._recalling(tokens)
         if (recall := settled[1]) is not None:
             staying = (budget.tokens or tokens) - (recall.tokens or 0)
@@ -223,29 +223,6 @@ class Policy:
             return None
         host_mib = getattr(self.compensation, "host_mib", None)
         return Parking(self.recall, host_mib, self.storage.parked)
-
-
-def _blocked(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
-    names = [f.name for f in fields(schedule)]  # pyright: ignore
-    if "tokens" not in names:
-        if block is not None:
-            raise UsageError(
-                f"--block {block} was given, but {spell(schedule)} reads no blocks: leave it out, "
-                "or take blockwise()."
-            )
-        return schedule
-    size = schedule.tokens if schedule.tokens is not None else block
-    if block is not None and size != block:
-        raise UsageError(
-            f"--block {block} contradicts {spell(schedule)} in the policy: give one of the two."
-        )
-    size = min(DEFAULT_BLOCK_TOKENS, tokens) if size is None else size
-    if size > tokens:
-        raise UsageError(
-            f"The block of {size} tokens is larger than the budget of {tokens}: lower --block or "
-            "raise --budget."
-        )
-    return replace(schedule, tokens=size)  # pyright: ignore
 
 
 def _recall(compensation: Compensation, storage: Storage, given: Call | None) -> Recall | None:

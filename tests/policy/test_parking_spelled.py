@@ -1,0 +1,44 @@
+"""What is parked, and how it is found again, as policies spell it and budgets fill it in."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.core.codec import Codec
+from larder.core.errors import BadParameter
+from larder.core.recall import Parking
+from larder.core.spelling import spell
+from larder.policy.storage.exact import Exact
+from larder.recall.flat import Flat
+from larder.session.policy import Policy
+
+
+def test_what_is_parked_is_found_by_a_tree_unless_another_index_is_named() -> None:
+    assert spell(Policy.parse("park()").recall).startswith("dci(")
+    assert spell(Policy.parse("park() > flat(page=4)").recall).startswith("flat(")
+    assert Policy.parse("drop()").recall is None
+
+
+def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
+    policy = Policy.parse("park(host_mib=7) > flat() > quantized(bits=8, group=16)").filled(
+        64, None
+    )
+    assert Policy.parse(str(policy)) == policy
+    parking = policy.parking
+    assert parking is not None and parking.codec == Codec(8, 8, 16)
+    assert Parking.of(parking.told()) == parking
+    assert Parking.of("7 flat(tokens=4)") == Parking(Flat(tokens=4), 7)
+    assert policy.staying == policy.planner.storage == Exact()
+
+
+def test_as_many_tokens_as_stay_are_corrected() -> None:
+    assert Policy.parse("protect(recent=2) > park() > flat(corrected=2)").filled(64, None)
+    policy = Policy.parse("protect(recent=0.1) > park() > flat(tokens=16, corrected=3)")
+    assert policy.filled(46, None)
+    with pytest.raises(BadParameter, match="flat.corrected must be at most the 2 latest tokens"):
+        policy.filled(45, None)
+
+
+def test_pages_leave_room_even_where_nothing_is_protected() -> None:
+    policy = Policy.parse("protect(sinks=0, recent=0) > keydiff() > park() > flat(page=16)")
+    assert [policy.filled(tokens, None).recall.tokens for tokens in (64, 65)] == [48, 64]
