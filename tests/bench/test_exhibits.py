@@ -7,14 +7,11 @@ from dataclasses import replace
 import pytest
 
 from chats import EPISODES, HISTORY, under
-from larder.bench.exhibits import budget_rows, cluster_row
-from larder.bench.rows import HEAD
+from larder.bench.exhibits import budget_rows, cluster_row, exhibits
 from larder.core.errors import BadParameter
 from larder.models.loading import load
 from larder.session.memory import Memory
 from larder.session.routing import NearestEpisode, OneCache
-
-HEADED = dict.fromkeys((*HEAD, "environment"), "x")
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +20,20 @@ def memory() -> Memory:
 
 
 def test_budgets_are_those_of_every_episode(memory: Memory) -> None:
-    rows = budget_rows(memory, HEADED)
+    before = memory.shelf.active
+    rows = budget_rows(memory)
+    assert memory.shelf.active == before
     assert [row["episode"] for row in rows] == [0, 1]
     for row in rows:
         lengths = memory.shelf.activate(row["episode"]).lengths()
-        assert row["row"] == "budgets" and row["study"] == "x"
+        assert row["row"] == "budgets"
         assert row["lengths"] == [list(layer) for layer in lengths]
         assert row["context_tokens"] == memory.figures.context_tokens
 
 
 def test_the_map_holds_every_segment_in_order_and_is_always_the_same(memory: Memory) -> None:
-    row = cluster_row(memory, HEADED)
-    assert row == cluster_row(memory, HEADED)
+    row = cluster_row(memory)
+    assert [row] == exhibits(memory)[2:]
     router, segments = memory.router, row["segments"]
     assert isinstance(router, NearestEpisode)
     assert [segment["place"] for segment in segments] == list(range(len(segments)))
@@ -48,10 +47,9 @@ def test_the_map_holds_every_segment_in_order_and_is_always_the_same(memory: Mem
 
 
 def test_what_cannot_be_drawn_is_told(memory: Memory) -> None:
-    with pytest.raises(BadParameter, match="must have study"):
-        budget_rows(memory, {name: "x" for name in HEADED if name != "study"})
     few = replace(memory, router=replace(memory.router, episodes=()))  # pyright: ignore
     with pytest.raises(BadParameter, match="needs 3 segments or more, got 0"):
-        cluster_row(few, HEADED)
+        cluster_row(few)
     with pytest.raises(BadParameter, match="needs a policy that forms them"):
-        cluster_row(replace(memory, router=OneCache()), HEADED)
+        cluster_row(replace(memory, router=OneCache()))
+    assert [row["row"] for row in exhibits(few)] == ["budgets"]

@@ -32,11 +32,11 @@ def test_a_task(run: Run, out: Path) -> None:
     assert (h2o["policy"], full["policy"]) == ("h2o", "full")
     assert h2o["bytes_share"] <= 0.5 < full["bytes_share"]
     assert {"mean", "low", "high"} == set(h2o["exact"]) and h2o["kv_bytes"] < full["kv_bytes"]
-    assert [row["row"] for row in rows_of(out)] == ["environment", "cell", "cell"]
+    assert [row["row"] for row in rows_of(out)] == ["environment", "budgets", "cell", "cell"]
     assert len(result.stderr.splitlines()) == 2 and "h2o 1/2" in result.stderr
     again = run(*ONE, "--out", out)
     assert again.stderr == "" and "### Exact match" in again.stdout and "| h2o |" in again.stdout
-    assert len(rows_of(out)) == 3
+    assert len(rows_of(out)) == 4
 
 
 def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
@@ -84,6 +84,6 @@ def test_interrupted(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Running, "go", stopped)
     result = run(*ONE, "--out", out, "--json")
     assert (result.exit_code, document(result)["cells"]) == (130, 1)
-    assert len(rows_of(out)) == 2
+    assert [row["row"] for row in rows_of(out)][1:] == ["budgets", "cell"]
     monkeypatch.setattr(Running, "go", lambda self, tell: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(*ONE, "--out", out.with_name("other.jsonl")).exit_code == 130

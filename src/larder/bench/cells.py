@@ -6,13 +6,13 @@ conversations to compare on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 from larder.bench.amounts import OWN, WHOLE, Amount, Matched
 from larder.bench.rows import CELL, SCHEMA, Row
 from larder.bench.study import Study
-from larder.bench.subjects import Subject, control, subject
+from larder.bench.subjects import Governed, Scope, Subject, control, subject
 from larder.bench.task import Task, parse_task
 from larder.core.errors import UsageError
 from larder.core.spelling import name_of, spell
@@ -26,6 +26,7 @@ class Cell:
         model: as it is asked for.
         measure: as it is spelled.
         budget: an amount, or `1/1` where nothing is dropped, or `own` where a spelling says it.
+        is_shown: whether its row comes with exhibits of how the conversation was kept.
     """
 
     study: str
@@ -37,6 +38,7 @@ class Cell:
     budget: str
     matched: Matched
     measure: str
+    is_shown: bool = False
 
     @property
     def amount(self) -> Amount | None:
@@ -78,7 +80,7 @@ def cells_of(study: Study, model: str) -> list[Cell]:
     subjects = _subjects(study)
     for budget in study.budgets:
         Amount.parse(budget)
-    return [
+    cells = [
         Cell(study.name, model, task, tokens, seed, one, budget, matched, measure)
         for task, tokens in _lengths(study)
         for seed in range(study.first_seed, study.first_seed + study.files)
@@ -87,6 +89,7 @@ def cells_of(study: Study, model: str) -> list[Cell]:
         for one in subjects
         for budget in one.budgets(study.budgets)
     ]
+    return _with_shown(cells)
 
 
 def spelled(part: object) -> str:
@@ -94,6 +97,19 @@ def spelled(part: object) -> str:
     kind = type(part)
     usual = all(getattr(part, f.name) == f.default for f in fields(kind))  # pyright: ignore
     return name_of(kind) if usual else spell(part)
+
+
+def _with_shown(cells: Sequence[Cell]) -> list[Cell]:
+    """Exhibits come with the first cell of each task, length and policy.
+
+    They come with none that reads text in the place of a cache, or anew for each question.
+    """
+    first: dict[tuple[str, ...], Cell] = {}
+    for cell in cells:
+        if isinstance(cell.subject, Governed) and cell.subject.rereads is not Scope.EACH:
+            first.setdefault(cell.place[:3], cell)
+    shown = {id(cell) for cell in first.values()}
+    return [replace(cell, is_shown=id(cell) in shown) for cell in cells]
 
 
 def _lengths(study: Study) -> Iterator[tuple[Task, int]]:

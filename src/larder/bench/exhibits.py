@@ -1,7 +1,8 @@
 """Rows that show how a conversation was kept: budgets by layer and head, and episodes on a map.
 
-They are written from a memory that was read, and drawn by `larder plot`. What is computed is
-computed here, so that a figure is the same wherever it is drawn.
+They are taken from a memory that was read, stand in a results file before the cell that it was read
+for, and are drawn by `larder plot`. What is computed is computed here, so that a figure is the same
+wherever it is drawn.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from larder.bench.rows import HEAD, SCHEMA, Row
+from larder.bench.rows import Row
 from larder.core.errors import BadParameter
+from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.session.memory import Memory
 from larder.session.routing import Episode, NearestEpisode
 from larder.session.topics import topics
@@ -23,39 +25,46 @@ LEAST = 3  # segments of a map
 LETTERS = 240  # of a segment that are kept
 
 
-def budget_rows(memory: Memory, head: Row) -> list[Row]:
+def exhibits(memory: Memory) -> list[Row]:
+    """All that a memory has to show: no budgets of the full cache, no map without episodes."""
+    is_full = memory.policy.budget.tokens == WITHOUT_LIMIT
+    rows = [] if is_full else budget_rows(memory)
+    has_map = isinstance(memory.router, NearestEpisode) and _count(memory.router) >= LEAST
+    return [*rows, cluster_row(memory)] if has_map else rows
+
+
+def budget_rows(memory: Memory) -> list[Row]:
     """How many entries each kv head of each layer keeps, a row per episode.
 
-    The shelf's caches are made active one after the other; the last one stays so.
-
-    Args:
-        head: the names of `HEAD`, and `environment`.
+    The shelf's caches are made active one after the other, and then the one that was so before.
     """
     count = max(1, len(memory.router.prompts()))
-    rows = []
+    before, rows = memory.shelf.active, list[Row]()
     for number in range(count):
         cache = memory.shelf.activate(number)
         sliding = [layer.index for layer in cache.spec.layers if layer.sliding_window is not None]
         data = {
+            "row": "budgets",
             "episode": number,
             "context_tokens": memory.figures.context_tokens,
             "budget_tokens": memory.figures.budget_tokens,
             "lengths": [list(layer) for layer in cache.lengths()],
             "sliding_layers": sliding,
         }
-        rows.append(_headed("budgets", head) | data)
+        rows.append(data)
+    if before is None:
+        memory.shelf.rest()
+    else:
+        memory.shelf.activate(before)
     return rows
 
 
-def cluster_row(memory: Memory, head: Row) -> Row:
+def cluster_row(memory: Memory) -> Row:
     """The segments of a conversation on a map, and which episode each belongs to.
 
     The map is t-SNE of their embeddings: L. van der Maaten and G. Hinton, "Visualizing Data using
     t-SNE" (2008), Journal of Machine Learning Research 9, by scikit-learn. Near segments stay near;
     distances between groups on it say nothing.
-
-    Args:
-        head: the names of `HEAD`, and `environment`.
 
     Raises:
         BadParameter: the policy forms no episodes, or there are fewer than three segments.
@@ -65,8 +74,7 @@ def cluster_row(memory: Memory, head: Row) -> Row:
         raise BadParameter(
             f"A map of episodes needs a policy that forms them, got {memory.policy}: take epicache."
         )
-    count = sum(len(episode.rows) for episode in router.episodes)
-    if count < LEAST:
+    if (count := _count(router)) < LEAST:
         raise BadParameter(f"A map of episodes needs {LEAST} segments or more, got {count}.")
     places, perplexity = _on_a_map(np.concatenate([e.rows for e in router.episodes]))
     segments = [
@@ -77,26 +85,19 @@ def cluster_row(memory: Memory, head: Row) -> Row:
     for segment, (x, y) in zip(segments, places.tolist(), strict=True):
         segment |= {"x": round(x, 3), "y": round(y, 3)}
     words = topics([" ".join(episode.texts) for episode in router.episodes])
-    data = {
+    return {
+        "row": "clusters",
         "context_tokens": memory.figures.context_tokens,
         "embedder": router.embedder.name,
         "map": {"method": "t-SNE", "perplexity": perplexity, "seed": SEED},
         "episodes": [{"topics": list(own)} for own in words],
         "segments": sorted(segments, key=lambda segment: segment["place"]),
     }
-    return _headed("clusters", head) | data
 
 
-def _headed(kind: str, head: Row) -> Row:
-    """What a row starts with.
-
-    Raises:
-        BadParameter: the head lacks a name.
-    """
-    wanted = (*HEAD, "environment")
-    if missing := [name for name in wanted if name not in head]:
-        raise BadParameter(f"The head of an exhibit must have {', '.join(missing)}.")
-    return {"schema": SCHEMA, "row": kind, **{name: head[name] for name in wanted}}
+def _count(router: NearestEpisode) -> int:
+    """Segments of all episodes."""
+    return sum(len(episode.rows) for episode in router.episodes)
 
 
 def _segments(number: int, episode: Episode) -> list[Row]:

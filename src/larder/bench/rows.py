@@ -42,6 +42,7 @@ EXHIBITS: dict[str, tuple[str, ...]] = {
     "recall": ("fetched_tokens", "layer", "step"),
     "breakdown": ("step",),
 }
+SHOWN = "exhibits"  # where a row that was just measured has its exhibits
 ID_LENGTH = 12
 # What may differ between two runs of the same cell, besides names that end in _seconds.
 TIMED = frozenset({"seconds", "latency", "parts", "date", "tokens_per_second"})
@@ -145,6 +146,13 @@ def append(path: Path, rows: Sequence[Row]) -> None:
             file.write(text)
     except OSError as error:
         raise InputError(f"{path} cannot be written ({error}): name another file.") from error
+
+
+def apart(row: Row) -> list[Row]:
+    """A row that was just measured, behind the exhibits that it came with, headed as it is."""
+    head = {name: row[name] for name in (*HEAD, "environment") if name in row}
+    shown = [{"schema": SCHEMA, "row": one["row"]} | head | one for one in row.get(SHOWN, ())]
+    return [*shown, {name: value for name, value in row.items() if name != SHOWN}]
 
 
 def untimed(row: Row) -> Row:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from larder.bench.rows import ENVIRONMENT, EXHIBITS, Row, append, known_rows
+from larder.bench.rows import ENVIRONMENT, EXHIBITS, Row, apart, append, known_rows
 from larder.core.errors import LarderError
 
 Job = TypeVar("Job")
@@ -72,12 +72,12 @@ class Run(Generic[Job]):
         return [job for job in self.jobs if self.key(self.head(job)) not in known]
 
     def go(self, tell: Tell = unheard) -> None:
-        """Measure them; each row is in the file before the next job begins."""
+        """Measure them; each row is in the file before the next job begins, behind its exhibits."""
         left, begun = self.left(), time.perf_counter()
         for number, job in enumerate(left, start=1):
-            row = self._row(job)
-            append(self.out, [row])
-            tell(row, Pace(number, len(left), time.perf_counter() - begun))
+            rows = apart(self._row(job))
+            append(self.out, rows)
+            tell(rows[-1], Pace(number, len(left), time.perf_counter() - begun))
 
     def _row(self, job: Job) -> Row:
         measured, seconds = timed(self.measure, job)

@@ -12,8 +12,9 @@ from typing import Protocol, runtime_checkable
 
 from larder.bench.amounts import Amount, Matched
 from larder.bench.equal_bytes import Wanted, figures_of, taken_bytes
+from larder.bench.exhibits import exhibits
 from larder.bench.marking import Posed
-from larder.bench.rows import Row
+from larder.bench.rows import SHOWN, Row
 from larder.bench.subjects import Scope, Subject
 from larder.bench.task import Style, Task
 from larder.bench.workbench import Workbench
@@ -42,6 +43,7 @@ class Readings:
     Args:
         amount: None where there is nothing to choose.
         guess: tokens per byte, where an earlier reading has told.
+        is_shown: whether exhibits are taken of the first reading.
     """
 
     bench: Workbench
@@ -50,6 +52,7 @@ class Readings:
     amount: Amount | None
     matched: Matched
     guess: float | None = None
+    is_shown: bool = False
     _figures: list[Row] = field(default_factory=list)
     _tries: int = 0
 
@@ -69,11 +72,14 @@ class Readings:
             found = Wanted(self.amount, matched, context, spec).read(under, self.guess)
             memory = found.made
             self.guess = found.tokens / max(1, taken_bytes(matched)(memory.figures))
-        self._figures.append(figures_of(memory.figures))
+        figures = figures_of(memory.figures)
+        if self.is_shown and not self._figures:
+            figures[SHOWN] = exhibits(memory)
+        self._figures.append(figures)
         return memory
 
     def figures(self) -> Row:
-        """Of the first reading; seconds are the mean of all that were used."""
+        """Of the first reading, with its exhibits; seconds are the mean of all that were used."""
         seconds = [row["prefill_seconds"] for row in self._figures]
         mean = round(sum(seconds) / len(seconds), 3)
         return self._figures[0] | {"prefill_seconds": mean, "reads": self._tries}

@@ -16,8 +16,9 @@ import torch
 from larder.bench.cells import Cell
 from larder.bench.divergence import divergence
 from larder.bench.equal_bytes import Wanted, figures_of
+from larder.bench.exhibits import exhibits
 from larder.bench.measures.base import Measure
-from larder.bench.rows import Row
+from larder.bench.rows import SHOWN, Row
 from larder.bench.subjects import Governed, Scope
 from larder.bench.truth import Truth
 from larder.bench.workbench import Workbench
@@ -58,7 +59,8 @@ class Fidelity(Measure):
         else:
             found = Wanted(cell.amount, cell.matched, context, spec).read(read, guess)
             memory, tries = found.made, found.tries
-        return figures_of(memory.figures) | {"reads": tries, "items": compared(truth, memory)}
+        told = figures_of(memory.figures) | ({SHOWN: exhibits(memory)} if cell.is_shown else {})
+        return told | {"reads": tries, "items": compared(truth, memory)}
 
 
 def _policy(cell: Cell) -> Policy:

@@ -27,8 +27,15 @@ class ForcedAnswers(Measure):
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        amount, matched = cell.amount, cell.matched
-        readings = Readings(bench, cell.subject, conversation, amount, matched, guess)
+        readings = Readings(
+            bench,
+            cell.subject,
+            conversation,
+            cell.amount,
+            cell.matched,
+            guess,
+            is_shown=cell.is_shown,
+        )
         items = sit(readings, cell.task, self)
         return readings.figures() | {"items": items}
 

@@ -23,8 +23,15 @@ class GeneratedAnswers(Measure):
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        amount, matched = cell.amount, cell.matched
-        readings = Readings(bench, cell.subject, conversation, amount, matched, guess)
+        readings = Readings(
+            bench,
+            cell.subject,
+            conversation,
+            cell.amount,
+            cell.matched,
+            guess,
+            is_shown=cell.is_shown,
+        )
         speaker = Speaker()
         items = sit(readings, cell.task, speaker)
         figures = readings.figures()
