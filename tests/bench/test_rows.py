@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from larder.bench import rows
 from larder.bench.rows import (
     append,
     environment,
@@ -114,3 +115,21 @@ def test_equal_surroundings_have_equal_ids() -> None:
 def test_no_torch_is_needed() -> None:
     asked = "import sys, larder.bench.rows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
+def test_what_was_changed_since_its_commit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.py"
+    monkeypatch.setattr(rows, "__file__", str(file))
+    assert rows.commit_of_this() == ""
+    file.write_text("one\n")
+    who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "One")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    commit = rows.commit_of_this()
+    assert len(commit) >= 7 and "-" not in commit
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    assert rows.commit_of_this() == commit
+    file.write_text("two\n")
+    assert rows.commit_of_this() == f"{commit}-dirty"

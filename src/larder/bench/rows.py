@@ -184,8 +184,19 @@ def environment(threads: int) -> Row:
 
 
 def commit_of_this() -> str:
-    """The commit of the checkout that this file belongs to; empty where there is none."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit of the checkout that this file belongs to; empty where there is none.
+
+    It ends in `-dirty` where a file that git follows has been changed since.
+    """
+    if not (commit := _git("rev-parse", "--short", "HEAD")):
+        return ""
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*words: str) -> str:
+    """What git says of the checkout that this file belongs to; nothing where there is none."""
+    asked = ["git", "-C", str(Path(__file__).parent), *words]
     try:
         found = subprocess.run(asked, capture_output=True, text=True, check=False)
     except OSError:
