@@ -1,14 +1,24 @@
-"""The commands that give the same results and figures again."""
+"""The commands that give the same results and figures again.
+
+What lies in a folder of one's own stands as a word in capitals, which rows do not tell.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from larder.bench.amounts import OWN, WHOLE
 from larder.bench.rows import Results, Row
-from larder.bench.study import CONTROLS, study_names
+from larder.bench.study import CONTROLS, read_study, study_names
+
+# What a task that is spelled so reads from.
+FROM_CORPUS = re.compile(r"\b(bookings|mixed)\b|[\"']prose[\"']")
+FROM_DATA = re.compile(
+    r"\b(locomo|realtalk|planted|stacked|longbench|infinitebench)\b|[\"']files[\"']"
+)
 
 
 def commands(found: Results, paths: Sequence[Path], policies: Sequence[str] = ()) -> list[str]:
@@ -25,9 +35,38 @@ def _measuring(found: Results, paths: Sequence[Path]) -> Iterator[str]:
     for study in dict.fromkeys(row["study"] for row in found.cells):
         own = [row for row in found.cells if row["study"] == study]
         if study in known:
-            yield f"larder bench --study {shlex.quote(study)}{out}"
+            words = ["--study", shlex.quote(study), *_changed(study, own)]
         else:
-            yield f"larder bench {_spelled(own)} --name {shlex.quote(study)}{out}"
+            words = [_spelled(own), "--name", shlex.quote(study)]
+        yield f"larder bench {' '.join([*words, *_folders(own)])}{out}"
+
+
+def _changed(study: str, rows: Sequence[Row]) -> Iterator[str]:
+    """What its file says otherwise."""
+    written, files = read_study(study), _files(rows)
+    models = _all(rows, "model")
+    if tuple(models) != written.models:
+        yield from map(_model, models)
+    if files != written.files:
+        yield f"--files {files}"
+
+
+def _folders(rows: Sequence[Row]) -> Iterator[str]:
+    tasks = " ".join(_all(rows, "task"))
+    if FROM_CORPUS.search(tasks):
+        yield "--corpus FOLDER"
+    if FROM_DATA.search(tasks):
+        yield "--data FOLDER"
+
+
+def _model(name: str) -> str:
+    is_local = name.startswith(("/", ".", "~")) or ("/" in name and Path(name).exists())
+    return f"--model {'MODEL_FOLDER' if is_local else shlex.quote(name)}"
+
+
+def _files(rows: Sequence[Row]) -> int:
+    seeds = [row["seed"] for row in rows]
+    return 1 + max(seeds) - min(seeds)
 
 
 def _spelled(rows: Sequence[Row]) -> str:
@@ -39,11 +78,11 @@ def _spelled(rows: Sequence[Row]) -> str:
     words = [shlex.quote(task) for task in _all(rows, "task")]
     words += [
         f"--tokens {','.join(_all(rows, 'tokens'))}",
-        f"--files {1 + max(seeds) - min(seeds)}",
+        f"--files {_files(rows)}",
     ]
     words += [f"--first-seed {min(seeds)}"] if min(seeds) else []
+    words += map(_model, _all(rows, "model"))
     for option, values in (
-        ("--model", _all(rows, "model")),
         ("--measure", _all(rows, "measure")),
         ("--matched", _all(rows, "matched")),
         ("--budget", budgets),
