@@ -50,6 +50,23 @@ def test_speeds_and_refusals_are_told() -> None:
     assert "1 file, 2 scored items.\n" in report({"group": ENTRIES[-1:]})
 
 
+def test_seconds_are_means_over_files() -> None:
+    head = {"task": "text()", "tokens": 64, "policy": "h2o", "budget": "1/4", "items": items(True)}
+    cells = [
+        head
+        | {"seed": seed, "prefill_seconds": 1.0 + seed}
+        | {"latency": {"token": {"p50": 0.25 + seed, "p95": 0.5}}}
+        for seed in (0, 1)
+    ]
+    assert Table([*map(entry, cells)]).seconds("h2o", "1/4") == (
+        {"prefill_seconds": 1.5, "token_p50": 0.75, "token_p95": 0.5}
+    )
+    shown = report({"group": [entry(cell) for cell in cells]})
+    assert "| policy | budget | prefill | token, median | token, p95 |" in shown
+    assert "| h2o | 1/4 | 1.5000 | 0.7500 | 0.5000 |" in shown
+    assert "### Seconds" not in report({"group": ENTRIES})
+
+
 def test_amounts_are_read_and_sorted() -> None:
     assert Amount.parse("1/8") == Amount(0.125, Unit.SHARE)
     assert Amount.parse("12.5%") == Amount(0.125, Unit.SHARE)

@@ -109,6 +109,7 @@ def test_a_refusal_is_told(tmp_path: Path) -> None:
     gone = cell("h2o", seed=2, items=None)
     gone = {name: value for name, value in gone.items() if name != "items"}
     page = render([write_rows(tmp_path, [*CELLS, gone | {"refused": "no room"}])], ["h2o"])
+    assert "<li>h2o at 1/4 refused: no room</li>" in page
     assert "1 refused" in page and "1 cells were refused" in page
 
 

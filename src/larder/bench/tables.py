@@ -8,7 +8,7 @@ out of their difference. Nothing here needs a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from larder.bench.amounts import by_size
 from larder.bench.bootstrap import Bootstrap, Interval, one_by_one
@@ -41,6 +41,7 @@ class Entry:
         items: those that count; empty where it was refused.
         bytes_share: of the full cache that was really held.
         why: it was refused.
+        seconds: what it took, by the names of `TIMES`.
     """
 
     policy: str
@@ -50,8 +51,17 @@ class Entry:
     bytes_share: float = 0.0
     is_refused: bool = False
     why: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
+# Names of what took seconds, with their titles.
+TIMES = {
+    "prefill_seconds": "prefill",
+    "first_token_p50": "first token, median",
+    "first_token_p95": "first token, p95",
+    "token_p50": "token, median",
+    "token_p95": "token, p95",
+}
 SPEED = Scale("tokens_per_second", "Tokens per second", digits=1)
 SCALES = (
     Scale("exact", "Exact match", digits=2),
@@ -73,7 +83,16 @@ def entry(row: Row) -> Entry:
     source = f"{row['task']} {row['tokens']} {row['seed']}"
     head = row["policy"], row["budget"], source
     why = row.get("refused", "")
-    return Entry(*head, items, row.get("bytes_share", 0.0), "refused" in row, why)
+    share = row.get("bytes_share", 0.0)
+    return Entry(*head, items, share, "refused" in row, why, seconds_of(row))
+
+
+def seconds_of(row: Row) -> dict[str, float]:
+    """What a cell took, as far as it was timed."""
+    told = {"prefill_seconds": row["prefill_seconds"]} if "prefill_seconds" in row else {}
+    for what, shares in row.get("latency", {}).items():
+        told |= {f"{what}_{share}": seconds for share, seconds in shares.items()}
+    return told
 
 
 def report(
@@ -95,6 +114,7 @@ def report(
                 against = [(name, base) for name in table.names if name not in (base, "full")]
                 lines += table.differences(f"{scale.title}: difference to {base}", scale, against)
             lines += table.differences(f"{scale.title}: pairs", scale, pairs(table.names))
+        lines += table.times()
     return "\n".join(lines)
 
 
@@ -123,6 +143,28 @@ class Table:
             if one.why:
                 found.setdefault(one.policy, f"- {one.policy} at {one.budget} refused: {one.why}")
         return [*found.values(), ""] if found else []
+
+    def times(self) -> list[str]:
+        """A line per policy and budget of seconds, means over what was read; nothing if untimed."""
+        entries = list(self._entries.values())
+        timed = [name for name in TIMES if any(name in one.seconds for one in entries)]
+        if not timed:
+            return []
+        lines = [_line("policy", "budget", *(TIMES[name] for name in timed))]
+        lines.append(_line(*["---"] * (2 + len(timed))))
+        for name in self.names:
+            for budget in self.budgets:
+                if took := self.seconds(name, budget):
+                    cells = (f"{took[one]:.4f}" if one in took else "" for one in timed)
+                    lines.append(_line(name, budget, *cells))
+        return ["### Seconds", "", *lines, ""]
+
+    def seconds(self, name: str, budget: str) -> dict[str, float]:
+        """What a policy took at a budget: by the names of `TIMES`, means over what was read."""
+        found = (self._entries.get((name, budget, source)) for source in self._sources)
+        took = [one.seconds for one in found if one is not None and one.seconds]
+        each = {key: [own[key] for own in took if key in own] for key in TIMES}
+        return {key: sum(values) / len(values) for key, values in each.items() if values}
 
     def held(self, scales: Sequence[Scale]) -> list[Scale]:
         """Those scales that any item has a number for."""

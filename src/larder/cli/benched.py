@@ -12,7 +12,7 @@ from larder.bench.tables import SCALES, Entry, Table, entry
 from larder.cli.failing import SCHEMA
 
 GROUPED = ("model", "task", "tokens", "measure", "matched")
-COSTS = ("kv_bytes", "active_kv_bytes", "peak_kv_bytes", "prefill_seconds", "tokens_per_second")
+COSTS = ("kv_bytes", "active_kv_bytes", "peak_kv_bytes", "tokens_per_second")
 
 
 def groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Entry]]]:
@@ -63,6 +63,7 @@ def _results(entries: Sequence[Entry], rows: Sequence[Row]) -> list[Row]:
             }
             | {name: asdict(one) for name, one in scales.items() if one is not None}
             | _costs(mine)
+            | {name: round(each, 6) for name, each in table.seconds(*place).items()}
         )
     return told
 

@@ -19,6 +19,8 @@ def group_tables(title: str, rows: Sequence[Row], bases: Sequence[str]) -> Itera
     """Tables of every score that the cells have, under one heading."""
     table = Table([entry(row) for row in rows])
     yield f"<section><h3>{markup(title)}</h3><p class=aside>{markup(table.counted())}</p>"
+    if why := [line.removeprefix("- ") for line in table.refusals() if line]:
+        yield f"<ul class=aside>{''.join(f'<li>{markup(line)}</li>' for line in why)}</ul>"
     for scale in table.held(SCALES):
         yield _means(table, scale)
         for base in bases:
