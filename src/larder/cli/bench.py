@@ -98,8 +98,7 @@ def bench(
 ) -> None:
     """Measure policies on TASK at equal bytes, or run a whole study.
 
-    Rows go to a file of JSON lines; those it holds already are not measured again, so that a run
-    that was stopped goes on where it was.
+    Rows go to a file of JSON lines; a run that was stopped goes on where it was.
     """
     from larder.bench.studying import check
 
