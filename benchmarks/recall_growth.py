@@ -1,0 +1,105 @@
+"""Generate for a long time over two tiers: what a token costs and what is held as the index grows.
+
+    python benchmarks/recall_growth.py [--tokens 16384] [--policy icecache] [--budget 256]
+
+The bundled model reads the conversation of the examples and goes on writing, drawn at random from what it
+finds likely, so that it does not repeat itself. After every 2,048 tokens one line: process seconds
+per token, bytes of both tiers, entries parked per head, pages asked for that lay in the fast tier,
+and whether every parked entry lies in exactly one page. One JSON line each goes to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from larder import Engine, read_conversation
+from larder.bench.rows import commit_of_this
+from larder.cache.sequence import SequenceCache
+from larder.cache.tiered import Tiered
+from larder.engine.decoding import Limits, generate
+from larder.engine.sampling import Sampling
+from larder.session.reading import tend
+
+SHORT = Path(__file__).parents[1] / "examples" / "conversation.json"
+QUESTION = "Tell me everything, and go on."
+
+
+@dataclass
+class Told:
+    """Prints a line after every so many tokens."""
+
+    cache: SequenceCache
+    every: int
+    out: Path
+    said: int = 0
+    begun: float = field(default_factory=time.process_time)
+
+    def __call__(self, row: int, token: int) -> bool:
+        self.said += 1
+        if self.said % self.every == 0:
+            line = self._figures() | {"commit": commit_of_this()}
+            print(json.dumps(line), flush=True)
+            with self.out.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
+            self.begun = time.process_time()
+        return True
+
+    def _figures(self) -> dict[str, object]:
+        asked, moved = self.cache.pages
+        parked = [int(n) for tier in self.cache.tiers for n in tier.finder.learned.known]
+        return {
+            "generated": self.said,
+            "seconds_per_token": round((time.process_time() - self.begun) / self.every, 5),
+            "fast_bytes": self.cache.fast_nbytes,
+            "bytes": self.cache.nbytes,
+            "parked_per_head": [min(parked), max(parked)],
+            "hit_rate": round(1 - moved / asked, 3) if asked else None,
+            "in_one_page": all(map(_once, self.cache.tiers)),
+        }
+
+
+def _once(tier: Tiered) -> bool:
+    """Whether the pages of a layer's index hold every entry it knows once."""
+    index, lengths = tier.finder.learned.index, tier.finder.learned.known
+    for head, (pages, length) in enumerate(zip(index.counts, lengths, strict=True)):
+        heads = torch.full((len(index.counts), pages), -1)
+        heads[head] = torch.arange(pages)
+        inside = index.contents(heads)[head].flatten()
+        if inside[inside >= 0].sort().values.tolist() != list(range(int(length))):
+            return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--every", type=int, default=2048)
+    parser.add_argument("--policy", default="icecache")
+    parser.add_argument("--budget", default="256")
+    parser.add_argument("--file", type=Path, default=SHORT)
+    parser.add_argument("--out", type=Path, default=Path("results/recall_growth.jsonl"))
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    engine = Engine.load(policy=options.policy, budget=options.budget)
+    memory = engine.read(read_conversation(options.file))
+    cache = memory.recall(QUESTION)[0].fork()
+    tending = tend(engine.desk, memory.policy, [cache])
+    generate(
+        engine.loaded.decoder,
+        [cache],
+        [engine.scribe.question(QUESTION)],
+        Sampling(temperature=1.0, seed=0),
+        Limits(options.tokens),
+        Told(cache, options.every, options.out),
+        *([] if tending is None else [tending.observer]),
+    )
+
+
+if __name__ == "__main__":
+    main()
