@@ -5,7 +5,8 @@
 Every phase of the recipe has a context length and a share of the time. Matrices inside the layers
 are updated by Muon, all else by AdamW; on a CPU the model computes in bfloat16 over float32 master
 weights. OUT becomes a Hugging Face folder, renewed every few minutes, so that nothing is lost to a
-stop; `--start OUT` goes on from there. `log.jsonl` in it has a line per report.
+stop; `--start OUT` goes on from there, with samples that were not drawn before and no second
+warm-up. `log.jsonl` in it has a line per report.
 
 Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), no arXiv
 number: the variant of torch, with the learning rate matched to AdamW's.
@@ -29,11 +30,13 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from larder.bench.rows import append, known_rows
 from larder.bench.sources import Sources
 from training.samples import ANSWER, TEXT, Mixer, Phase, Recipe
 from training.shapes import SIZES, fresh
 
 SAVE_SECONDS = 300
+LOG, REPORT_STEPS = "log.jsonl", 10
 LOSS_ROWS = 8192  # tokens whose logits exist at a time
 WARMUP_STEPS, DECAY, LEAST_RATE = 50, 0.45, 0.02
 CLIP = 1.0
@@ -66,7 +69,12 @@ class Pace:
 
 @dataclass
 class Trainer:
-    """A model under training with its optimizers."""
+    """A model under training with its optimizers.
+
+    Args:
+        steps: updates so far, those before it was last saved included.
+        seen: tokens that these read.
+    """
 
     model: Qwen3ForCausalLM
     pace: Pace
@@ -169,29 +177,38 @@ def _cross_entropy(
 def train(
     trainer: Trainer, mixer: Mixer, phases: tuple[Phase, ...], out: Path, seed: int = 0
 ) -> None:
-    """All phases one after the other, within the time; the result lies in `out`."""
+    """All phases one after the other, within the time; the result lies in `out`.
+
+    Samples depend on the seed and on the tokens that were seen before.
+    """
     begun = saved = time.perf_counter()
+    first = (seed + trainer.seen) * 1000
     whole, over = sum(phase.share for phase in phases), 0.0
     for number, phase in enumerate(phases):
         over += phase.share / whole
         rows = max(1, trainer.pace.micro // phase.context)
-        batches = mixer.rows(seed * 1000 + number, phase.context, rows)
+        batches = mixer.rows(first + number, phase.context, rows)
         while (done := (time.perf_counter() - begun) / trainer.pace.seconds) < over:
             losses = trainer.step(batches, phase.context, done)
-            _report(out, trainer, phase, losses, time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+            is_due = time.perf_counter() - saved > SAVE_SECONDS
+            if is_due or seconds >= trainer.pace.seconds or trainer.steps % REPORT_STEPS == 0:
+                _report(out, trainer, phase, losses, seconds)
             if not math.isfinite(losses.answer + losses.text):
                 raise FloatingPointError("the loss is not finite: take a lower --rate.")
-            if time.perf_counter() - saved > SAVE_SECONDS:
+            if is_due:
                 trainer.save(out)
                 saved = time.perf_counter()
     trainer.save(out)
 
 
-def _report(
-    out: Path, trainer: Trainer, phase: Phase, losses: Losses, seconds: float, every: int = 10
-) -> None:
-    if trainer.steps % every:
-        return
+def so_far(start: Path) -> tuple[int, int]:
+    """Steps and tokens that a saved model was trained with; none where its folder does not say."""
+    lines = known_rows(start / LOG)
+    return (lines[-1]["step"], lines[-1]["tokens"]) if lines else (0, 0)
+
+
+def _report(out: Path, trainer: Trainer, phase: Phase, losses: Losses, seconds: float) -> None:
     line = {
         "step": trainer.steps,
         "context": phase.context,
@@ -201,8 +218,7 @@ def _report(
         "text": round(losses.text, 4),
     }
     print(json.dumps(line), flush=True)
-    with (out / "log.jsonl").open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(line) + "\n")
+    append(out / LOG, [line])
 
 
 def main() -> None:
@@ -210,7 +226,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.start)
     tokenizer.save_pretrained(options.out)
-    torch.manual_seed(options.seed)
+    steps, seen = so_far(Path(options.start)) if options.start else (0, 0)
+    torch.manual_seed(options.seed + seen)
     if options.start:
         model = Qwen3ForCausalLM.from_pretrained(options.start, dtype=torch.float32)
     else:
@@ -222,7 +239,7 @@ def main() -> None:
         lambda text: len(backend.encode(text).ids), corpus=options.corpus, split="train"
     )
     pace = Pace(options.seconds, options.tokens, options.micro, options.rate, options.text_share)
-    trainer = Trainer(model.to(options.device).train(), pace)
+    trainer = Trainer(model.to(options.device).train(), pace, steps=steps, seen=seen)
     train(trainer, Mixer(recipe.ingredients, sources, backend), phases, options.out, options.seed)
 
 

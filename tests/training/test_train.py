@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from training.samples import ANSWER, TEXT, Phase
 from training.shapes import fresh
-from training.train import Pace, Trainer, loss, train
+from training.train import Pace, Trainer, loss, so_far, train
 
 PACE = Pace(seconds=1, tokens=64, micro=64, rate=1e-2, text_share=1.0)
 
@@ -19,7 +19,11 @@ PACE = Pace(seconds=1, tokens=64, micro=64, rate=1e-2, text_share=1.0)
 class OneBatch:
     """A mixer that always draws the same rows."""
 
+    def __init__(self):
+        self.seeds: list[int] = []
+
     def rows(self, seed: int, context: int, count: int):
+        self.seeds.append(seed)
         random = Random(0)
         ids = torch.tensor([[random.randrange(6, 99) for _ in range(17)] for _ in range(4)])
         uses = torch.full((4, 17), TEXT, dtype=torch.uint8)
@@ -67,3 +71,18 @@ def test_what_is_saved_loads_again(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for name, weight in loaded.named_parameters():
         assert torch.equal(weight, trainer.masters[name].detach().bfloat16().float())
+
+
+def test_what_goes_on_draws_new_samples_and_warms_up_no_more(tmp_path):
+    pace, phases, mixer = Pace(seconds=0.05, tokens=64, micro=64), (Phase(16, 1.0),), OneBatch()
+    assert so_far(tmp_path) == (0, 0)
+    trainer = Trainer(fresh("tiny"), pace)
+    train(trainer, mixer, phases, tmp_path, seed=3)
+    with (tmp_path / "log.jsonl").open("a") as lines:
+        lines.write('{"step": 99')  # stopped while it wrote
+    assert so_far(tmp_path) == (trainer.steps, trainer.seen)
+    steps, seen = trainer.steps, trainer.seen
+    again = Trainer(trainer.model, pace, steps=steps, seen=seen)
+    train(again, mixer, phases, tmp_path, seed=3)
+    assert list(mixer.seeds) == [3000, (3 + seen) * 1000]
+    assert so_far(tmp_path) == (again.steps, again.seen) and again.seen > seen
