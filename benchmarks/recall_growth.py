@@ -2,10 +2,10 @@
 
     python benchmarks/recall_growth.py [--tokens 16384] [--policy icecache] [--budget 256]
 
-The bundled model reads the conversation of the examples and goes on writing, drawn at random from what it
-finds likely, so that it does not repeat itself. After every 2,048 tokens one line: process seconds
-per token, bytes of both tiers, entries parked per head, pages asked for that lay in the fast tier,
-and whether every parked entry lies in exactly one page. One JSON line each goes to --out.
+The bundled model reads the conversation of the examples and goes on writing, drawn at random from
+what it finds likely, so that it does not repeat itself. After every 2,048 tokens one line: process
+seconds per token, bytes of both tiers, entries parked per head, pages asked for that lay in the
+fast tier, and whether every parked entry lies in exactly one page. JSONL goes to --out.
 """
 
 from __future__ import annotations
