@@ -12,7 +12,7 @@ was. Where one layer's source stands for all layers, the others have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int64
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from larder.cache.base import Attended, Store
 from larder.cache.checking import check_kept, refuse_grades
+from larder.cache.fronted import Fronted
 from larder.cache.ragged import Ragged
 from larder.cache.slow import rejected
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
-from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.rebuilding import Rebuilding
 from larder.core.spec import LayerSpec
@@ -41,7 +41,7 @@ Remade = Float[Tensor, "K B D"]
 Project = Callable[[int, Tensor, Positions], tuple[Remade, Remade]]
 
 
-class Rebuilt(Store):
+class Rebuilt(Fronted):
     """Nothing is lost, and little is held.
 
     Args:
@@ -65,10 +65,6 @@ class Rebuilt(Store):
         self._gone = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
         self._lent: tuple[Remade, Remade] | None = None
 
-    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self._fast.append(keys, values, positions)
-        self.replaced_bytes = self._fast.replaced_bytes
-
     def keep(self, source: Tensor) -> None:
         """Take in what stands for the tokens that were read last, a row each."""
         self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
@@ -91,27 +87,6 @@ class Rebuilt(Store):
         finally:
             self._lent = None
 
-    def listen(self) -> None:
-        self._fast.listen()
-
-    def heard(self) -> Float[Tensor, "R C"] | None:
-        return self._fast.heard()
-
-    def apply(self, plan: Plan) -> None:
-        self._carry_out(plan, self._fast.apply)
-
-    def evict(self, plan: Plan) -> None:
-        self._carry_out(plan, self._fast.evict)
-
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        self._fast.note(columns)
-
-    def allocate(self, room: int) -> None:
-        self._fast.allocate(room)
-
-    def compact(self) -> None:
-        self._fast.compact()
-
     def truncate(self, length: int) -> None:
         self._fast.truncate(length)
         self._source = self._source[:length].clone()
@@ -132,10 +107,6 @@ class Rebuilt(Store):
         self._fast.forget(start, stop)
         self.replaced_bytes = self._fast.replaced_bytes
         self._gone = [own[(own < start) | (own >= stop)] for own in self._gone]
-
-    def entries(self) -> Entries:
-        """What the ragged part holds; the rest is beyond a policy's reach."""
-        return self._fast.entries()
 
     @property
     def gone(self) -> tuple[Int64[Tensor, " _"], ...]:
@@ -178,10 +149,6 @@ class Rebuilt(Store):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self._fast.tensors(), self._source, *self._gone)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._fast.lengths
 
     @property
     def _is_empty(self) -> bool:

@@ -15,16 +15,16 @@ layer, where nothing is parked. A fork shares slow tier and index until one of b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.base import Attended, Store
 from larder.cache.checking import check_dropped, check_kept, check_parkable, refuse_rejected
 from larder.cache.finding import Finder
 from larder.cache.following import Choice, Numbering
+from larder.cache.fronted import Fronted
 from larder.cache.host_room import Guest, HostRoom
 from larder.cache.learned import Learned
 from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW, bytes_of, saved_parking, under
@@ -40,7 +40,7 @@ from larder.core.types import Coming, Keys, Positions, Queries, Values
 from larder.ops.merging import merge
 
 
-class Tiered(Store, Guest):
+class Tiered(Fronted, Guest):
     """Per-head lengths in fast memory, everything else parked.
 
     Args:
@@ -65,10 +65,6 @@ class Tiered(Store, Guest):
         self._coming, self._appends = Coming.STEP, False
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
 
-    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self._fast.append(keys, values, positions)
-        self.replaced_bytes = self._fast.replaced_bytes
-
     def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
         self._appends = True
         try:
@@ -85,26 +81,8 @@ class Tiered(Store, Guest):
         """Say what the tokens of the next passes are."""
         self._coming = coming
 
-    def listen(self) -> None:
-        self._fast.listen()
-
-    def heard(self) -> Float[Tensor, "R C"] | None:
-        return self._fast.heard()
-
-    def apply(self, plan: Plan) -> None:
-        self._carry_out(plan, self._fast.apply)
-
-    def evict(self, plan: Plan) -> None:
-        self._carry_out(plan, self._fast.evict)
-
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        self._fast.note(columns)
-
-    def allocate(self, room: int) -> None:
-        self._fast.allocate(room)
-
     def compact(self) -> None:
-        self._fast.compact()
+        super().compact()
         self._slow.compact()
 
     def truncate(self, length: int) -> None:
@@ -126,10 +104,6 @@ class Tiered(Store, Guest):
             self._slow, like = rest, self.finder.like
             self._numbering = Numbering(self.layer.kv_heads)
             self.finder = Finder(self.layer, self.parking.recall, *like)
-
-    def entries(self) -> Entries:
-        """What the ragged part holds; parked entries are beyond a policy's reach."""
-        return self._fast.entries()
 
     def parked(self) -> Entries:
         """The slow tier, by number."""
@@ -181,10 +155,6 @@ class Tiered(Store, Guest):
     @property
     def host_nbytes(self) -> int:
         return self._slow.nbytes + self.finder.learned.nbytes
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self._fast.lengths
 
     @property
     def fast_nbytes(self) -> int:
