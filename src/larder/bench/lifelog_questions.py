@@ -96,7 +96,7 @@ def _shuffled(facts: Sequence[Fact], random: Random) -> list[Fact]:
 def _single(fact: Fact, log: LifeLog) -> Question:
     asked = log.random.choice(fact.subject.attribute.questions)
     asked = asked.replace("{E}", fact.subject.entity)
-    return Question(asked, fact.value, "single", log.depth(fact.place))
+    return Question(asked, fact.value, "single", log.depth(fact.place), sources=1)
 
 
 def _update(fact: Fact, log: LifeLog) -> Question | None:
@@ -110,8 +110,8 @@ def _session(fact: Fact, log: LifeLog) -> Question:
     entity = fact.subject.entity
     told = [log.first[subject] for subject in _told_of(fact.subject, log)]
     first = min(told, key=lambda fact: fact.place)
-    asked = f"In which session did I first talk about {entity}?"
-    return Question(asked, f"session {first.session}", "session", log.depth(first.place))
+    asked, depth = f"In which session did I first talk about {entity}?", log.depth(first.place)
+    return Question(asked, f"session {first.session}", "session", depth, sources=1)
 
 
 def _two_hop(fact: Fact, log: LifeLog) -> Question | None:
@@ -127,15 +127,15 @@ def _two_hop(fact: Fact, log: LifeLog) -> Question | None:
         return None
     wanted = log.latest[log.random.choice(others)]
     asked = f"What is the {wanted.subject.attribute.name} of the one whose {name} is {fact.value}?"
-    return Question(asked, wanted.value, "twohop")
+    return Question(asked, wanted.value, "twohop", sources=len({fact.place, wanted.place}))
 
 
 def _list(fact: Fact, log: LifeLog) -> Question:
     subjects = _told_of(fact.subject, log)
     told = [f"{subject.attribute.name}: {log.latest[subject].value}" for subject in subjects]
-    return Question(
-        f"List everything I told you about {fact.subject.entity}.", "; ".join(told), "list"
-    )
+    asked = f"List everything I told you about {fact.subject.entity}."
+    places = {log.latest[subject].place for subject in subjects}
+    return Question(asked, "; ".join(told), "list", sources=len(places))
 
 
 def _told_of(subject: Subject, log: LifeLog) -> list[Subject]:

@@ -21,6 +21,7 @@ from larder.bench.corpus import (
 )
 from larder.bench.grammar import Grammar, load_grammar
 from larder.core.errors import UsageError
+from larder.session.embedders.base import Embedder
 
 T = TypeVar("T")
 PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_{split}.jsonl.xz"
@@ -77,6 +78,12 @@ class Sources:
     def sentences_of_small_talk(self, random: Random) -> Iterator[str]:
         """Small talk without end, which needs no corpus."""
         return sentences_of_small_talk(self.grammar, random)
+
+    def embedder(self, name: str) -> Embedder:
+        """What tells how near texts are to each other, loaded when it is first asked for."""
+        from larder.session.embedding import load_embedder
+
+        return self.once(Path(name), lambda path: load_embedder(name))
 
     def folder(self, name: str) -> Path:
         """The folder of a public data set.

@@ -24,6 +24,7 @@ from larder.session.files.transcript import session_numbers
 from larder.session.transcript import ACKNOWLEDGEMENT
 
 SAID = re.compile(r"D(\d+):(\d+)")
+PLACE = re.compile(r"D\d+:\d+(?:\s*-\s*D\d+:\d+)?")  # a range is one place
 HEADER = "DATE: "
 UNANSWERABLE = 5  # LoCoMo's category of questions that `read_conversation` leaves out
 
@@ -149,6 +150,11 @@ def _read(path: Path, count_tokens: Callable[[str], int]) -> Real:
     if len(numbers) != len(conversation.messages) or len(asked) != len(conversation.questions):
         raise InputError(f"{path} is no transcript of LoCoMo or RealTalk: name another folder.")
     evidence = tuple(tuple(_named(entry)) for entry in asked)
+    counted = zip(conversation.questions, map(_sources, asked), strict=True)
+    conversation = replace(
+        conversation,
+        questions=tuple(replace(question, sources=count) for question, count in counted),
+    )
     costs = tuple(count_tokens(message.content) for message in conversation.messages)
     return Real(conversation, numbers, evidence, costs)
 
@@ -162,6 +168,12 @@ def _named(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
     for text in entry.get("evidence") or ():
         for session, number in SAID.findall(str(text)):
             yield int(session), int(number)
+
+
+def _sources(entry: dict[str, Any]) -> int | None:
+    """How many places it names."""
+    places = {place for text in entry.get("evidence") or () for place in PLACE.findall(str(text))}
+    return len(places) or None
 
 
 def _trimmed(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -52,6 +52,7 @@ class Question:
         items: where in the answer each part that is scored by itself stands, as characters
             [start, stop); none where the answer is right or wrong as a whole.
         others: answers that are as good.
+        sources: how many places of the text hold what it needs; None where nobody knows.
     """
 
     question: str
@@ -60,6 +61,7 @@ class Question:
     depth: float | None = None
     items: tuple[tuple[int, int], ...] = ()
     others: tuple[str, ...] = ()
+    sources: int | None = None
 
 
 @dataclass(frozen=True)

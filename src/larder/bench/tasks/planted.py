@@ -82,7 +82,7 @@ class Planted(Task):
             start = spot
         messages += chat[start:]
         asked = (
-            Question(fact.asked, fact.value, KIND, depth_of(messages, place))
+            Question(fact.asked, fact.value, KIND, depth_of(messages, place), sources=1)
             for fact, place in random.sample(questions, len(questions))
         )
         return Conversation(f"{KIND}-{tokens}-{seed}", tuple(messages), tuple(asked))
