@@ -11,6 +11,12 @@
     ├── ModelError              a model cannot be loaded, or asks for what Larder cannot honour
     ├── ScoreError              a scorer returned what no budget can rank
     ├── CacheError              a cache was asked for something its form cannot do
+    ├── StoreError              what is kept outside the process cannot be kept or had
+    │   ├── Damaged             bytes are not what was written
+    │   ├── Refused             what is kept is whole, but not for who asks
+    │   ├── Superseded          somebody else has written a newer state
+    │   ├── StoreSlow           an answer did not come in time
+    │   └── StoreFull           nothing more can be written
     └── DependencyError         an optional package is missing
 
 A message names the thing, the value, the rule and the way out.
@@ -69,6 +75,38 @@ class ScoreError(LarderError):
 
 class CacheError(LarderError):
     """A cache was asked for something that its form cannot do."""
+
+
+class StoreError(LarderError):
+    """What is kept outside the process cannot be kept or had."""
+
+
+class Damaged(StoreError):
+    """Bytes are not what was written: what they held must be computed again."""
+
+
+class Refused(StoreError):
+    """What is kept is whole, but not for who asks.
+
+    Args:
+        reason: one word, by which refusals are counted.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Superseded(StoreError):
+    """Somebody else has written a newer state: load it, and repeat what was to be written."""
+
+
+class StoreSlow(StoreError):
+    """An answer did not come in time, or is not waited for any more."""
+
+
+class StoreFull(StoreError):
+    """Nothing more can be written: no room, no permission, or no working disk."""
 
 
 class DependencyError(LarderError):

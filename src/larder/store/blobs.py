@@ -1,0 +1,160 @@
+"""Immutable objects that are called by the digest of their bytes.
+
+    blobs/<aa>/<digest>.safetensors
+
+What was written once is never written differently, so a reader sees a blob whole or not at all and
+two writers of the same one cannot hurt each other. What does not match its name is set aside when
+it is read, and can be written anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from larder.core.errors import Damaged, StoreError, StoreFull
+from larder.store.deadline import Guard, nothing
+from larder.store.digests import digest_of, is_digest, same
+from larder.store.places import TEMPORARY, Entry, Place
+
+FOLDER = "blobs"
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Where bytes are kept.
+
+    Args:
+        digest: of them.
+        bytes: how many there are.
+    """
+
+    digest: str
+    bytes: int
+
+
+class Blobs:
+    """Bytes by digest. Safe from threads and processes.
+
+    Args:
+        place: where they are.
+        guard: carries out every call to it.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, place: Place, guard: Guard, clock: Callable[[], float] = time.time) -> None:
+        self.place, self._guard, self._clock = place, guard, clock
+
+    def put(self, data: bytes, ended: Callable[[], None] = nothing) -> Ref:
+        """Keep bytes; those that are kept already are not written again.
+
+        Args:
+            ended: as in `Guard.call`.
+
+        Raises:
+            StoreFull: there is no room, no permission, or no working disk.
+            StoreSlow: it took too long; the bytes may be there later.
+        """
+        ref = Ref(digest_of(data), len(data))
+        try:
+            self._guard.call(self._put, path_of(ref.digest), data, ended=ended)
+        except OSError as error:
+            raise unwritable(self.place.url, error) from error
+        return ref
+
+    def get(self, ref: Ref) -> bytes:
+        """The bytes, verified.
+
+        Raises:
+            Damaged: they are missing, or not what was written; these are set aside.
+            StoreSlow: it took too long.
+            StoreError: the disk fails.
+        """
+        path = path_of(ref.digest)
+        try:
+            data = self._guard.call(self.place.read, path)
+        except FileNotFoundError as error:
+            raise Damaged(
+                f"Blob {ref.digest[:12]} is missing: what it held must be computed again."
+            ) from error
+        except OSError as error:
+            raise StoreError(
+                f"Blob {ref.digest[:12]} cannot be read ({error.strerror or error}): see whether "
+                "the store's disk is well."
+            ) from error
+        if same(digest_of(data), ref.digest):
+            return data
+        self._set_aside(path)
+        raise Damaged(
+            f"Blob {ref.digest[:12]} has {len(data)} bytes that are not the {ref.bytes} written: "
+            "it is set aside, and what it held must be computed again."
+        )
+
+    def has(self, ref: Ref) -> bool:
+        """Whether there is a blob of that name and size; its bytes are not looked at."""
+        return self._guard.call(self.place.size, path_of(ref.digest)) == ref.bytes
+
+    def delete(self, digest: str) -> None:
+        """Remove a blob; nothing happens where there is none."""
+        self._guard.call(self.place.remove, path_of(digest))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every blob by digest."""
+        entries = self._guard.call(self._listed, FOLDER)
+        return {digest: entry.bytes for entry in entries if (digest := named(entry.path))}
+
+    def sweep(self, live: Collection[str], grace_seconds: float) -> int:
+        """Remove blobs that nothing refers to, and temporary files; the bytes that are freed.
+
+        Args:
+            live: digests that are referred to.
+            grace_seconds: how long what is not yet referred to may be in the making.
+        """
+        keep, before, freed = frozenset(live), self._clock() - grace_seconds, 0
+        for entry in self._guard.call(self._listed, FOLDER, TEMPORARY):
+            if named(entry.path) not in keep and entry.modified <= before:
+                self._guard.call(self.place.remove, entry.path)
+                freed += entry.bytes
+        return freed
+
+    def _put(self, path: str, data: bytes) -> None:
+        if self.place.size(path) == len(data):
+            self.place.touch(path, data)  # so that a sweep leaves it until it is referred to
+        else:
+            self.place.replace(path, data)
+
+    def _listed(self, *folders: str) -> list[Entry]:
+        return [entry for folder in folders for entry in self.place.listing(folder)]
+
+    def _set_aside(self, path: str) -> None:
+        try:
+            self._guard.call(self.place.set_aside, path)
+        except OSError:
+            return  # a disk that takes no writing: what is damaged is refused again next time
+
+
+def path_of(digest: str) -> str:
+    """Where a blob lies.
+
+    Raises:
+        Damaged: this is no digest.
+    """
+    if not is_digest(digest):
+        raise Damaged(f"{digest[:80]!r} is no digest: what refers to it is damaged.")
+    return f"{FOLDER}/{digest[:2]}/{digest}{SUFFIX}"
+
+
+def named(path: str) -> str:
+    """The digest in a blob's path; empty where it is no blob's."""
+    name = path.rpartition("/")[2].removesuffix(SUFFIX)
+    return name if is_digest(name) and path == path_of(name) else ""
+
+
+def unwritable(where: str, error: OSError) -> StoreFull:
+    """What to say when a disk takes no more."""
+    return StoreFull(
+        f"Nothing can be written to {where} ({error.strerror or error}): make room, see to its "
+        "permissions, or take another store. What was saved before is untouched."
+    )

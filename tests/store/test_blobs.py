@@ -1,0 +1,139 @@
+"""Immutable objects by digest, on a local folder and on another file system."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from larder.core.errors import Damaged, StoreError, StoreFull
+from larder.store.blobs import Blobs, Ref, path_of
+from larder.store.deadline import Guard
+from larder.store.digests import digest_of
+from larder.store.places import TEMPORARY, Place, place_at
+from store.places import FULL, READ_ONLY, Faulty, refusing
+
+DATA = b"some bytes"
+
+
+@pytest.fixture(params=["folder", "memory", "moved"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A folder; an object store; and one where objects are uploaded and then moved."""
+    if request.param == "folder":
+        yield place_at(str(tmp_path))
+        return
+    made = place_at(f"memory://{uuid4().hex}")
+    if request.param == "moved":
+        made._is_atomic = False  # pyright: ignore[reportAttributeAccessIssue]
+    yield made
+    for entry in made.listing(""):
+        made.remove(entry.path)
+
+
+@pytest.fixture
+def blobs(place: Place) -> Blobs:
+    return Blobs(place, Guard("disk"))
+
+
+def test_what_is_put_comes_back(blobs: Blobs) -> None:
+    ref = blobs.put(DATA)
+    assert ref == Ref(digest_of(DATA), len(DATA)) and blobs.has(ref)
+    assert blobs.get(ref) == DATA
+    assert blobs.sizes() == {ref.digest: len(DATA)}
+
+
+def test_the_same_bytes_are_kept_once(blobs: Blobs, place: Place) -> None:
+    assert blobs.put(DATA) == blobs.put(DATA)
+    assert [entry.path for entry in place.listing("")] == [path_of(digest_of(DATA))]
+
+
+def test_what_is_damaged_is_set_aside_and_can_be_written_anew(blobs: Blobs, place: Place) -> None:
+    ref = blobs.put(DATA)
+    place.replace(path_of(ref.digest), DATA[:-1] + b"!")
+    with pytest.raises(Damaged, match="not the 10 written"):
+        blobs.get(ref)
+    with pytest.raises(Damaged, match="missing"):
+        blobs.get(ref)
+    assert [entry.path for entry in place.listing("damaged")] == [
+        f"damaged/{ref.digest}.safetensors"
+    ]
+    assert blobs.get(blobs.put(DATA)) == DATA
+
+
+def test_a_shorter_one_is_written_over(blobs: Blobs, place: Place) -> None:
+    place.replace(path_of(digest_of(DATA)), DATA[:4])
+    assert blobs.get(blobs.put(DATA)) == DATA
+
+
+def test_create_refuses_what_is_there(place: Place) -> None:
+    place.create("a/b", b"1")
+    with pytest.raises(FileExistsError):
+        place.create("a/b", b"2")
+    assert place.read("a/b") == b"1" and place.size("a/b") == 1
+    assert [entry.path for entry in place.listing("")] == ["a/b"]
+    place.remove("a/b")
+    place.remove("a/b")
+    assert place.size("a/b") is None
+    with pytest.raises(FileNotFoundError):
+        place.read("a/b")
+
+
+def test_a_sweep_takes_orphans_and_leaves_what_is_young(blobs: Blobs, place: Place) -> None:
+    kept, lost = blobs.put(DATA), blobs.put(DATA * 2)
+    place.replace(f"{TEMPORARY}/1-half", b"half")
+    assert blobs.sweep([kept.digest], grace_seconds=60.0) == 0
+    assert blobs.sweep([kept.digest], grace_seconds=-1.0) == lost.bytes + 4
+    assert blobs.sizes() == {kept.digest: kept.bytes}
+    assert [entry.path for entry in place.listing("")] == [path_of(kept.digest)]
+
+
+def test_an_orphan_that_is_put_again_is_young(tmp_path: Path) -> None:
+    blobs = Blobs(place_at(str(tmp_path)), Guard("disk"))
+    ref = blobs.put(DATA)
+    os.utime(tmp_path / path_of(ref.digest), (0, 0))
+    blobs.put(DATA)
+    assert blobs.sweep([], grace_seconds=60.0) == 0
+
+
+def test_only_digests_become_paths(blobs: Blobs, place: Place) -> None:
+    for name in ("../../etc/passwd", "", "A" * 64, "a" * 63, "a" * 64 + "\n"):
+        with pytest.raises(Damaged, match="no digest"):
+            blobs.get(Ref(name, 1))
+    place.replace("blobs/aa/README", b"somebody else's")
+    assert blobs.sizes() == {}
+
+
+@pytest.mark.parametrize("error", [FULL, READ_ONLY])
+def test_a_disk_that_takes_nothing_is_told(tmp_path: Path, error: int) -> None:
+    place = Faulty(place_at(str(tmp_path)), refusing(error, "replace"))
+    with pytest.raises(StoreFull, match="untouched"):
+        Blobs(place, Guard("disk")).put(DATA)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(FULL, "full")
+
+    place = place_at(str(tmp_path))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError):
+        place.create("a/b", DATA)
+    with pytest.raises(OSError):
+        place.replace("a/b", DATA)
+    assert list(place.listing("")) == []
+
+
+def test_an_address_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(StoreError, match="take a folder"):
+        place_at("nowhere://bucket/folder")
+
+
+def test_a_folder_that_knows_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_create_refuses_what_is_there(place_at(str(tmp_path)))
