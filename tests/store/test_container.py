@@ -1,0 +1,157 @@
+"""Tensors in one piece of bytes, and what is refused of such a piece."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from larder.core.errors import Damaged, LarderError, Refused
+from larder.store.container import DTYPES, MAX_HEADER_BYTES, pack, peek, unpack
+from stores import same_bits
+
+TOLD = {"kind": "session_snapshot", "layers": {"n": 2}}
+
+
+def some_tensors() -> dict[str, Tensor]:
+    made = {f"of_{name}": torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    return made | {
+        "empty": torch.empty(0, 8),
+        "nan": torch.tensor([float("nan"), -0.0]),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+    }
+
+
+def in_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def test_a_number_comes_back() -> None:
+    tensors, _ = unpack(pack({"scalar": torch.tensor(3.5)}, TOLD))
+    assert tensors["scalar"].shape == () and tensors["scalar"] == 3.5
+
+
+def rewritten(header: dict[str, Any], body: bytes = b"") -> bytes:
+    head = json.dumps(header).encode()
+    return len(head).to_bytes(8, "little") + head + body
+
+
+def test_what_is_packed_comes_back_to_the_bit() -> None:
+    tensors, told = unpack(pack(some_tensors(), TOLD))
+    assert same_bits(tensors, in_rows(some_tensors()))
+    assert told == TOLD | {"format": "kvm", "version": 1}
+    assert peek(pack(some_tensors(), TOLD)) == told
+
+
+def test_any_safetensors_reader_reads_it() -> None:
+    assert same_bits(safetensors.torch.load(pack(some_tensors(), TOLD)), in_rows(some_tensors()))
+
+
+def test_equal_content_is_equal_bytes() -> None:
+    backwards = dict(reversed(some_tensors().items()))
+    assert pack(some_tensors(), {"x": 2, "y": 1}) == pack(backwards, {"y": 1, "x": 2})
+
+
+@pytest.mark.parametrize("part", ["length", "header", "tensor"])
+def test_every_flipped_bit_is_noticed(part: str) -> None:
+    data = pack({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.uint8)}, TOLD)
+    head = 8 + int.from_bytes(data[:8], "little")
+    spans = {"length": (0, 8), "header": (8, head), "tensor": (head, len(data))}
+    padding = len(data[8:head]) - len(data[8:head].rstrip())
+    for place in range(*spans[part]):
+        for bit in range(8):
+            if head - padding <= place < head and bit != 7:
+                continue  # blanks behind JSON; some are blanks of another kind when flipped
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << bit
+            with pytest.raises((Damaged, Refused)):
+                unpack(bytes(flipped))
+
+
+def test_what_is_cut_or_longer_is_noticed() -> None:
+    data = pack(some_tensors(), TOLD)
+    for other in (data[:-1], data[: len(data) // 2], b"", data[:7], data + b"\0", b"\0" * 1000):
+        with pytest.raises(Damaged):
+            unpack(other)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": "F32", "shape": [2**61], "data_offsets": [0, 2**63]}},
+        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 3]}},
+        {"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}},
+        {"a": {"dtype": "F32", "shape": [1] * 99, "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a" * 300: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        },
+        {"a": 3},
+    ],
+)
+def test_30_a_malicious_header_is_refused(header: dict[str, Any]) -> None:
+    metadata = json.loads(_head(pack({}, TOLD)))["__metadata__"]
+    with pytest.raises(Damaged):
+        unpack(rewritten({"__metadata__": metadata} | header, b"\0" * 8))
+
+
+def _head(data: bytes) -> bytes:
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+def test_30_headers_that_would_take_memory_are_refused_unread() -> None:
+    huge = (2**63).to_bytes(8, "little") + b"{}"
+    claimed = (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * (MAX_HEADER_BYTES + 1)
+    deep = b"[" * 100_000
+    nested = len(deep).to_bytes(8, "little") + deep
+    field = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    many = rewritten({f"{n:x}": field for n in range(17_000)})
+    for data in (huge, claimed, nested, many, rewritten({}), pickle.dumps({"a": 1})):
+        with pytest.raises(Damaged):
+            unpack(data)
+
+
+@given(st.binary(max_size=400))
+def test_30_any_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(LarderError):
+        unpack(data)
+
+
+@given(st.data())
+def test_30_a_file_with_anything_changed_is_refused(data: st.DataObject) -> None:
+    packed = bytearray(pack({"a": torch.arange(4.0)}, TOLD))
+    head = 8 + int.from_bytes(packed[:8], "little")
+    solid = len(packed[:head].rstrip())
+    place = data.draw(st.integers(0, len(packed) - 1))
+    if solid <= place < head:
+        return
+    value = data.draw(st.integers(0, 255).filter(lambda value: value != packed[place]))
+    packed[place] = value
+    with pytest.raises(LarderError):
+        unpack(bytes(packed))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_10_another_version_is_refused_with_its_reason(version: object) -> None:
+    metadata = json.loads(_head(pack({}, TOLD)))["__metadata__"]
+    told = json.loads(metadata["kvm"]) | {"version": version}
+    with pytest.raises(Refused, match="left as it is") as refused:
+        unpack(rewritten({"__metadata__": metadata | {"kvm": json.dumps(told)}}))
+    assert refused.value.reason == "format"
+
+
+def test_10_unknown_keys_are_tolerated() -> None:
+    assert unpack(pack({}, TOLD | {"of_later": [1]}))[1]["of_later"] == [1]
