@@ -61,11 +61,11 @@ def test_equal_policies_are_one() -> None:
     [
         ("claim =", "clam =", UnknownName, "Did you mean 'claim'"),
         ("spelling =", "speling =", UnknownName, "Did you mean 'spelling'"),
-        ("tokens = [200, 300]", "", UsageError, "needs spelling and tokens"),
+        ("tokens = [200, 300]", "", UsageError, "needs tokens"),
         ("files = 2", 'files = "2"', UsageError, "files must be a whole number"),
         ("files = 2", "files = 0", UsageError, "files must be 1 or more"),
         ("files = 2", 'matched = "byte"', UnknownName, "Did you mean 'bytes'"),
-        ('name = "tiny"', "", UsageError, "has no name"),
+        ('name = "tiny"', "", UsageError, "needs name"),
         ('name = "tiny"', "name = tiny", InputError, "TOML"),
         ("snapkv", "snapvk", UnknownName, "Did you mean 'snapkv'"),
         ("kivi:exact", "kivi:exakt", UnknownName, "Did you mean 'exact'"),

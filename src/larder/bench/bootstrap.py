@@ -19,6 +19,8 @@ from numpy import ndarray
 from larder.core.errors import BadParameter
 
 Scores = Sequence[Sequence[float]]
+Means = Float[ndarray, " resamples"]
+Summed = tuple[Float[ndarray, " files"], Int[ndarray, " files"]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,33 @@ class Bootstrap:
         pairs = zip(first, second, strict=True)
         return self.mean([[a - b for a, b in zip(*pair, strict=True)] for pair in pairs])
 
+    def ratio(self, first: Scores, second: Scores) -> Interval:
+        """How many times as large the mean of `first` is as that of `second`, on the same files.
+
+        Raises:
+            BadParameter: the two do not hold the same files, the second mean is not above 0, or see
+                `mean`.
+        """
+        upper, lower = _sums_and_counts(first), _sums_and_counts(second)
+        if len(upper[0]) != len(lower[0]):
+            raise BadParameter(
+                f"bootstrap.ratio needs the same files twice, got {_shape(first)} and "
+                f"{_shape(second)}: score both systems on the same files."
+            )
+        if lower[0].sum() <= 0:
+            raise BadParameter("bootstrap.ratio needs a second mean above 0: leave it out.")
+        low, high = self._ends(_ratios(upper, lower, self._drawn(len(upper[0]))))
+        every = np.arange(len(upper[0]))[None]
+        return Interval(float(_ratios(upper, lower, every)[0]), low, high)
+
+    def _drawn(self, files: int) -> Int[ndarray, "resamples files"]:
+        return np.random.default_rng(self.seed).integers(files, size=(self.resamples, files))
+
+    def _ends(self, values: Means) -> tuple[float, float]:
+        tail = (1 - self.coverage) / 2
+        low, high = np.quantile(values, [tail, 1 - tail])
+        return float(low), float(high)
+
 
 def one_by_one(scores: Sequence[float]) -> list[list[float]]:
     """Each question as a file of its own, so that questions are what is drawn."""
@@ -89,15 +118,20 @@ def one_by_one(scores: Sequence[float]) -> list[list[float]]:
 def _mean(drawing: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
     """Tables and figures ask for the same intervals again and again."""
     sums, counts = _sums_and_counts(files)
-    size = drawing.resamples, len(sums)
-    drawn = np.random.default_rng(drawing.seed).integers(len(sums), size=size)
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    tail = (1 - drawing.coverage) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(sums.sum() / counts.sum()), float(low), float(high))
+    drawn = drawing._drawn(len(sums))
+    low, high = drawing._ends(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+    return Interval(float(sums.sum() / counts.sum()), low, high)
 
 
-def _sums_and_counts(files: Scores) -> tuple[Float[ndarray, " files"], Int[ndarray, " files"]]:
+def _ratios(upper: Summed, lower: Summed, drawn: Int[ndarray, "resamples files"]) -> Means:
+    """Of the means of two, in those draws where the second is above 0."""
+    first, second = (
+        sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1) for sums, counts in (upper, lower)
+    )
+    return first[second > 0] / second[second > 0]
+
+
+def _sums_and_counts(files: Scores) -> Summed:
     # A file without questions tells nothing, and a resample of such files alone has no mean.
     asked = [np.asarray(file, dtype=np.float64) for file in files if len(file)]
     if not asked:

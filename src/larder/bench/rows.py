@@ -1,6 +1,7 @@
 """What a benchmark leaves behind: lines of JSON, one per measured cell, and one per environment.
 
-Beside them stand exhibits, rows of other kinds that only figures are drawn from (`EXHIBITS`).
+Beside them stand exhibits, rows of other kinds that only figures are drawn from (`EXHIBITS`), and
+what a paper reports of the same (`larder.bench.papers`).
 
 A file is only ever added to. A line that a stop cut off is no row, and the next writer removes it.
 Neither torch nor a model is loaded here, so that figures are drawn without them.
@@ -24,7 +25,7 @@ from larder.core.errors import InputError
 
 Row = dict[str, Any]
 SCHEMA = 1
-ENVIRONMENT, CELL = "environment", "cell"
+ENVIRONMENT, CELL, PAPER = "environment", "cell", "paper"
 # What a row tells of what was read and how; its data follows.
 HEAD = ("study", "model", "task", "tokens", "seed", "policy", "spelling", "budget")
 # Rows that a figure of their own is drawn from, and what tells two of a kind apart beside HEAD.
@@ -65,6 +66,7 @@ class Key(NamedTuple):
 _NEEDED: dict[str, tuple[str, ...]] = {
     ENVIRONMENT: ("id",),
     CELL: Key._fields,
+    PAPER: ("study", "cite", "setup", "differs", "values"),
     **{kind: (*HEAD, *own) for kind, own in EXHIBITS.items()},
 }
 
@@ -77,11 +79,13 @@ class Results:
         cells: the last row of each key, in the order in which the keys came first.
         environments: by their ids.
         exhibits: rows of other kinds, the last of those that show the same.
+        papers: what a paper reports of the same, the last row of each study.
     """
 
     cells: tuple[Row, ...]
     environments: dict[str, Row]
     exhibits: tuple[Row, ...] = ()
+    papers: tuple[Row, ...] = ()
 
     @property
     def measured(self) -> tuple[Row, ...]:
@@ -110,7 +114,9 @@ def results(paths: Iterable[Path]) -> Results:
     cells = {key(row): row for row in rows if row["row"] == CELL}
     exhibits = {_shown_by(row): row for row in rows if row["row"] in EXHIBITS}
     environments = {row["id"]: row for row in rows if row["row"] == ENVIRONMENT}
-    return Results(tuple(cells.values()), environments, tuple(exhibits.values()))
+    papers = {row["study"]: row for row in rows if row["row"] == PAPER}
+    shown = tuple(exhibits.values()), tuple(papers.values())
+    return Results(tuple(cells.values()), environments, *shown)
 
 
 def rows_of(path: Path) -> list[Row]:

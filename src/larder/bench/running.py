@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from larder.bench.rows import ENVIRONMENT, EXHIBITS, Row, apart, append, known_rows
+from larder.bench.rows import ENVIRONMENT, EXHIBITS, PAPER, Row, apart, append, known_rows
 from larder.core.errors import LarderError
 
 Job = TypeVar("Job")
@@ -107,5 +107,5 @@ def estimate(
 
 
 def _is_measured(row: Row) -> bool:
-    """Whether it tells of a job, and not of the surroundings of some, nor for a figure alone."""
-    return row.get("row") not in (ENVIRONMENT, *EXHIBITS)
+    """Whether it tells of a job, and not of surroundings or a paper, nor for a figure alone."""
+    return row.get("row") not in (ENVIRONMENT, PAPER, *EXHIBITS)

@@ -14,17 +14,20 @@
     spelling = "needles()"
     tokens = [1500, 4000]
 
-Keys that are left out take the values of `Study`. One that nobody knows is refused.
+Keys that are left out take the values of `Study`. One that nobody knows is refused. What a paper
+reports of the same stands in a table `[paper]` (`larder.bench.papers`).
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from larder.bench.papers import Paper, budgets_of, read_paper
+from larder.bench.told import Read, many, table, text, whole
 from larder.core.errors import InputError, UnknownName, UsageError
 from larder.core.family import unknown
 
@@ -56,6 +59,7 @@ class Study:
         first_seed: of the first of them.
         policies: names or sentences.
         controls: what policies are held against.
+        paper: what a paper reports of the same.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Study:
     first_seed: int = 0
     policies: tuple[str, ...] = ()
     controls: tuple[str, ...] = CONTROLS
+    paper: Paper | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks or not all(task.tokens for task in self.tasks):
@@ -83,6 +88,21 @@ class Study:
         for matched in self.matched:
             if matched not in MATCHED:
                 raise UnknownName(unknown("way to match budgets", matched, list(MATCHED)))
+        if self.paper is not None:
+            self.paper.check(f"The study {self.name!r}", self._named())
+
+    def _named(self) -> dict[str, Sequence[Any]]:
+        """What a paper's values can name."""
+        policies = self.policies + self.controls
+        return {
+            "policy": policies,
+            "against": policies,
+            "budget": budgets_of(self.budgets),
+            "task": [task.spelling for task in self.tasks],
+            "tokens": [tokens for task in self.tasks for tokens in task.tokens],
+            "measure": self.measure,
+            "matched": self.matched,
+        }
 
 
 def read_study(name: str) -> Study:
@@ -125,63 +145,25 @@ def _folders() -> list[Path]:
 
 
 def _study(told: Mapping[str, Any], where: str) -> Study:
-    values: dict[str, Any] = {}
-    known = [field.name for field in fields(Study)]
-    for key, value in told.items():
-        if key not in known:
-            raise UnknownName(f"{where}: {unknown('key of a study', key, known)}")
-        values[key] = _READERS[key](value, f"{where}: {key}")
-    for key in ("name", "tasks"):
-        if key not in values:
-            raise UsageError(f"{where} has no {key}: every study names its {key}.")
-    return Study(**values)
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{where} must be a text in quotes, got {value!r}.")
-    return value
-
-
-def _number(value: Any, where: str) -> int:
-    if type(value) is not int:
-        raise UsageError(f"{where} must be a whole number, got {value!r}.")
-    return value
-
-
-def _many(one: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple[Any, ...]]:
-    """Reads one value or a list of them."""
-
-    def read(value: Any, where: str) -> tuple[Any, ...]:
-        values: Sequence[Any] = value if isinstance(value, list) else [value]
-        return tuple(one(each, where) for each in values)
-
-    return read
+    return Study(**table(told, where, "a study", _READERS, ("name", "tasks")))
 
 
 def _task(value: Any, where: str) -> TaskAt:
-    keys = [field.name for field in fields(TaskAt)]
-    if not isinstance(value, dict):
-        raise UsageError(f"{where} must be written [[tasks]], got {value!r}.")
-    for key in value:
-        if key not in keys:
-            raise UnknownName(f"{where}: {unknown('key of a task', key, keys)}")
-    if set(keys) - set(value):
-        raise UsageError(f"{where} needs spelling and tokens, got {', '.join(value) or 'nothing'}.")
-    tokens = _many(_number)(value["tokens"], f"{where}.tokens")
-    return TaskAt(_text(value["spelling"], f"{where}.spelling"), tokens)
+    return TaskAt(**table(value, where, "a task", _TASK_KEYS, tuple(_TASK_KEYS)))
 
 
-_READERS: Mapping[str, Callable[[Any, str], Any]] = {
-    "name": _text,
-    "claim": _text,
-    "models": _many(_text),
-    "measure": _many(_text),
-    "matched": _many(_text),
-    "budgets": _many(_text),
-    "files": _number,
-    "first_seed": _number,
-    "policies": _many(_text),
-    "controls": _many(_text),
-    "tasks": _many(_task),
+_TASK_KEYS: Mapping[str, Read] = {"spelling": text, "tokens": many(whole)}
+_READERS: Mapping[str, Read] = {
+    "name": text,
+    "claim": text,
+    "models": many(text),
+    "measure": many(text),
+    "matched": many(text),
+    "budgets": many(text),
+    "files": whole,
+    "first_seed": whole,
+    "policies": many(text),
+    "controls": many(text),
+    "tasks": many(_task),
+    "paper": read_paper,
 }

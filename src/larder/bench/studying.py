@@ -14,13 +14,15 @@ from pathlib import Path
 
 from larder.bench.cells import Cell, cells_of, spelled
 from larder.bench.measures.base import Measure
+from larder.bench.papers import Paper, budget_name
 from larder.bench.rows import Row, append, environment, key, known_rows, results
 from larder.bench.running import Run, Tell, estimate, unheard
 from larder.bench.study import Study
+from larder.bench.task import parse_task
 from larder.bench.workbench import Workbench
-from larder.core.errors import SpellingError
+from larder.core.errors import SpellingError, UsageError
 from larder.core.family import Family
-from larder.core.spelling import build, parse
+from larder.core.spelling import build, parse, spell
 
 MEASURES = Family("measure", "larder.bench.measures")
 Kind = tuple[str, str, str, str, str]  # model, task, length, measure, policy
@@ -45,7 +47,9 @@ def check(study: Study) -> list[Cell]:
     Raises:
         LarderError: something in the study does not exist.
     """
-    return [cell for model in study.models for cell in _cells(study, model)]
+    cells = [cell for model in study.models for cell in _cells(study, model)]
+    _check_paper(study, cells)
+    return cells
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,11 @@ class Studying:
         """
         surroundings = environment(self.threads)
         for bench, run in self._runs(surroundings["id"]):
-            if not (left := run.left()):
-                continue
+            left = run.left()
             _try_tasks(bench, left)
-            if not self._knows(surroundings):
+            if left and not self._knows(surroundings):
                 append(self.out, [surroundings])
+            self._tell_paper()
             run.go(tell)
 
     def estimate(self) -> dict[Kind, float]:
@@ -96,6 +100,18 @@ class Studying:
     def rows(self) -> list[Row]:
         """The cells of this study that the file holds."""
         return [row for row in self._known() if row["study"] == self.study.name]
+
+    def paper(self) -> Paper | None:
+        """What a paper reports, tasks and measures spelled as rows have them."""
+        return None if self.study.paper is None else _spelled(self.study.paper)
+
+    def _tell_paper(self) -> None:
+        """Have the file hold what a paper reports, as it is written now."""
+        if (paper := self.paper()) is not None:
+            row = paper.row(self.study.name)
+            known = results([self.out]).papers if self.out.exists() else ()
+            if row not in known:
+                append(self.out, [row])
 
     def _known(self) -> list[Row]:
         return list(results([self.out]).cells) if known_rows(self.out) else []
@@ -158,6 +174,32 @@ def _measured(bench: Workbench, guesses: _Guesses, cell: Cell) -> Row:
     row = measure_of(cell.measure).measure(bench, cell, guesses.of(cell))
     guesses.learn(cell.place, cell.seed, row)
     return row
+
+
+def _check_paper(study: Study, cells: Sequence[Cell]) -> None:
+    """Raises: UsageError: a value is of a policy at a budget that it is not run at."""
+    run = {(cell.subject.name, cell.budget) for cell in cells}
+    for value in study.paper.values if study.paper is not None else ():
+        if (value.policy, value.budget) not in run:
+            known = [budget_name(budget) for name, budget in run if name == value.policy]
+            raise UsageError(
+                f"The study {study.name!r}: a value of its paper is of {value.policy} at the "
+                f"budget {budget_name(value.budget)}, which is not run: take "
+                f"{' or '.join(sorted(known))}."
+            )
+
+
+def _spelled(paper: Paper) -> Paper:
+    """With tasks and measures in the one way that rows have them."""
+    values = [
+        replace(
+            value,
+            task=None if value.task is None else spell(parse_task(value.task)),
+            measure=None if value.measure is None else spelled(measure_of(value.measure)),
+        )
+        for value in paper.values
+    ]
+    return replace(paper, values=tuple(values))
 
 
 def _cells(study: Study, model: str) -> list[Cell]:

@@ -117,7 +117,7 @@ def bench(
 
         print_document(benched(running, rows))
     else:
-        _show(rows)
+        _show(running, rows)
     if not is_whole:
         raise typer.Exit(INTERRUPTED)
 
@@ -249,8 +249,11 @@ def _tell_estimate(running: Studying, cells: int, options: BenchOptions) -> None
     print(f"{f'{cells} cells':72} {total / 60:8.1f} min")
 
 
-def _show(rows: list[Row]) -> None:
+def _show(running: Studying, rows: list[Row]) -> None:
+    from larder.bench.beside import written
     from larder.bench.tables import report
     from larder.cli.benched import groups
 
     print(report({title: entries for title, _, entries in groups(rows)}))
+    if (paper := running.paper()) is not None:
+        print(written(paper, rows))

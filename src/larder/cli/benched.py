@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from larder.bench.beside import in_numbers
 from larder.bench.rows import Row
 from larder.bench.studying import Studying
 from larder.bench.tables import SCALES, Entry, Table, entry
@@ -28,6 +29,8 @@ def groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Entry]]]:
 
 def benched(running: Studying, rows: Sequence[Row]) -> dict[str, Any]:
     """A study as far as it has come."""
+    paper = running.paper()
+    told = {"paper": in_numbers(paper, rows)} if paper is not None else {}
     return {
         "schema": SCHEMA,
         "study": running.study.name,
@@ -39,7 +42,7 @@ def benched(running: Studying, rows: Sequence[Row]) -> dict[str, Any]:
             common | {"results": _results(entries, [r for r in rows if _is_of(r, common)])}
             for _, common, entries in groups(rows)
         ],
-    }
+    } | told
 
 
 def _is_of(row: Row, common: Row) -> bool:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from larder.bench.papers import Paper
 from larder.bench.rows import Results
 from larder.bench.tables import SPEED
 from larder.core.errors import UnknownName
@@ -20,6 +21,7 @@ from larder.plots import scores
 from larder.plots.commands import commands
 from larder.plots.drawing import draw_all, read
 from larder.plots.looks import COLORS, PALE
+from larder.plots.papers import paper_table
 from larder.plots.style import FAINT, INK, LINE, PAPER, SOFT, Drawing, Format
 from larder.plots.tables import group_tables, markup
 
@@ -120,6 +122,10 @@ def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
     for group, rows in groups.items():
         if any(row.get("items") or SPEED.key in row or "refused" in row for row in rows):
             yield from group_tables(titles[group], rows, bases)
+    for row in found.papers:
+        yield from paper_table(
+            Paper.of(row), [r for r in found.cells if r["study"] == row["study"]]
+        )
 
 
 def _policies(found: Results) -> str:

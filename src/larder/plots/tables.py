@@ -50,7 +50,7 @@ def _means(table: Table, scale: Scale) -> str:
         if alone:
             cells = [_mean(table, scale, name, alone[0], len(columns))]
         lines.append(f"<tr><th scope=row>{markup(short(name))}</th>{''.join(cells)}</tr>")
-    return _table(scale.title, f"<th scope=col>policy</th>{head}", lines)
+    return html_table(scale.title, f"<th scope=col>policy</th>{head}", lines)
 
 
 def _has(table: Table, scale: Scale, name: str, budget: str) -> bool:
@@ -84,7 +84,7 @@ def _differences(table: Table, scale: Scale, base: str) -> Iterator[str]:
     if lines:
         head = "".join(f"<th scope=col>{markup(budget)}</th>" for budget in budgets)
         title = f"{scale.title}: difference to {short(base)}, pair by pair"
-        shown = _table("", f"<th scope=col>policy</th>{head}", lines)
+        shown = html_table("", f"<th scope=col>policy</th>{head}", lines)
         yield f"<details><summary>{markup(title)}</summary>{shown}</details>"
 
 
@@ -97,7 +97,8 @@ def _difference(interval: Interval | None, digits: int) -> str:
     return f"<td><b>{shown}</b> {ends}</td>" if is_told else f"<td class=open>{shown} {ends}</td>"
 
 
-def _table(caption: str, head: str, lines: Sequence[str]) -> str:
+def html_table(caption: str, head: str, lines: Sequence[str]) -> str:
+    """A table that can be moved sideways where it is too wide."""
     told = f"<caption>{markup(caption)}</caption>" if caption else ""
     return (
         f'<div class="wide"><table>{told}<thead><tr>{head}</tr></thead>'

@@ -1,0 +1,135 @@
+"""What a paper reports beside what was measured here.
+
+Ours is a mean with its bootstrap interval over what was read, of those cells that a value of the
+paper names. Nothing here needs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from larder.bench.amounts import OWN, WHOLE
+from larder.bench.bootstrap import Bootstrap, Interval
+from larder.bench.papers import Cost, Paper, Reported, budget_name
+from larder.bench.rows import Row
+from larder.bench.tables import drawn, entry, seconds_of
+
+HEAD = ("policy", "budget", "the paper", "ours is")
+HERE = "here ({})"  # of a model
+Scores = Mapping[str, Sequence[float]]  # of all that count, by what was read
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A figure of a paper, and ours by model; none where nothing was measured."""
+
+    reported: Reported
+    ours: Mapping[str, Interval]
+
+    def cells(self, models: Sequence[str]) -> list[str]:
+        """Of a table, as `HEAD` and the models name them."""
+        place = self.reported.policy, budget_name(self.reported.budget)
+        return [*place, self.told(), self.over(), *map(self.here, models)]
+
+    def told(self) -> str:
+        """What the paper reports."""
+        value, said = self.reported.paper, self.reported.says
+        number = value if isinstance(value, str) else f"{value:g}"
+        shown = f"{number} {self.reported.unit}".strip()
+        return f"{shown} ({said})" if said else shown
+
+    def over(self) -> str:
+        """What ours is a mean of."""
+        one = self.reported
+        times = f", times that of {one.against}" if one.against else ""
+        length = f"{one.tokens} tokens" if one.tokens else ""
+        parts = [part for part in (one.task, length, one.kind) if part]
+        return f"{one.on.title}{times}; {', '.join(parts) or 'all tasks'}"
+
+    def here(self, model: str) -> str:
+        """Ours with its interval, which one number alone has not."""
+        if model not in self.ours:
+            return "not measured"
+        digits = 2 if self.reported.against else self.reported.on.digits
+        found = self.ours[model]
+        low, high = (f"{end:.{digits}f}" for end in (found.low, found.high))
+        mean = f"{found.mean:.{digits}f}" + ("×" if self.reported.against else "")
+        return mean if found.low == found.high else f"{mean} [{low}, {high}]"
+
+
+def beside(paper: Paper, rows: Sequence[Row]) -> list[Beside]:
+    """All figures of a paper, with those of the cells of its study."""
+    models = dict.fromkeys(row["model"] for row in rows)
+    lines: list[Beside] = []
+    for value in paper.values:
+        by_model = {m: _ours(value, [r for r in rows if r["model"] == m]) for m in models}
+        found = {model: ours for model, ours in by_model.items() if ours is not None}
+        lines.append(Beside(value, found))
+    return lines
+
+
+def written(paper: Paper, rows: Sequence[Row]) -> str:
+    """A table in Markdown, and what differs."""
+    lines = beside(paper, rows)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    head, shown = [*HEAD, *map(HERE.format, models)], [_line(one.cells(models)) for one in lines]
+    table = [_line(head), _line(["---"] * len(head)), *shown] if shown else []
+    differs = ["What differs here:", "", *(f"- {one}" for one in paper.differs), ""]
+    told = [f"## {paper.cite}", "", f"The paper: {paper.setup}", "", *table, ""]
+    return "\n".join([*told, *(differs if paper.differs else ())])
+
+
+def in_numbers(paper: Paper, rows: Sequence[Row]) -> Row:
+    """The same as plain dictionaries."""
+    values = [
+        {key: own for key, own in asdict(one.reported).items() if own not in (None, "")}
+        | {"here": {model: asdict(ours) for model, ours in one.ours.items()}}
+        for one in beside(paper, rows)
+    ]
+    told = {"cite": paper.cite, "setup": paper.setup, "differs": list(paper.differs)}
+    return told | {"values": values}
+
+
+def _ours(value: Reported, rows: Sequence[Row]) -> Interval | None:
+    own = _scores(value, rows, value.policy, (value.budget,))
+    if not value.against:
+        return Bootstrap().mean(drawn(list(own.values()))) if own else None
+    other = _scores(value, rows, value.against, (value.budget, WHOLE, OWN))
+    both = [source for source in own if source in other]
+    if sum(sum(other[source]) for source in both) <= 0:
+        return None
+    return Bootstrap().ratio([own[one] for one in both], [other[one] for one in both])
+
+
+def _scores(
+    value: Reported, rows: Sequence[Row], policy: str, budgets: Sequence[str]
+) -> dict[str, list[float]]:
+    """The last row of each thing that was read counts; at the first of the budgets that it has."""
+    wanted = {"task": value.task, "tokens": value.tokens}
+    wanted |= {"measure": value.measure, "matched": value.matched, "policy": policy}
+    asked = {name: own for name, own in wanted.items() if own is not None}
+    found: dict[str, list[float]] = {}
+    for budget in reversed(budgets):
+        for row in rows:
+            if row["budget"] == budget and all(row[name] == own for name, own in asked.items()):
+                if scores := list(_of(value, row)):
+                    found[entry(row).source] = scores
+    return found
+
+
+def _of(value: Reported, row: Row) -> Iterator[float]:
+    """The numbers of a cell on a scale."""
+    scale = value.on
+    if isinstance(scale, Cost):
+        told = row | seconds_of(row)
+        if "refused" not in row and scale.key in told:
+            yield told[scale.key] / scale.unit
+        return
+    for item in entry(row).items:
+        if item.get(scale.key) is not None and value.kind in (None, item.get("kind")):
+            yield float(item[scale.key])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

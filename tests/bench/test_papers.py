@@ -1,0 +1,169 @@
+"""What a paper reports is read with its study, kept in its rows, and stands beside ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.bench.beside import beside, in_numbers, written
+from larder.bench.bootstrap import Bootstrap
+from larder.bench.papers import Paper, Reported
+from larder.bench.rows import Row, results
+from larder.bench.study import Study, TaskAt, read_study
+from larder.bench.studying import Studying, check
+from larder.core.errors import BadParameter, LarderError, UnknownName, UsageError
+from larder.plots.report import render
+from plots_rows import CELLS, cell, write_rows
+
+TEXT = """
+name = "tiny"
+measure = ["forced", "generated"]
+budgets = ["1/4"]
+policies = ["snapkv"]
+controls = ["full", "rag_2k"]
+[[tasks]]
+spelling = "passkey()"
+tokens = [200, 300]
+[paper]
+cite = 'Authors, "Title" (2024), arXiv:2406.13035, table 1'
+setup = "A larger model."
+differs = "all of it"
+[[paper.values]]
+policy = "snapkv"
+budget = "1/4"
+scale = "exact"
+paper = 41
+measure = "forced"
+[[paper.values]]
+policy = "full"
+budget = "full"
+scale = "exact"
+paper = "more"
+measure = "forced"
+"""
+CITE = 'Somebody, "Something" (2024), arXiv:2406.13035, table 6'
+ROW_OF_SMALL = Paper(
+    CITE,
+    "Larger <models>.",
+    ("the model", "the data"),
+    (
+        Reported("snapkv", "1/4", "exact", 41.5, unit="% F1", says="MF-en"),
+        Reported("full", "1/1", "exact", "above h2o", tokens=1000),
+        Reported("h2o", "1/4", "active_kv_bytes", 0.2, against="full"),
+        Reported("h2o", "1/4", "token_p50", 0.05, unit="s"),
+        Reported("h2o", "1/4", "exact", 1, kind="needle", task="needles(needles=4)"),
+        Reported("absent", "1/4", "exact", 2.0),
+    ),
+)
+
+
+def read(tmp_path: Path, old: str = "", new: str = "") -> Study:
+    path = tmp_path / "study.toml"
+    path.write_text(TEXT.replace(old, new, 1))
+    return read_study(str(path))
+
+
+def test_it_is_read_with_its_study(tmp_path: Path) -> None:
+    paper = read(tmp_path).paper
+    assert paper is not None and paper.differs == ("all of it",)
+    assert [(one.budget, one.paper) for one in paper.values] == [("1/4", 41), ("1/1", "more")]
+    assert Paper.of(paper.row("tiny")) == paper
+    assert paper.row("tiny")["values"][1] == {
+        "policy": "full", "budget": "1/1", "scale": "exact", "paper": "more", "measure": "forced",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "said"),
+    [
+        ('policy = "snapkv"', 'policy = "h2o"', UnknownName, "values 1: No policy of the study"),
+        ('budget = "1/4"', 'budget = "1/5"', UnknownName, "No budget of the study named '1/5'"),
+        ('budget = "full"', 'budget = "1/4"', UsageError, "full at the budget 1/4.*take full"),
+        ("paper = 41", 'paper = 41\ntask = "needles()"', UnknownName, "No task of the study"),
+        ("paper = 41", "paper = 41\ntokens = 400", UnknownName, "200, 300"),
+        ("paper = 41", 'paper = 41\nagainst = "h2o"', UnknownName, "No against of the study"),
+        ("paper = 41", "paper = true", UsageError, "a number, or a text"),
+        ("paper = 41", "papre = 41", UnknownName, "Did you mean 'paper'"),
+        ('scale = "exact"', 'scale = "exakt"', UnknownName, "Did you mean 'exact'"),
+        ('scale = "exact"\n', "", UsageError, "values needs scale"),
+        ('measure = "forced"\n', "", UsageError, "must say measure: forced or generated"),
+        ("cite =", "sight =", UnknownName, "No key of a paper named 'sight'"),
+        ('setup = "A larger model."\n', "", UsageError, "paper needs setup"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    tmp_path: Path, old: str, new: str, kind: type[LarderError], said: str
+) -> None:
+    assert old in TEXT
+    with pytest.raises(kind, match=said):
+        check(read(tmp_path, old, new))
+
+
+def test_ours_is_of_the_cells_that_are_named() -> None:
+    twice, of_full, ratio, seconds, one_kind, absent = beside(ROW_OF_SMALL, CELLS)
+    assert twice.ours["seed"].mean == 0.5 and twice.here("seed") == "0.50"
+    assert twice.told() == "41.5 % F1 (MF-en)" and twice.over() == "Exact match; all tasks"
+    assert of_full.ours["seed"].mean == 1.0 and of_full.over() == "Exact match; 1000 tokens"
+    assert ratio.here("seed") == "0.25×"
+    assert seconds.ours["seed"].mean == 0.25
+    assert one_kind.ours["seed"].mean == 0.25
+    assert absent.ours == {} and absent.here("seed") == "not measured"
+
+
+def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
+    ours: list[Row] = [cell("h2o"), cell("h2o", seed=1, kind="x", items=[])]
+    ours += [cell("h2o", seed=2, refused="no room"), cell("h2o", seed=3, model="other", items=[])]
+    ours += [cell("h2o", seed=4, measure="generated"), cell("h2o", seed=5, matched="tokens")]
+    value = Reported("h2o", "1/4", "exact", 1.0, measure="forced", matched="bytes")
+    prefill = Reported("h2o", "1/4", "prefill_seconds", 1.0, measure="forced", matched="bytes")
+    exact, seconds = beside(Paper("", "", (), (value, prefill)), ours)
+    assert exact.ours["seed"].mean == 0.25 and list(exact.ours) == ["seed"]
+    assert seconds.ours["seed"].mean == 1.5 and seconds.here("seed") == "1.5000 [1.0000, 2.0000]"
+
+
+def test_tables_say_both_and_what_differs(tmp_path: Path) -> None:
+    told = written(ROW_OF_SMALL, CELLS)
+    assert told.startswith(f"## {CITE}\n\nThe paper: Larger <models>.\n")
+    assert "| snapkv | 1/4 | 41.5 % F1 (MF-en) | Exact match; all tasks | 0.50 |" in told
+    assert "| full | full | above h2o |" in told and "- the data\n" in told
+    here = in_numbers(ROW_OF_SMALL, CELLS)["values"]
+    assert here[0]["here"] == {"seed": {"mean": 0.5, "low": 0.5, "high": 0.5}}
+    assert here[5]["here"] == {}
+
+
+def test_a_report_is_drawn_from_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("larder.plots.drawing.ORDER", ())
+    old = Paper("old", "old").row("small")
+    page = render([write_rows(tmp_path, [old, ROW_OF_SMALL.row("small"), *CELLS])])
+    assert "table 6</h3>" in page and "Larger &lt;models&gt;." in page and ">old<" not in page
+    line = "<th scope=row>snapkv</th><td>1/4</td><td>41.5 % F1 (MF-en)</td>"
+    assert f"{line}<td>Exact match; all tasks</td><td>0.50</td>" in page
+    assert "<li>the data</li>" in page and "absent" not in page
+
+
+def test_it_is_written_once_and_again_when_it_changed(tmp_path: Path) -> None:
+    out, task = tmp_path / "rows.jsonl", TaskAt("passkey", (100,))
+    value = Reported("full", "1/1", "exact", 1.0, task="passkey")
+
+    def tell(paper: Paper) -> None:
+        study = Study("s", (task,), policies=("full",), controls=(), paper=paper)
+        Studying(study, out, lambda model: None, 1)._tell_paper()  # pyright: ignore
+
+    for paper in (Paper("one", "x", (), (value,)), Paper("one", "x", (), (value,))):
+        tell(paper)
+    assert [row["cite"] for row in results([out]).papers] == ["one"]
+    assert len(out.read_text().splitlines()) == 1
+    tell(Paper("two", "x"))
+    assert [row["cite"] for row in results([out]).papers] == ["two"]
+    [before] = [row for row in map(eval, out.read_text().splitlines()) if row["cite"] == "one"]
+    assert before["values"][0]["task"].startswith("passkey(")
+
+
+def test_a_ratio_is_of_means_and_drawn_by_file() -> None:
+    ratio = Bootstrap().ratio([[2.0, 4.0], [6.0]], [[1.0], [2.0, 0.0]])
+    assert ratio.mean == 4.0 and ratio.low == 3.0 and ratio.high == 6.0
+    with pytest.raises(BadParameter, match="above 0"):
+        Bootstrap().ratio([[1.0]], [[0.0]])
+    with pytest.raises(BadParameter, match="the same files"):
+        Bootstrap().ratio([[1.0]], [[1.0], [1.0]])
