@@ -15,8 +15,7 @@ from larder.bench.models import open_model
 from larder.bench.rows import Row
 from larder.bench.sittings import Readings, forked, sit
 from larder.bench.sources import Sources
-from larder.bench.subject import Subject
-from larder.bench.subjects import control, subject
+from larder.bench.subjects import Subject, control, subject
 from larder.bench.task import parse_task
 from larder.bench.workbench import Workbench
 from larder.core.conversation import Conversation, Message, Question

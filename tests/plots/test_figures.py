@@ -158,19 +158,6 @@ def test_prompts_run_from_the_nearest_to_the_farthest(results: Path) -> None:
     assert {y for _, y in found["the question"]} == {1.0}
 
 
-def test_prompts_are_found_among_cells(tmp_path: Path) -> None:
-    right, wrong = ([{"kind": "a", "exact": e, "counts": True}] for e in (True, False))
-    far = cell("prompt_at(percentile=95)", items=wrong)
-    rows = [cell("prompt_at", items=right), far, cell("oracle", items=right)]
-    path = write_rows(tmp_path, [*rows, cell("oracle", tokens=2000, items=wrong)])
-    [(_, panels)] = figure_of("prompt_curve").charts(*read([path]))  # pyright: ignore
-    [panel] = panels
-    [line] = panel.lines
-    assert (line.name, line.xs, line.ys[1]) == ("prompt_at", (5.0, 95.0), 0.0)
-    assert panel.across == (("the question", 1.0),) and line.ys[0] == 1.0
-    assert not clashes(drawn("prompt_curve", path)[0].figure)
-
-
 def test_recall_runs_over_what_is_fetched(results: Path) -> None:
     [one] = drawn("recall", results)
     assert lines(one.figure)["dci"] == [(16.0, 0.25), (32.0, 0.5)]

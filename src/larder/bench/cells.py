@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields, replace
 from larder.bench.amounts import OWN, WHOLE, Amount, Matched
 from larder.bench.rows import CELL, SCHEMA, Row
 from larder.bench.study import Study
-from larder.bench.subject import Scope, Subject
-from larder.bench.subjects import Governed, control, subject
+from larder.bench.subjects import Governed, Scope, Subject, control, subject
 from larder.bench.task import Task, parse_task
 from larder.core.errors import UsageError
 from larder.core.spelling import name_of, spell

@@ -15,7 +15,7 @@ from larder.bench.equal_bytes import Wanted, figures_of, taken_bytes
 from larder.bench.exhibits import exhibits
 from larder.bench.marking import Posed
 from larder.bench.rows import SHOWN, Row
-from larder.bench.subject import Scope, Subject
+from larder.bench.subjects import Scope, Subject
 from larder.bench.task import Style, Task
 from larder.bench.workbench import Workbench
 from larder.core.conversation import Conversation, Question

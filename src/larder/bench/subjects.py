@@ -7,21 +7,18 @@ oracle          the exact question as the prompt that entries are judged by, rea
 exact_topk      pages parked and found again by exact search
 rag_2k          text that is like the question, read in the place of a cache
 rag_episodic    the same out of the question's episode
-
-`prompt_at(percentile=5)` stands between: a prompt of what was said, so near to each question
-(`larder.bench.prompt_at`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from larder.bench.amounts import OWN, WHOLE, Matched
 from larder.bench.cases import Case, case
-from larder.bench.prompt_at import PROMPT_AT, prompted
 from larder.bench.retrievals.base import Retrieval
-from larder.bench.subject import Scope, Subject
 from larder.bench.workbench import Workbench
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import SpellingError
@@ -38,6 +35,53 @@ TOPK_POLICY = (
     "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > uniform() > park() > "
     "flat(dense=0) > lagged(tokens=16)"
 )
+
+
+class Scope(Enum):
+    """What is read serves which questions.
+
+    CONTEXT: all of them; nothing of them is known before.
+    FIRST: all that share a context, but it is read with the first in mind.
+    EACH: one; it is read anew for the next.
+    """
+
+    CONTEXT = "context"
+    FIRST = "first"
+    EACH = "each"
+
+
+class Subject(ABC):
+    """Something that reads a conversation within a budget.
+
+    Args:
+        name: what tables call it.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def spelling(self) -> str:
+        """As it is written in full."""
+
+    @property
+    @abstractmethod
+    def scope(self) -> Scope:
+        """Which questions one reading is for."""
+
+    def budgets(self, wanted: Sequence[str]) -> Sequence[str]:
+        """Those of a study that it is run at."""
+        return wanted
+
+    def matched(self, wanted: Matched) -> Matched:
+        """What is held equal; what a study says, where nothing is known that comes to the same."""
+        return wanted
+
+    @abstractmethod
+    def read(
+        self, bench: Workbench, conversation: Conversation, tokens: int | None, question: Question
+    ) -> Memory:
+        """Read under a budget in tokens per kv head; None where there is nothing to choose."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +170,12 @@ def control(name: str) -> Subject:
 
 
 def subject(name: str) -> Subject:
-    """The policy or the way to retrieve, or to prompt, of that name or that is spelled so.
+    """The policy or the way to retrieve of that name, or that is spelled so.
 
     Raises:
         LarderError: it is neither.
     """
     base = name.partition("(")[0].strip()
-    if base == PROMPT_AT:
-        return prompted(name)
     if base in RETRIEVALS.own():
         calls = parse(name)
         if len(calls) != 1:

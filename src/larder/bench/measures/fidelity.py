@@ -19,8 +19,7 @@ from larder.bench.equal_bytes import Wanted, figures_of
 from larder.bench.exhibits import exhibits
 from larder.bench.measures.base import Measure
 from larder.bench.rows import SHOWN, Row
-from larder.bench.subject import Scope
-from larder.bench.subjects import Governed
+from larder.bench.subjects import Governed, Scope
 from larder.bench.truth import Truth
 from larder.bench.workbench import Workbench
 from larder.core.errors import BadParameter, UsageError

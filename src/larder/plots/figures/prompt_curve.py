@@ -1,8 +1,7 @@
 """Answers against how near the patched prompt is to the question: EpiCache's figure 2.
 
 Each point is a prompt made of utterances around one percentile of their nearness to the question,
-the nearest at the left. The question itself as the prompt is the line across. Points come from the
-cells of `prompt_at(percentile=...)`, the line from those of the control `oracle`.
+the nearest at the left. The question itself as the prompt is the line across.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.bench.rows import Results, Row
-from larder.core.spelling import parse
 from larder.plots import scores
 from larder.plots.figures.base import Figure, Looks, numbered
 from larder.plots.lines import Axis, Line, Panel, draw, even
-from larder.plots.looks import COLORS, CONTROLS, SOLID, Look
+from larder.plots.looks import CONTROLS, Look
 from larder.plots.style import FAINT, SOFT, Drawing, styled
 
 QUESTION = "the question"  # the line across
-PROMPT_AT, ORACLE = "prompt_at", "oracle"
-NEAREST = 5  # the percentile of one that is spelled without
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,6 @@ class PromptCurve(Figure):
     def charts(self, results: Results, looks: Looks) -> list[tuple[str, list[Panel]]]:
         """What is drawn, in numbers: a panel per task and budget."""
         rows = [row for row in results.shown("prompt") if row["policy"] in looks]
-        rows += _of_cells([row for row in results.measured if row["policy"] in looks])
         rows = [row for row in rows if scores.scored({0: row}, self.score)]
         return [(label, self._panels(own)) for label, own in scores.families(rows).items()]
 
@@ -73,7 +68,6 @@ class PromptCurve(Figure):
 
     def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
         order: dict[str, Look] = {**looks}
-        order[PROMPT_AT] = Look("utterances at that rank", *COLORS[0], "o", SOLID)
         order[QUESTION] = Look("question itself", FAINT, SOFT, "", CONTROLS["oracle"])
         with styled():
             x = Axis("nearness rank of the prompt's utterances", _RANKS, 0.0, 100.0)
@@ -100,32 +94,6 @@ class PromptCurve(Figure):
     def _score(self, rows: Sequence[Row]) -> scores.Interval:
         by_seed = {row["seed"]: row for row in rows}
         return scores.interval(scores.scored(by_seed, self.score))
-
-
-def _of_cells(cells: Sequence[Row]) -> list[Row]:
-    """Those under a prompt of one rank, and under the question itself where there are such."""
-    ranked = [row | {"policy": PROMPT_AT, "percentile": _percentile(row)} for row in cells]
-    ranked = [row for row, cell in zip(ranked, cells, strict=True) if _is_prompted(cell)]
-    beside = {_place(row) for row in ranked}
-    asked = [row for row in cells if row["policy"] == ORACLE and _place(row) in beside]
-    return ranked + [row | {"policy": PROMPT_AT, "percentile": None} for row in asked]
-
-
-def _is_prompted(row: Row) -> bool:
-    return row["policy"].partition("(")[0] == PROMPT_AT
-
-
-def _percentile(row: Row) -> int | None:
-    if not _is_prompted(row):
-        return None
-    [call] = parse(row["policy"])
-    percentile = call.parameters.get("percentile", NEAREST)
-    return percentile if isinstance(percentile, int) else NEAREST
-
-
-def _place(row: Row) -> tuple[object, ...]:
-    """What cells of one panel have in common."""
-    return tuple(row.get(name) for name in ("study", "model", "task", "tokens", "budget"))
 
 
 _RANKS = ((0.0, "nearest"), (25.0, "25%"), (50.0, "50%"), (75.0, "75%"), (100.0, "farthest"))
