@@ -1,0 +1,184 @@
+"""Byte budgets: what each tier holds, for whom, and what is on its way there.
+
+Bytes are reserved before anything is allocated or written, so that what is held and what is in
+flight never exceed a budget together. Nothing is kept because it is the only one or too large.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType, TracebackType
+
+from larder.core.errors import BadParameter, BudgetError
+
+UNLIMITED = 2**62
+
+
+class Tier(Enum):
+    """Where bytes are.
+
+    DEVICE: the model's memory. HOST: this machine's. DISK: what survives the process.
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be held.
+
+    Args:
+        total: by tier; a tier that is not named has no limit.
+        tenant: by tier, of each tenant.
+    """
+
+    total: Mapping[Tier, int] = field(default_factory=lambda: MappingProxyType({}))
+    tenant: Mapping[Tier, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        for limits in (self.total, self.tenant):
+            for tier, count in limits.items():
+                if count < 0:
+                    raise BadParameter(
+                        f"The budget of the {tier.value} tier must be 0 bytes or more, got {count}."
+                    )
+
+
+class Reservation:
+    """Bytes that are spoken for until `release`; at the end of a `with` block unless kept.
+
+    Safe from threads; releasing twice does nothing.
+    """
+
+    def __init__(self, ledger: ByteLedger, tier: Tier, tenant: str, count: int) -> None:
+        self.tier, self.tenant, self.bytes = tier, tenant, count
+        self._ledger, self._is_kept = ledger, False
+
+    def keep(self) -> None:
+        """The bytes are there now and stay: `ByteLedger.discharge` tells when they go."""
+        self._is_kept = True
+
+    def release(self) -> None:
+        """The bytes are not needed, or gone; what was kept stays."""
+        if not self._is_kept:
+            self.shrink(0)
+
+    def shrink(self, count: int) -> None:
+        """Fewer bytes are needed than was thought; nothing happens where that is more."""
+        with self._ledger.lock:
+            given, self.bytes = max(self.bytes - count, 0), min(self.bytes, count)
+            self._ledger.discharge(self.tier, self.tenant, given)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class ByteLedger:
+    """The accounts of all tiers. Safe from threads; other processes have their own."""
+
+    def __init__(self, budgets: Budgets = Budgets()) -> None:  # noqa: B008, frozen
+        self.lock = threading.RLock()
+        self._total = dict(budgets.total)
+        self._tenant = dict(budgets.tenant)
+        self._used: dict[Tier, int] = defaultdict(int)
+        self._of: dict[tuple[Tier, str], int] = defaultdict(int)
+        self._freed = threading.Condition(self.lock)
+
+    def reserve(
+        self, tier: Tier, tenant: str, count: int, wait_seconds: float = 0.0
+    ) -> Reservation:
+        """Speak for bytes before they are allocated or written.
+
+        Args:
+            wait_seconds: how long to wait for others to give some back.
+
+        Raises:
+            BudgetError: there is no room; nothing has changed.
+        """
+        if count < 0:
+            raise BadParameter(f"{count} bytes were to be reserved: take 0 or more.")
+        with self._freed:
+            is_hopeless = count > min(self.limit(tier), self.tenant_limit(tier))
+            if is_hopeless or not self._freed.wait_for(
+                lambda: self.room(tier, tenant) >= count, wait_seconds
+            ):
+                raise self._refusal(tier, tenant, count)
+            self._add(tier, tenant, count)
+        return Reservation(self, tier, tenant, count)
+
+    def charge(self, tier: Tier, tenant: str, count: int) -> None:
+        """Count bytes that are there already, found at the start; they may exceed the budget."""
+        with self.lock:
+            self._add(tier, tenant, count)
+
+    def discharge(self, tier: Tier, tenant: str, count: int) -> None:
+        """Bytes are gone."""
+        with self._freed:
+            self._add(tier, tenant, -min(count, self._of[tier, tenant]))
+            self._freed.notify_all()
+
+    def lower(self, tier: Tier, count: int) -> int:
+        """Set a tier's budget; the bytes that must now go, which is the caller's to see to.
+
+        Until they are gone nothing is reserved, and what is held only shrinks.
+        """
+        if count < 0:
+            raise BadParameter(
+                f"The budget of the {tier.value} tier must be 0 bytes or more, got {count}."
+            )
+        with self._freed:
+            self._total[tier] = count
+            self._freed.notify_all()
+            return max(self._used[tier] - count, 0)
+
+    def limit(self, tier: Tier) -> int:
+        """Bytes that a tier may hold."""
+        return self._total.get(tier, UNLIMITED)
+
+    def tenant_limit(self, tier: Tier) -> int:
+        """Bytes of it that may be one tenant's."""
+        return self._tenant.get(tier, UNLIMITED)
+
+    def used(self, tier: Tier, tenant: str | None = None) -> int:
+        """Bytes that are held or on their way, a tenant's or all."""
+        with self.lock:
+            return self._used[tier] if tenant is None else self._of[tier, tenant]
+
+    def room(self, tier: Tier, tenant: str) -> int:
+        """Bytes that a tenant could reserve now; below 0 where a budget was lowered."""
+        with self.lock:
+            total = self.limit(tier) - self._used[tier]
+            return min(total, self.tenant_limit(tier) - self._of[tier, tenant])
+
+    def _add(self, tier: Tier, tenant: str, count: int) -> None:
+        self._used[tier] += count
+        self._of[tier, tenant] += count
+        if not self._of[tier, tenant]:
+            del self._of[tier, tenant]
+
+    def _refusal(self, tier: Tier, tenant: str, count: int) -> BudgetError:
+        of_all = self.limit(tier) - self._used[tier] < count
+        whose, limit = (
+            ("all tenants together", self.limit(tier))
+            if of_all
+            else ("this tenant", self.tenant_limit(tier))
+        )
+        held = self._used[tier] if of_all else self._of[tier, tenant]
+        return BudgetError(
+            f"{count} bytes more do not fit in the {tier.value} tier, where {whose} may hold "
+            f"{limit} and hold {held}: remove sessions, save in fewer bits, or raise the budget."
+        )

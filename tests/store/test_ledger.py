@@ -1,0 +1,127 @@
+"""Byte budgets hold at every instant."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from larder.core.errors import BadParameter, BudgetError
+from larder.store.ledger import Budgets, ByteLedger, Reservation, Tier
+
+TENANTS = ("a", "b")
+OPERATION = st.tuples(
+    st.sampled_from(["reserve", "keep", "release", "shrink", "discharge", "lower"]),
+    st.sampled_from(list(Tier)),
+    st.sampled_from(TENANTS),
+    st.integers(0, 60),
+)
+
+
+@given(st.lists(OPERATION, max_size=40), st.integers(0, 100), st.integers(0, 100))
+def test_23_no_budget_is_ever_exceeded(
+    operations: list[tuple[str, Tier, str, int]], total: int, own: int
+) -> None:
+    ledger = ByteLedger(Budgets(dict.fromkeys(Tier, total), dict.fromkeys(Tier, own)))
+    open_ones: list[Reservation] = []
+    kept: list[Reservation] = []
+    ceiling = dict.fromkeys(Tier, total)
+    for what, tier, tenant, count in operations:
+        if what == "reserve":
+            try:
+                open_ones.append(ledger.reserve(tier, tenant, count))
+            except BudgetError:
+                assert ledger.room(tier, tenant) < count
+        elif what == "lower":
+            over = ledger.lower(tier, count)
+            assert over == max(ledger.used(tier) - count, 0)
+            ceiling[tier] = max(count, ledger.used(tier))
+        elif what == "discharge" and kept:
+            gone = kept.pop(count % len(kept))
+            ledger.discharge(gone.tier, gone.tenant, gone.bytes)
+        elif what in ("keep", "release", "shrink") and open_ones:
+            taken = open_ones.pop(count % len(open_ones))
+            if what == "keep":
+                taken.keep()
+                taken.release()
+                kept.append(taken)
+            elif what == "release":
+                taken.release()
+                taken.release()
+            else:
+                taken.shrink(count)
+                open_ones.append(taken)
+        held = [*open_ones, *kept]
+        for each in Tier:
+            ceiling[each] = max(ledger.limit(each), min(ceiling[each], ledger.used(each)))
+            assert ledger.used(each) == sum(r.bytes for r in held if r.tier is each)
+            assert ledger.used(each) <= ceiling[each]
+            for name in TENANTS:
+                mine = sum(r.bytes for r in held if r.tier is each and r.tenant == name)
+                assert ledger.used(each, name) == mine <= own
+
+
+def test_a_budget_of_nothing_takes_nothing() -> None:
+    ledger = ByteLedger(Budgets({Tier.DISK: 0}))
+    with pytest.raises(BudgetError, match="may hold 0 and hold 0"):
+        ledger.reserve(Tier.DISK, "a", 1)
+    ledger.reserve(Tier.DISK, "a", 0)
+    with pytest.raises(BadParameter):
+        Budgets({Tier.DISK: -1})
+    with pytest.raises(BadParameter):
+        ledger.reserve(Tier.DISK, "a", -1)
+
+
+def test_one_tenant_cannot_take_the_room_of_all() -> None:
+    ledger = ByteLedger(Budgets({Tier.HOST: 100}, {Tier.HOST: 60}))
+    ledger.reserve(Tier.HOST, "a", 60)
+    with pytest.raises(BudgetError, match="this tenant may hold 60"):
+        ledger.reserve(Tier.HOST, "a", 1)
+    ledger.reserve(Tier.HOST, "b", 40)
+    with pytest.raises(BudgetError, match="all tenants together"):
+        ledger.reserve(Tier.HOST, "b", 1)
+
+
+def test_a_budget_that_is_lowered_lets_nothing_in_until_enough_is_gone() -> None:
+    ledger = ByteLedger(Budgets({Tier.DISK: 100}))
+    held = ledger.reserve(Tier.DISK, "a", 80)
+    assert ledger.lower(Tier.DISK, 50) == 30
+    with pytest.raises(BudgetError):
+        ledger.reserve(Tier.DISK, "b", 1)
+    held.shrink(40)
+    ledger.reserve(Tier.DISK, "b", 10)
+    assert ledger.used(Tier.DISK) == 50
+
+
+def test_25_who_waits_gets_what_others_give_back() -> None:
+    ledger = ByteLedger(Budgets({Tier.HOST: 10}))
+    first = ledger.reserve(Tier.HOST, "a", 10)
+    timer = threading.Timer(0.02, first.release)
+    timer.start()
+    ledger.reserve(Tier.HOST, "b", 10, wait_seconds=5.0)
+    assert ledger.used(Tier.HOST) == ledger.used(Tier.HOST, "b") == 10
+    with pytest.raises(BudgetError):  # never fits: not waited for
+        ledger.reserve(Tier.HOST, "b", 11, wait_seconds=60.0)
+    timer.join()
+
+
+def test_23_threads_together_keep_to_the_budget() -> None:
+    ledger = ByteLedger(Budgets({Tier.HOST: 100}))
+    highest, refused = [0], [0]
+
+    def work(tenant: str) -> None:
+        for count in range(200):
+            try:
+                with ledger.reserve(Tier.HOST, tenant, 7 + count % 40):
+                    highest[0] = max(highest[0], ledger.used(Tier.HOST))
+            except BudgetError:
+                refused[0] += 1
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0 < highest[0] <= 100 and ledger.used(Tier.HOST) == 0
