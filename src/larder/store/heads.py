@@ -1,0 +1,161 @@
+"""Where each session stands: records beside the blobs, and the manifest that indexes them.
+
+A state is committed when its record is created under the next epoch's name, which only one can do,
+also of several machines. The manifest follows. What it lacks, because a process ended in between or
+because another machine wrote it, is read from the records when the session is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from larder.core.errors import Damaged, Refused
+from larder.store.blobs import unwritable
+from larder.store.deadline import Guard
+from larder.store.leases import Lease, fence
+from larder.store.manifest import Manifest, superseded
+from larder.store.places import Place
+from larder.store.records import FOLDER, Record, folder_of, path_of, record_of, spelled
+
+KEPT_EPOCHS = 4  # of a session, for rolling back
+
+
+class Heads:
+    """The states of sessions. Safe from threads and processes.
+
+    Args:
+        damaged: told of every record that is not what was written.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        guard: Guard,
+        manifest: Manifest,
+        secret: bytes,
+        damaged: Callable[[str], None],
+    ) -> None:
+        self._place, self._guard, self.manifest = place, guard, manifest
+        self._secret, self._damaged = secret, damaged
+
+    def head(self, tenant: str, session: str) -> Record | None:
+        """The newest state that is whole; None where there is none, or the session was removed.
+
+        Raises:
+            Damaged: there are states, but none is whole.
+        """
+        record = self.newest(tenant, session)
+        return None if record is None or record.removed else record
+
+    def newest(self, tenant: str, session: str) -> Record | None:
+        """As `head`; of a removed session, the record that says so."""
+        known = self._known(tenant, session, None)
+        written = self.written(tenant, session)
+        if known is not None and known.epoch >= max(written, default=0):
+            return known
+        there = sorted({*written, *self.manifest.epochs(tenant, session)}, reverse=True)
+        for epoch in there:
+            record = self.epoch(tenant, session, epoch)
+            if record is not None:
+                self.manifest.adopt(record)
+                self.manifest.step_back(tenant, session, epoch)
+                return record
+            self._guard.call(self._place.set_aside, path_of(tenant, session, epoch))
+        if there:
+            raise Damaged("Every record of the session is damaged: begin it again from its text.")
+        return None
+
+    def epoch(self, tenant: str, session: str, epoch: int) -> Record | None:
+        """A state as the manifest or the record beside the blobs has it; None where neither is
+        whole."""
+        return self._known(tenant, session, epoch) or self._beside(tenant, session, epoch)
+
+    def written(self, tenant: str, session: str) -> list[int]:
+        """The epochs that have a record beside the blobs."""
+        return self._guard.call(self._listed, folder_of(tenant, session))
+
+    def commit(self, record: Record, expected: int, lease: Lease | None = None) -> None:
+        """Make a record, whose epoch is the next one, the head.
+
+        Raises:
+            Superseded: somebody else has written that epoch, or has the lease.
+            StoreFull: nothing can be written.
+        """
+        newest = self.newest(record.tenant, record.session)
+        epoch = 0 if newest is None else newest.epoch
+        if epoch != expected:
+            raise superseded(record.name, expected, epoch)
+        with self.manifest.reading() as rows:
+            fence(lease)(rows)
+        try:
+            self._guard.call(self._place.create, record.path, spelled(record, self._secret))
+        except FileExistsError as error:
+            raise superseded(record.name, expected, record.epoch) from error
+        except OSError as error:
+            raise unwritable(self._place.url, error) from error
+        self.manifest.commit(record, expected)
+
+    def prune(self, tenant: str, session: str, keep: int) -> list[Record]:
+        """Drop all but the newest states; those that were dropped and could be read."""
+        kept = self.manifest.epochs(tenant, session)
+        old = [epoch for epoch in {*kept, *self.written(tenant, session)}]
+        old = sorted(old)[:-keep]
+        records = [self.epoch(tenant, session, epoch) for epoch in old]
+        self.manifest.forget(tenant, session, old)
+        for epoch in old:
+            self._guard.call(self._place.remove, path_of(tenant, session, epoch))
+        return [record for record in records if record is not None]
+
+    def all_written(self) -> list[Record]:
+        """Every record beside the blobs that is whole and can be read."""
+        found = []
+        for parts in map(_parts, self._guard.call(self._paths)):
+            try:
+                found.append(None if parts is None else self._beside(*parts))
+            except Refused as error:
+                self._damaged(str(error))
+        return [record for record in found if record is not None]
+
+    def _known(self, tenant: str, session: str, epoch: int | None) -> Record | None:
+        """What the manifest has; None where that is damaged."""
+        try:
+            if epoch is None:
+                return self.manifest.head(tenant, session)
+            return self.manifest.epoch(tenant, session, epoch)
+        except Damaged as error:
+            self._damaged(str(error))
+            return None
+
+    def _beside(self, tenant: str, session: str, epoch: int) -> Record | None:
+        try:
+            data = self._guard.call(self._place.read, path_of(tenant, session, epoch))
+            record = record_of(data, self._secret)
+        except FileNotFoundError:
+            return None
+        except Damaged as error:
+            self._damaged(str(error))
+            return None
+        if (record.tenant, record.session, record.epoch) != (tenant, session, epoch):
+            self._damaged("A record lies in the place of another.")
+            return None
+        return record
+
+    def _listed(self, folder: str) -> list[int]:
+        parts = [_parts(entry.path) for entry in self._place.listing(folder)]
+        return sorted(each[2] for each in parts if each)
+
+    def _paths(self) -> list[str]:
+        return [entry.path for entry in self._place.listing(FOLDER)]
+
+
+def _parts(path: str) -> tuple[str, str, int] | None:
+    """Tenant, session and epoch of a record's path; None where it is no record's."""
+    words = path.split("/")
+    number = words[-1].removesuffix(".json")
+    if len(words) != 4 or not number.isdecimal() or not number.isascii():
+        return None
+    try:
+        is_record = path == path_of(words[1], words[2], int(number))
+    except Damaged:
+        return None
+    return (words[1], words[2], int(number)) if is_record else None

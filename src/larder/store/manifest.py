@@ -1,0 +1,283 @@
+"""The index of a store on one machine: a SQLite database, which can be built again.
+
+Heads of sessions move by compare-and-swap. What the database says of a session is sealed as the
+records are, so a flipped bit in it is noticed. Everything in it stands in records and chunks beside
+the blobs as well: a damaged database is moved aside, not repaired.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from larder.core.errors import Damaged, StoreError, StoreSlow, Superseded
+from larder.store.blobs import Ref
+from larder.store.records import Record, record_of, spelled
+from larder.store.tables import BUSY_SECONDS, SCHEMA, TABLES, errors
+
+CHECKPOINT_PAGES = 64  # of 4 KiB: how long the log beside the database becomes
+
+
+class Manifest:
+    """Which sessions there are, where they stand, and which blobs they need.
+
+    Safe from threads and from processes of one machine. A change is there whole or not at all.
+
+    Raises:
+        Damaged: the file is no intact database: see `move_aside`.
+        StoreFull, StoreSlow: it cannot be written, or is held by others.
+    """
+
+    def __init__(self, path: Path, secret: bytes, clock: Callable[[], float] = time.time) -> None:
+        self.path, self.clock = path, clock
+        self._secret = secret
+        self._lock = threading.RLock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with errors(path):
+            self._database = sqlite3.connect(
+                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            try:
+                self._prepare()
+            except BaseException:
+                self._database.close()
+                raise
+
+    def close(self) -> None:
+        """Give the file back."""
+        with self._lock:
+            self._database.close()
+
+    def head(self, tenant: str, session: str) -> Record | None:
+        """The newest state of a session; None where there is none.
+
+        Raises:
+            Damaged: what the database has of it is not what was written.
+        """
+        with self.reading() as rows:
+            found = rows(
+                "SELECT record, head FROM sessions LEFT JOIN epochs ON epochs.tenant = "
+                "sessions.tenant AND epochs.session = sessions.session AND epoch = head "
+                "WHERE sessions.tenant = ? AND sessions.session = ?",
+                (tenant, session),
+            )
+        if not found:
+            return None
+        return self._record(found[0][0], tenant, session, found[0][1])
+
+    def epoch(self, tenant: str, session: str, epoch: int) -> Record | None:
+        """An earlier state, where it is still kept."""
+        with self.reading() as rows:
+            found = rows(
+                "SELECT record FROM epochs WHERE tenant = ? AND session = ? AND epoch = ?",
+                (tenant, session, epoch),
+            )
+        return self._record(found[0][0], tenant, session, epoch) if found else None
+
+    def commit(
+        self, record: Record, expected: int, after: Callable[[Any], None] | None = None
+    ) -> None:
+        """Make a record the head of its session.
+
+        Args:
+            expected: the epoch that is the head now; 0 for a new session.
+            after: carried out in the same step, with a function that takes SQL.
+
+        Raises:
+            Superseded: another epoch is the head, or `after` says so; nothing has changed.
+        """
+        own = record.tenant, record.session
+        with self.writing() as rows:
+            found = rows("SELECT head FROM sessions WHERE tenant = ? AND session = ?", own)
+            head = found[0][0] if found else 0
+            if head != expected:
+                raise superseded(record.name, expected, head)
+            if after is not None:
+                after(rows)
+            self._insert(rows, record)
+            now = self.clock()
+            rows(
+                "INSERT INTO sessions VALUES (?, ?, ?, ?, 1) ON CONFLICT DO UPDATE "
+                "SET head = excluded.head, last_used = excluded.last_used, uses = uses + 1",
+                (*own, record.epoch, now),
+            )
+
+    def adopt(self, record: Record) -> None:
+        """Take over a state that was found beside the blobs; it is the head if it is the newest."""
+        own = record.tenant, record.session
+        with self.writing() as rows:
+            self._insert(rows, record)
+            rows(
+                "INSERT INTO sessions VALUES (?, ?, ?, ?, 0) ON CONFLICT DO UPDATE "
+                "SET head = max(head, excluded.head)",
+                (*own, record.epoch, record.made),
+            )
+
+    def step_back(self, tenant: str, session: str, epoch: int) -> None:
+        """Have an earlier state be the head, when those behind it are lost."""
+        with self.writing() as rows:
+            for table in ("epochs", "spans"):
+                rows(
+                    f"DELETE FROM {table} WHERE tenant = ? AND session = ? AND epoch > ?",
+                    (tenant, session, epoch),
+                )
+            rows(
+                "UPDATE sessions SET head = ? WHERE tenant = ? AND session = ?",
+                (epoch, tenant, session),
+            )
+
+    def forget(self, tenant: str, session: str, epochs: list[int]) -> None:
+        """Drop states; the blobs that nobody needs any more are the caller's to delete."""
+        with self.writing() as rows:
+            for epoch in epochs:
+                own = tenant, session, epoch
+                for table in ("epochs", "spans"):
+                    rows(f"DELETE FROM {table} WHERE tenant=? AND session=? AND epoch=?", own)
+
+    def forget_session(self, tenant: str, session: str) -> None:
+        """Drop all of a session, its lease excepted: a late writer must still find it lost."""
+        with self.writing() as rows:
+            for table in ("epochs", "spans", "sessions"):
+                rows(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
+
+    def epochs(self, tenant: str, session: str) -> list[int]:
+        """Every epoch of a session that is kept, oldest first."""
+        with self.reading() as rows:
+            found = rows(
+                "SELECT epoch FROM epochs WHERE tenant = ? AND session = ? ORDER BY epoch",
+                (tenant, session),
+            )
+        return [epoch for (epoch,) in found]
+
+    def sessions(self) -> list[tuple[str, str]]:
+        """Tenant and key of every session, the one that was used last first."""
+        with self.reading() as rows:
+            return rows("SELECT tenant, session FROM sessions ORDER BY last_used DESC, session")
+
+    def used(self, tenant: str, session: str) -> None:
+        """A session was read."""
+        with self.writing() as rows:
+            rows(
+                "UPDATE sessions SET last_used = ?, uses = uses + 1 "
+                "WHERE tenant = ? AND session = ?",
+                (self.clock(), tenant, session),
+            )
+
+    def kept(self, ref: Ref, tenant: str) -> None:
+        """A blob is there, or is about to be."""
+        with self.writing() as rows:
+            rows(
+                "INSERT INTO blobs VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET written = excluded.written",
+                (ref.digest, ref.bytes, tenant, self.clock()),
+            )
+
+    def live(self) -> set[str]:
+        """Digests of every blob that something needs."""
+        with self.reading() as rows:
+            found = rows("SELECT digest FROM spans UNION SELECT digest FROM chunks")
+        return {digest for (digest,) in found}
+
+    def needed(self, digest: str) -> bool:
+        """Whether anything needs a blob."""
+        with self.reading() as rows:
+            return bool(
+                rows(
+                    "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks "
+                    "WHERE digest = ?",
+                    (digest, digest),
+                )
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the database and of the log beside it."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    @contextmanager
+    def reading(self) -> Iterator[Callable[..., list[Any]]]:
+        """A function that takes SQL, for as long as nothing is to be changed."""
+        with self._held(), errors(self.path):
+            yield lambda text, given=(): self._database.execute(text, given).fetchall()
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[..., list[Any]]]:
+        """The same for changes, which are made all or not at all."""
+        with self._held(), errors(self.path):
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield lambda text, given=(): self._database.execute(text, given).fetchall()
+                self._database.execute("COMMIT")
+            except BaseException:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=BUSY_SECONDS):
+            raise StoreSlow(f"{self.path} was held for {BUSY_SECONDS:g} s: see to its disk.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _prepare(self) -> None:
+        for setting in (
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
+        ):
+            self._database.execute(f"PRAGMA {setting}").fetchall()
+        [(said,)] = self._database.execute("PRAGMA quick_check(1)").fetchall()
+        if said != "ok":
+            raise Damaged(f"{self.path} is damaged ({str(said)[:80]}): it is built again.")
+        [(schema,)] = self._database.execute("PRAGMA user_version").fetchall()
+        if schema > SCHEMA:
+            raise StoreError(
+                f"{self.path} is of schema {schema}, this larder reads {SCHEMA}: use the larder "
+                "that wrote it, or another LARDER_HOME."
+            )
+        self._database.executescript(f"{TABLES} PRAGMA user_version = {SCHEMA};")
+
+    def _insert(self, rows: Callable[..., list[Any]], record: Record) -> None:
+        own = record.tenant, record.session, record.epoch
+        rows(
+            "INSERT OR REPLACE INTO epochs VALUES (?, ?, ?, ?)",
+            (*own, spelled(record, self._secret)),
+        )
+        for ref in record.refs:
+            rows("INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?)", (ref.digest, *own))
+
+    def _record(self, data: bytes | None, tenant: str, session: str, epoch: int) -> Record:
+        if data is None:
+            raise Damaged(f"The manifest lacks epoch {epoch} of a session.")
+        record = record_of(bytes(data), self._secret)
+        if (record.tenant, record.session, record.epoch) != (tenant, session, epoch):
+            raise Damaged("The manifest has another session's record in the place of this one's.")
+        return record
+
+
+def superseded(name: str, expected: int, head: int) -> Superseded:
+    """What to say to who comes too late."""
+    return Superseded(
+        f"Session {name!r} is at epoch {head}, not {expected} any more: load it again, and repeat "
+        "what was to be saved."
+    )
+
+
+def move_aside(path: Path) -> Path:
+    """Take a damaged database, and the log beside it, out of the way; where it is now."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    for suffix in ("-wal", "-shm"):
+        path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
+    path.replace(target)
+    return target

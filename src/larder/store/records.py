@@ -1,0 +1,151 @@
+"""What is written down of a session at one point of its life: small, immutable, sealed.
+
+    sessions/<tenant>/<session>/<epoch>.json
+
+An epoch's file is created once and never changed: whoever creates it has written the session's
+next state, and nobody else can. It is sealed with the store's secret, so that a flipped bit is
+noticed as well as a record that somebody else has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from larder.core.errors import Damaged, InputError, Refused
+from larder.store.blobs import Ref
+from larder.store.container import canonical, parsed
+from larder.store.digests import is_digest, key_of, same, seal_of
+
+FOLDER = "sessions"
+SCHEMA = 1
+MAX_NAME = 255
+
+
+@dataclass(frozen=True)
+class Record:
+    """One epoch of a session.
+
+    Args:
+        tenant: whose it is, as `tenant_of` spells it.
+        session: what it is called in paths, as `session_key` spells it.
+        name: what it is called by people.
+        epoch: 1 for the first state.
+        previous: the epoch that it was made from; 0 for none.
+        tokens: of every token that was read.
+        num_tokens: how many they are.
+        identity: what the cache depends on, by name; empty where there is none.
+        policy: canonical spelling.
+        codec: how keys and values are spelled in the spans.
+        cache: what `SequenceCache.meta` told; empty where only tokens are kept.
+        spans: the blobs of the cache, in order.
+        transcript: what was said as text, if that is kept.
+        cache_bytes: of its tensors, once they are decoded.
+        lossless: whether the cache comes back to the bit.
+        made: seconds since 1970.
+        removed: the session is gone; nobody can write a state behind this one.
+    """
+
+    tenant: str
+    session: str
+    name: str
+    epoch: int
+    tokens: Ref
+    num_tokens: int
+    previous: int = 0
+    identity: Mapping[str, str] = field(default_factory=dict)
+    policy: str = ""
+    codec: str = ""
+    cache: Mapping[str, str] = field(default_factory=dict)
+    spans: tuple[Ref, ...] = ()
+    transcript: Ref | None = None
+    cache_bytes: int = 0
+    lossless: bool = True
+    made: float = 0.0
+    removed: bool = False
+    schema: int = SCHEMA
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """Every blob that it needs."""
+        if self.removed:
+            return ()
+        own = (self.tokens,) if self.transcript is None else (self.tokens, self.transcript)
+        return (*own, *self.spans)
+
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+        return path_of(self.tenant, self.session, self.epoch)
+
+    def without_cache(self) -> Record:
+        """The same with tokens and transcript alone."""
+        bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0)
+        return replace(bare, codec="", lossless=True)
+
+
+def session_key(tenant: str, name: str) -> str:
+    """What a session is called in paths: a digest, whatever its name.
+
+    Raises:
+        InputError: this is no name.
+    """
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise InputError(
+            f"A session's name must have 1 to {MAX_NAME} printable characters, got {len(name)}: "
+            f"{name[:40]!r}."
+        )
+    return key_of("session", tenant, name)
+
+
+def path_of(tenant: str, session: str, epoch: int) -> str:
+    """Where the record of an epoch lies."""
+    return f"{folder_of(tenant, session)}/{epoch}.json"
+
+
+def folder_of(tenant: str, session: str) -> str:
+    """Where the records of a session lie."""
+    if not (is_digest(tenant) and is_digest(session)):
+        raise Damaged("The key of a tenant or a session is no digest.")
+    return f"{FOLDER}/{tenant}/{session}"
+
+
+def spelled(record: Record, secret: bytes) -> bytes:
+    """A record as bytes, sealed."""
+    told = canonical(asdict(record))
+    return canonical({"record": told, "seal": seal_of(secret, told)}).encode()
+
+
+def record_of(data: bytes, secret: bytes) -> Record:
+    """The record that `spelled` wrote.
+
+    Raises:
+        Damaged: it is not what was written, or was written with another secret.
+        Refused: it is of another schema.
+    """
+    outer = parsed(data)
+    if not isinstance(outer, dict) or not isinstance(outer.get("record"), str):
+        raise Damaged("The record of a session is not one.")
+    if not same(seal_of(secret, outer["record"]), str(outer.get("seal"))):
+        raise Damaged(
+            "The record of a session does not match its seal: it is damaged, or was written with "
+            "another secret."
+        )
+    told = parsed(outer["record"])
+    if told.get("schema") != SCHEMA:
+        raise Refused(
+            f"The record of a session is of schema {str(told.get('schema'))[:20]}, this larder "
+            f"reads {SCHEMA}: it is left as it is, for the larder that wrote it.",
+            "format",
+        )
+    return _record(told)
+
+
+def _record(told: Mapping[str, Any]) -> Record:
+    """Keys of a later larder are left out; what is sealed has the others."""
+    known = {name: told[name] for name in Record.__dataclass_fields__ if name in told}
+    known["tokens"] = Ref(**told["tokens"])
+    known["spans"] = tuple(Ref(**span) for span in told["spans"])
+    known["transcript"] = None if told["transcript"] is None else Ref(**told["transcript"])
+    return Record(**known)

@@ -1,0 +1,254 @@
+"""Where sessions stand: compare-and-swap, leases, and what is done when records are damaged."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import Damaged, InputError, LarderError, Refused, StoreFull, Superseded
+from larder.store.leases import acquire, release
+from larder.store.manifest import Manifest, move_aside
+from larder.store.records import record_of, session_key, spelled
+from store.places import FULL, Faulty, refusing
+from store.records import SECRET, SESSION, TENANT, a_record, a_ref, heads_at
+
+OWN = (TENANT, SESSION)
+
+
+def test_a_record_comes_back_and_notices_every_flipped_bit() -> None:
+    record = a_record(3, spans=(a_ref("a"), a_ref("b")), transcript=a_ref("c"), made=1.5)
+    data = spelled(record, SECRET)
+    assert record_of(data, SECRET) == record
+    assert set(record.refs) == {a_ref("tokens 3"), a_ref("a"), a_ref("b"), a_ref("c")}
+    for place in range(0, len(data), 7):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        with pytest.raises((Damaged, Refused)):
+            record_of(bytes(flipped), SECRET)
+    with pytest.raises(Damaged, match="another secret"):
+        record_of(data, b"t" * 32)
+
+
+def test_10_a_record_of_another_schema_is_refused() -> None:
+    with pytest.raises(Refused, match="left as it is"):
+        record_of(spelled(a_record(1, schema=2), SECRET), SECRET)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 256, "a\0b", "a\nb"])
+def test_30_names_that_are_none(name: str) -> None:
+    with pytest.raises(InputError, match="1 to 255 printable"):
+        session_key(TENANT, name)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "@", "Ω", "a" * 255, "con", "a/b"])
+def test_30_any_other_name_is_a_digest_in_paths(name: str) -> None:
+    key = session_key(TENANT, name)
+    assert a_record(1).path.count("/") == 3 and name not in replace(a_record(1), session=key).path
+
+
+def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    assert heads.head(*OWN) is None
+    heads.commit(a_record(1), expected=0)
+    heads.commit(a_record(2), expected=1)
+    with pytest.raises(Superseded, match="is at epoch 2, not 1 any more"):
+        heads.commit(a_record(2), expected=1)
+    with pytest.raises(Superseded):
+        heads.commit(a_record(1), expected=0)
+    assert heads.head(*OWN) == a_record(2)
+    assert heads.manifest.live() == {a_record(n).tokens.digest for n in (1, 2)}
+
+
+def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
+    ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
+    won: list[int] = []
+
+    def write(number: int) -> None:
+        try:
+            record = a_record(1, num_tokens=number)
+            (ours if number % 2 else theirs).commit(record, expected=0)
+            won.append(number)
+        except Superseded:
+            return
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [winner] = won
+    for heads in (ours, theirs):
+        head = heads.head(*OWN)
+        assert head is not None and head.num_tokens == winner
+
+
+def test_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
+    ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
+    for epoch in range(1, 8):
+        theirs.commit(a_record(epoch), expected=epoch - 1)
+        theirs.prune(*OWN, keep=2)
+    with pytest.raises(Superseded, match="at epoch 7, not 0"):
+        ours.commit(a_record(1), expected=0)
+    ours.commit(a_record(8), expected=7)
+    assert theirs.head(*OWN) == a_record(8)
+
+
+def test_a_state_that_was_written_but_not_indexed_is_found(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    heads._place.create(a_record(2).path, spelled(a_record(2), SECRET))
+    assert heads.head(*OWN) == a_record(2)
+
+
+def test_old_states_are_pruned(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    for epoch in range(1, 7):
+        heads.commit(a_record(epoch), expected=epoch - 1)
+    assert heads.prune(*OWN, keep=2) == [a_record(n) for n in (1, 2, 3, 4)]
+    assert heads.written(*OWN) == heads.manifest.epochs(*OWN) == [5, 6]
+    assert heads.head(*OWN) == a_record(6)
+
+
+def test_a_removed_session_fences_late_writers(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    heads.commit(a_record(2, removed=True), expected=1)
+    assert heads.head(*OWN) is None and a_record(2, removed=True).refs == ()
+    with pytest.raises(Superseded):
+        heads.commit(a_record(2), expected=1)
+
+
+def _flip_row(heads: object, epoch: int) -> None:
+    manifest = heads.manifest  # pyright: ignore[reportAttributeAccessIssue]
+    with manifest.writing() as rows:
+        [(data,)] = rows("SELECT record FROM epochs WHERE epoch = ?", (epoch,))
+        flipped = bytearray(data)
+        flipped[40] ^= 4
+        rows("UPDATE epochs SET record = ? WHERE epoch = ?", (bytes(flipped), epoch))
+
+
+def _flip_file(folder: Path, epoch: int) -> None:
+    path = folder / "store" / a_record(epoch).path
+    data = bytearray(path.read_bytes())
+    data[40] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def test_1_a_flipped_bit_in_the_manifest_is_mended_from_the_record(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    heads.commit(a_record(2), expected=1)
+    _flip_row(heads, 2)
+    said: list[str] = []
+    heads._damaged = said.append
+    assert heads.head(*OWN) == a_record(2) and said
+    said.clear()
+    assert heads.head(*OWN) == a_record(2) and not said
+
+
+def test_1_a_flipped_bit_in_a_record_does_no_harm(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    _flip_file(tmp_path, 1)
+    assert heads.head(*OWN) == a_record(1)
+
+
+def test_1_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    heads.commit(a_record(2), expected=1)
+    _flip_row(heads, 2)
+    _flip_file(tmp_path, 2)
+    assert heads.head(*OWN) == a_record(1)
+    heads.commit(a_record(2), expected=1)
+    for epoch in (1, 2):
+        _flip_row(heads, epoch)
+        _flip_file(tmp_path, epoch)
+    with pytest.raises(Damaged, match="begin it again"):
+        heads.head(*OWN)
+
+
+def test_a_record_in_the_place_of_another_is_not_believed(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    heads._place.create(a_record(2).path, spelled(a_record(1), SECRET))
+    assert heads.head(*OWN) == a_record(1)
+
+
+@pytest.mark.parametrize("damage", ["noise", "torn", "emptied", "page"])
+def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "manifest.sqlite"
+    manifest = Manifest(path, SECRET)
+    for number in range(4):
+        manifest.adopt(a_record(number + 1, policy="x" * 9000))
+    manifest.close()
+    data = bytearray(path.read_bytes())
+    if damage == "noise":
+        data[:100] = b"x" * 100
+    elif damage == "torn":
+        data = data[: len(data) // 2]
+    elif damage == "emptied":
+        data[4096:] = b"\0" * (len(data) - 4096)
+    else:
+        data[4096:4200] = b"\xff" * 104
+    path.write_bytes(bytes(data))
+    with pytest.raises(LarderError):
+        Manifest(path, SECRET)
+    assert move_aside(path).name == "manifest.sqlite.damaged-1"
+    assert Manifest(path, SECRET).sessions() == []
+
+
+def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.sqlite"
+    Manifest(path, SECRET).close()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 9")
+    database.close()
+    with pytest.raises(LarderError, match="schema 9"):
+        Manifest(path, SECRET)
+
+
+def test_4_a_manifest_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path / "manifest.sqlite", SECRET)
+    with manifest.reading() as rows:
+        rows("PRAGMA max_page_count = 24")
+    with pytest.raises(StoreFull, match="make room"):
+        for number in range(60):
+            manifest.adopt(a_record(number + 1, policy="x" * 1000))
+    assert manifest.sessions() == [OWN]
+
+
+def test_4_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    heads._place = Faulty(heads._place, refusing(FULL, "create"))
+    with pytest.raises(StoreFull):
+        heads.commit(a_record(2), expected=1)
+    assert heads.head(*OWN) == a_record(1)
+
+
+def test_leases_fence_whoever_had_them_before(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    now = [100.0]
+    heads.manifest.clock = lambda: now[0]
+    first = acquire(heads.manifest, *OWN, "one", seconds=10.0)
+    with pytest.raises(Refused, match="written by one for 10.0 s more") as refused:
+        acquire(heads.manifest, *OWN, "two", seconds=10.0)
+    assert refused.value.reason == "lease"
+    assert acquire(heads.manifest, *OWN, "one", seconds=10.0).term == first.term
+    heads.commit(a_record(1), expected=0, lease=first)
+    now[0] = 111.0
+    second = acquire(heads.manifest, *OWN, "two", seconds=10.0)
+    assert second.term > first.term
+    with pytest.raises(Superseded, match="one does not have the session's lease"):
+        heads.commit(a_record(2), expected=1, lease=first)
+    heads.commit(a_record(2), expected=1, lease=second)
+    release(heads.manifest, first)
+    with pytest.raises(Refused):
+        acquire(heads.manifest, *OWN, "one", seconds=10.0)
+    release(heads.manifest, second)
+    assert acquire(heads.manifest, *OWN, "one", seconds=10.0).term > second.term
