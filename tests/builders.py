@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ from larder.policy.planner import TALLIES
 from larder.recall.flat import Flat
 
 HEAD_DIM = 8
+# Parts that another package does the work of, by its name; without it nobody can try them.
+CARRIED = {"kvpress": "kvpress"}
 RADIANS = (1.0, 0.3, 0.07)  # the last two dimensions are not turned
+
+
+def runnable(names: Iterable[str]) -> list[str]:
+    """Parts whose package, if they need one, is installed."""
+    return [name for name in names if name not in CARRIED or find_spec(CARRIED[name])]
 
 
 def a_layer(

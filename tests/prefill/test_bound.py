@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import runnable
 from larder.policy.compensation.drop import Drop
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
@@ -30,7 +31,7 @@ def built(slot: str, name: str) -> Any:
     return FAMILIES[slot].load(name)(**SMALL.get(name, {}))
 
 
-SCORERS = [built("scorer", name) for name in FAMILIES["scorer"].names()]
+SCORERS = [built("scorer", name) for name in runnable(FAMILIES["scorer"].names())]
 BUDGETS = [built("budget", n) for n in FAMILIES["budget"].names() if n != "unlimited"]
 KINDS = {"blockwise": Blockwise, "episodic": lambda block: Episodic(block, Together.ALL)}
 

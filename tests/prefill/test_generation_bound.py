@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from builders import runnable
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.spec import POSITION_BYTES
@@ -108,7 +109,7 @@ def _nobody(name: str) -> Any:
 
 def while_generating(slot: str) -> Iterator[str]:
     """Every part of a family that can act on single tokens."""
-    for name in FAMILIES[slot].names():
+    for name in runnable(FAMILIES[slot].names()):
         part = FAMILIES[slot].load(name)
         if slot == "budget" and name == "unlimited":
             continue

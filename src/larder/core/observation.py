@@ -186,6 +186,7 @@ class Seen:
         lexicon: the sets of token ids that the policy asks for.
         places: what positions queries and `keys` are turned to, for each kv head; empty where they
             are turned to their true ones.
+        states: hidden states of the tokens as they entered attention; empty where nobody asks.
     """
 
     layer: LayerSpec
@@ -201,6 +202,7 @@ class Seen:
     facts: Calibration = field(default_factory=dict[str, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
     places: Int[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.int64, 0, 0))
+    states: Float[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
 
     @property
     def turned_to(self) -> Int[Tensor, "K Q"]:

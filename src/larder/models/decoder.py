@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from larder.core.errors import InputError, ModelError
 from larder.core.ledger import SURPRISE
+from larder.core.needs import Need
 from larder.core.spec import ModelSpec
 from larder.core.types import Mode
 from larder.models import seam
 from larder.models.ahead import Ahead, attentions
 from larder.models.apart import OwnConfigs
 from larder.models.correcting import read_on, with_latest
+from larder.models.entering import Entering
 from larder.models.fingerprint import fingerprint
 from larder.models.head import Head, body_of
 from larder.models.kinds import check_kinds
@@ -77,13 +79,22 @@ class Decoder:
         return self.module.get_input_embeddings().weight.detach()
 
     @torch.no_grad()
-    def read(self, rows: Sequence[Row], mode: Mode, observer: Observer | None = None) -> None:
+    def read(
+        self,
+        rows: Sequence[Row],
+        mode: Mode,
+        observer: Observer | None = None,
+        needs: frozenset[Need] = frozenset(),
+    ) -> None:
         """Pass rows through all layers, without computing logits.
 
         In probe mode only the first layer is as it would be in earnest: attention answers with
         zeros, so what later layers record follows from no text.
+
+        Args:
+            needs: what the observer asks to be told beside queries, keys and values.
         """
-        self._hidden(rows, mode, observer)
+        self._hidden(rows, mode, observer, needs)
 
     @torch.no_grad()
     def weigh(
@@ -161,11 +172,15 @@ class Decoder:
         return attentions(self.body)
 
     def _hidden(
-        self, rows: Sequence[Row], mode: Mode, observer: Observer | None
+        self,
+        rows: Sequence[Row],
+        mode: Mode,
+        observer: Observer | None,
+        needs: frozenset[Need] = frozenset(),
     ) -> list[Float[Tensor, "_ hidden"]]:
         """What the last layer makes of each row; caches that follow remember the last of theirs."""
         rows = [with_again(with_latest(row, mode), mode) for row in rows]
-        out = self._run(self.body, rows, mode, observer)
+        out = self._run(self.body, rows, mode, observer, needs=needs)
         given = out.last_hidden_state[0].split([row.width for row in rows])
         parts = [part[len(row.again) :] for part, row in zip(given, rows, strict=True)]
         if mode is Mode.APPEND:
@@ -196,6 +211,7 @@ class Decoder:
         rows: Sequence[Row],
         mode: Mode,
         observer: Observer | None,
+        needs: frozenset[Need] = frozenset(),
         **options: Any,
     ) -> Any:
         ids = [token for row in rows for token in (*row.again, *row.ids)]
@@ -206,7 +222,9 @@ class Decoder:
             told = {"position_ids": journey.positions(), "use_cache": False, "larder": journey}
             rebuilds = Rebuilds(lambda: self.recompute, lambda: self.shape, rows, mode, journey)
             stepping = rows if mode is Mode.APPEND else ()
-            with rebuilds.going_on(), Ahead(self._attentions, stepping, journey):
+            modules = self._attentions
+            watching = Entering(modules, journey, needs)
+            with rebuilds.going_on(), Ahead(modules, stepping, journey), watching:
                 out = module(input_ids=given, **told, **options)
             journey.finish()
             if mode is Mode.APPEND:

@@ -7,7 +7,7 @@ position. Rows do not see each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
+from larder.core.nothing import nothing
 from larder.core.types import Coming, Keys, Mode, Queries, Values
 
 
@@ -64,12 +65,14 @@ class Recorded:
     Args:
         queries [H, Q, D], keys and values [K, Q, D]: post-RoPE.
         positions: true positions [Q].
+        states: hidden states as they entered attention; empty where nobody asked.
     """
 
     queries: Float[Tensor, "H Q D"]
     keys: Float[Tensor, "K Q D"]
     values: Float[Tensor, "K Q D"]
     positions: Int[Tensor, " Q"]
+    states: Float[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
 
 
 # Called after each layer of each row, once the cache of that layer is up to date.
@@ -84,6 +87,8 @@ class Pass:
     ) -> None:
         self.rows = rows
         self.called: set[int] = set()
+        # Of all tokens, as they entered the attention that is going on; none where nobody asks.
+        self.states: Float[Tensor, "_ _"] = nothing(torch.float32, 0, 0)
         self._mode = mode
         self._observer = observer
         self._plans = [row.cache.plans for row in rows]
@@ -155,5 +160,12 @@ class Pass:
         else:
             out = answer()
         if self._observer is not None:
-            self._observer(index, layer, Recorded(*new))
+            self._observer(index, layer, Recorded(*new, self._states(index)))
         return out
+
+    def _states(self, index: int) -> Float[Tensor, "_ _"]:
+        """Of a row's new tokens."""
+        if not len(self.states):
+            return self.states
+        stop = sum(row.width for row in self.rows[: index + 1])
+        return self.states[stop - len(self.rows[index].ids) : stop]

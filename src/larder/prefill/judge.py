@@ -140,6 +140,7 @@ class Judge:
             self._stage,
             recorded.keys,
             cache.heard(layer),
+            states=recorded.states,
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.knowing(placed(seen, own))

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from larder.core.ledger import Ledger
+from larder.core.needs import Need
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed
 from larder.policy.ends import Ends
@@ -59,6 +60,10 @@ class Scorer(ABC):
         the latest tokens judges by no more than these.
         """
         return Ends()
+
+    def needs(self) -> frozenset[Need]:
+        """What it has to see beside queries, keys and entries; nothing by default."""
+        return frozenset()
 
     def wanted(self) -> frozenset[str]:
         """Names of the prompts that this scorer, with these parameters, will look up."""

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from larder.core.needs import Need
 from larder.prefill.base import Progress, Schedule
 from larder.prefill.reader import Lane, Reader
 
 # Bounds activations; without a plan in between, pieces of any size leave the same cache. The last
-# piece is longer where a scorer judges by more tokens than this.
+# piece is longer where a scorer judges by more tokens than this, and all where it asks for them.
 PIECE_TOKENS = 1024
 
 
@@ -36,8 +37,9 @@ class Whole(Schedule):
 
     def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> None:
         start = lane.cache.next_position
-        voters = max(PIECE_TOKENS, reader.planner.scorer.least().last)  # they stay themselves
-        last = max(0, len(ids) - voters)
+        scorer = reader.planner.scorer
+        voters = max(PIECE_TOKENS, scorer.least().last)  # they stay themselves
+        last = 0 if Need.TEXT in scorer.needs() else max(0, len(ids) - voters)
         lane.cache.allocate(len(ids))
         for cut in range(0, last, PIECE_TOKENS):
             reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])

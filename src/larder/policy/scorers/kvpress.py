@@ -1,0 +1,260 @@
+"""Keep what a press of NVIDIA/kvpress scores highest.
+
+Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+Distribution" (2025), arXiv:2510.00636, section 4, presents that library; each press names its own
+paper. Any of its presses that only score can be named; the budget, what becomes of the rejected,
+the schedule and all else are the policy's. Presses that wrap others share budgets out, chunk or
+merge, for which there are other slots. The package must be installed (`larder[kvpress]`).
+
+A press sees keys and values of all entries, and of the tokens of the last pass what it makes of
+their hidden states: under `whole()` all tokens of the context where it asks for more than a window
+of them. Under `blockwise()` it sees one block beside the entries that were kept, which those made
+for a whole context refuse. Heads that hold equally many entries are shown together, others one by
+one, each with its own query heads, so that means over a layer are then over a head's own. Numbers
+are float32. Weights are those of the model, its own scaling included; what a folded entry counts
+for is known to none but those that take weights.
+
+The share that is removed is no concern of a score, but two ask: write it,
+`StreamingLLMPress(compression_ratio=0.75)`, `CompactorPress(compression_ratio=0.75)`. Importing
+kvpress wraps the attention functions of transformers, for its own sake; to our passes that makes no
+difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, fields
+from functools import cached_property
+from inspect import signature
+from typing import Any, NoReturn
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import (
+    BadParameter,
+    DependencyError,
+    ScoreError,
+    SpellingError,
+    UnknownName,
+)
+from larder.core.family import unknown
+from larder.core.needs import Need
+from larder.core.observation import Seen, Stage
+from larder.core.spelling import Call, Value, parse
+from larder.core.types import Packed
+from larder.policy.ends import Ends
+from larder.policy.scorers._standin import StandIn, telling
+from larder.policy.scorers.base import Scorer
+
+# Presses that judge by the keys, or by a window at the end, and so need not see all queries.
+LITTLE = frozenset(
+    {
+        "CURPress",
+        "ExpectedAttentionStatsPress",
+        "KeyDiffPress",
+        "KnormPress",
+        "LagKVPress",
+        "PyramidKVPress",
+        "QFilterPress",
+        "RandomPress",
+        "SnapKVPress",
+        "StreamingLLMPress",
+        "TOVAPress",
+    }
+)
+WEIGHTS = frozenset({"ObservedAttentionPress"})  # take the whole matrix of attention weights
+STATES = frozenset({"KVzapPress"})  # take hidden states into networks of their own
+LEARNED = frozenset({"KVzapPress", "QFilterPress"})  # look weights up by the name of a model
+# Fields of presses that say how many tokens they put above all others.
+FIRST = ("n_sink", "num_sinks", "sink_size_start")
+LAST = ("window_size", "sink_size_end")
+FAULTS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Kvpress(Scorer):
+    """What a press makes of a layer.
+
+    Args:
+        press: as kvpress calls it, with parameters where they are not the usual ones:
+            "SnapKVPress(window_size=32)". What is true or false there is written 1 or 0.
+        model: whose learned weights the press is to look up, by its name on the hub; for those
+            that need any.
+        seed: what a press draws by chance follows from it.
+    """
+
+    press: str = "KnormPress()"
+    model: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        name = _call(self.press).name
+        if name in LEARNED and not self.model:
+            raise BadParameter(
+                f"{name} has learned from a model: name it on the hub, as in "
+                f'kvpress(press="{name}", model="Qwen/Qwen3-8B").'
+            )
+
+    def needs(self) -> frozenset[Need]:
+        name = _call(self.press).name
+        states = {Need.STATES} if name in STATES else set[Need]()
+        return frozenset(states if name in LITTLE else {*states, Need.TEXT})
+
+    def least(self) -> Ends:
+        """Sinks and the window that the press has parameters for.
+
+        Raises:
+            DependencyError: kvpress is not installed.
+            UnknownName: it has no such press, or the press no such parameter.
+        """
+        told: dict[str, int] = self._made.__dict__
+        first, last = (max((told.get(n, 0) for n in names), default=0) for names in (FIRST, LAST))
+        return Ends(first, last)
+
+    def score(self, seen: Seen) -> Packed:
+        lengths, heads = seen.entries.lengths, list(range(seen.layer.kv_heads))
+        if len(set(lengths)) == 1:
+            groups = [heads]
+        else:
+            groups = [[head] for head in heads]
+        devices = [seen.queries.device] if seen.queries.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):  # pyright: ignore
+            self._sow(seen, devices)
+            return torch.cat([self._of_heads(seen, own) for own in groups])
+
+    def _sow(self, seen: Seen, devices: list[torch.device]) -> None:
+        """Chance begins anew for each layer."""
+        begin = (self.seed << 16) + seen.layer.index
+        torch.default_generator.manual_seed(begin)
+        if devices:
+            torch.cuda.manual_seed(begin)
+
+    def _of_heads(self, seen: Seen, heads: list[int]) -> Packed:
+        count = seen.entries.lengths[heads[0]]
+        if not count:
+            return torch.zeros(0, device=seen.queries.device)
+        standing, name = StandIn(seen, heads), _call(self.press).name
+        states = self._states(seen) if name in STATES else standing.numbers
+        weights = standing.weights() if name in WEIGHTS else None
+        told = {"position_embeddings": standing.position_embeddings}
+        given = standing, states, standing.keys, standing.values, weights, told
+        try:
+            scores = self._made.score(*given)
+        except FAULTS as error:
+            self._refuse(seen, count, f"{type(error).__name__}: {error}", error)
+        if tuple(scores.shape) != (1, len(heads), count):
+            shown = f"it returned scores of shape {tuple(scores.shape)}"
+            self._refuse(seen, count, f"{shown}, not (1, {len(heads)}, {count})", None)
+        return scores.detach().float().flatten()
+
+    def _states(self, seen: Seen) -> Float[Tensor, "1 Q hidden"]:
+        if not len(seen.states):
+            raise ScoreError(
+                f"{self.press} judges by hidden states, which are seen while a context is read: "
+                "put prefill_only() behind it."
+            )
+        return seen.states[None].float()
+
+    def _refuse(self, seen: Seen, count: int, why: str, cause: Exception | None) -> NoReturn:
+        what = "generating" if seen.stage is Stage.GENERATING else "reading"
+        raise ScoreError(
+            f"{self.press} cannot score layer {seen.layer.index}, {count} entries by "
+            f"{seen.queries.shape[1]} queries while {what} ({' '.join(why.split())}): it may be "
+            "made for a context that is read in one piece and larger than its windows; put whole() "
+            "in front and prefill_only() behind."
+        ) from cause
+
+    @cached_property
+    def _made(self) -> Any:
+        """The press itself, with what it has learned."""
+        made = _make(_call(self.press))
+        try:
+            made.post_init_from_model(telling(self.model))
+        except FAULTS as error:
+            raise BadParameter(
+                f"{self.press} cannot be given what it learned for the model {self.model!r} "
+                f"({' '.join(str(error).split())}): name one that it knows, or take another press."
+            ) from error
+        return made
+
+
+def _call(press: str) -> Call:
+    """The press as written: its name and its parameters."""
+    try:
+        calls = parse(press, "press")
+    except SpellingError as error:
+        raise BadParameter(f"kvpress.press cannot be read: {error}") from error
+    if len(calls) != 1:
+        raise BadParameter(f"kvpress.press must be one press, got {press!r}.")
+    return calls[0]
+
+
+def _make(call: Call) -> Any:
+    """An instance of what was written.
+
+    Raises:
+        UnknownName: there is no such press, or it has no such parameter.
+        BadParameter: a value that it does not take.
+    """
+    kinds = _kinds()
+    if call.name in _offered() and call.name not in kinds:
+        raise BadParameter(
+            f"{call.name} of kvpress does more than score: what it shares out, cuts or merges is "
+            f"for other slots of the policy; name one of {', '.join(sorted(kinds))}."
+        )
+    if call.name not in kinds:
+        raise UnknownName(unknown("press that scores", call.name, sorted(kinds)))
+    taken = {field.name: field for field in fields(kinds[call.name]) if field.init}
+    for name in call.parameters:
+        if name not in taken:
+            raise UnknownName(unknown(f"parameter of {call.name}", name, sorted(taken)))
+    given = {name: _given(taken[name], value) for name, value in call.parameters.items()}
+    try:
+        return kinds[call.name](**given)
+    except FAULTS as error:
+        raise BadParameter(f"{call.name} refuses its parameters ({error}): give others.") from error
+
+
+def _kinds() -> dict[str, type]:
+    """Presses that score by themselves, by name."""
+    offered = _offered()
+    base = offered.pop("ScorerPress")
+    return {
+        name: kind
+        for name, kind in offered.items()
+        if issubclass(kind, base) and "press" not in signature(kind).parameters
+    }
+
+
+def _offered() -> dict[str, type]:
+    """All classes of the package, by name."""
+    held: dict[str, Any] = _library().__dict__
+    return {name: kind for name, kind in held.items() if isinstance(kind, type)}
+
+
+def _given(field: Field[Any], value: Value) -> Any:
+    """A value as written, for a parameter; truth is written as a number."""
+    return bool(value) if isinstance(field.default, bool) else value
+
+
+def _library() -> Any:
+    try:
+        import kvpress  # pyright: ignore
+    except ImportError as error:
+        raise DependencyError(
+            "scorer kvpress needs the package kvpress, which is not installed; "
+            'run `pip install "larder[kvpress]"`, or take a scorer of ours, such as keydiff().'
+        ) from error
+    return kvpress
+
+
+Part = Kvpress

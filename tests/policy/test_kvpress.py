@@ -1,0 +1,262 @@
+"""Presses of kvpress as scorers: what ours and theirs have in common, and where they part.
+
+Most of it is run where kvpress is installed, which is of no use to the other tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from builders import a_layer, a_view, runnable
+from larder.core.errors import BadParameter, DependencyError, ScoreError, UnknownName
+from larder.core.ledger import LOG_COUNT
+from larder.core.needs import Need
+from larder.core.observation import Seen
+from larder.policy.ends import Ends
+from larder.policy.scorers._standin import StandIn
+from larder.policy.scorers.column_mass import ColumnMass
+from larder.policy.scorers.expected import Expected
+from larder.policy.scorers.keydiff import KeyDiff
+from larder.policy.scorers.keynorm import KeyNorm
+from larder.policy.scorers.kvpress import Kvpress
+from larder.policy.scorers.lagkv import LagKV, Within
+from larder.policy.scorers.last_query import LastQuery
+from larder.policy.scorers.leverage import Leverage
+from larder.policy.scorers.sinks_and_window import SinksAndWindow
+from larder.policy.scorers.snapkv import SnapKV
+from larder.session.policy import Policy
+
+TOKENS = 60
+with_kvpress = pytest.mark.skipif(not runnable(["kvpress"]), reason="kvpress is not installed")
+
+
+def whole(kv_heads: int = 2, group: int = 2, index: int = 1) -> Seen:
+    """A text that was read in one piece."""
+    seen = a_view(a_layer(kv_heads, group, index=index), [list(range(TOKENS))] * kv_heads, TOKENS)
+    keys = torch.stack([seen.entries.head_keys(head) for head in range(kv_heads)])
+    return replace(seen, keys=keys)
+
+
+def heads(scores: torch.Tensor) -> torch.Tensor:
+    return scores.view(-1, TOKENS)
+
+
+def kept(scores: torch.Tensor, count: int) -> list[set[int]]:
+    """The best of each head; of equals the later one, as a budget has it."""
+    ranked = [sorted(range(TOKENS), key=lambda i: (-float(h[i]), -i)) for h in heads(scores)]
+    return [set(head[:count]) for head in ranked]
+
+
+def test_a_press_is_spelled_with_its_parameters() -> None:
+    sentence = 'whole() > kvpress(press="SnapKVPress(window_size=8)", seed=3) > uniform(tokens=20)'
+    policy = Policy.parse(sentence)
+    assert Policy.parse(str(policy)) == policy
+    assert policy.scorer == Kvpress("SnapKVPress(window_size=8)", seed=3)
+
+
+@pytest.mark.parametrize("press", ["", "1", "A() > B()", "SnapKVPress(8)", "A(x=[1])"])
+def test_what_is_no_press_is_refused(press) -> None:
+    with pytest.raises(BadParameter, match=r"kvpress\.press"):
+        Kvpress(press)
+
+
+def test_what_a_press_asks_to_see() -> None:
+    assert Kvpress("SnapKVPress(window_size=8)").needs() == frozenset()
+    assert Kvpress("CompactorPress").needs() == {Need.TEXT}
+    assert Kvpress("KVzapPress", model="some/model").needs() == {Need.TEXT, Need.STATES}
+    with pytest.raises(BadParameter, match="name it on the hub"):
+        Kvpress("QFilterPress")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    for ask in (lambda: Kvpress().least(), lambda: Kvpress().score(whole())):
+        with pytest.raises(DependencyError, match=r"pip install \"larder\[kvpress\]\""):
+            ask()
+
+
+def test_the_stand_in_turns_queries_as_attention_did() -> None:
+    """Turned again, what it projects gives the logits that attention had."""
+    seen = whole(group=3)
+    standing = StandIn(seen, [0, 1])
+    cosine, sine = standing.position_embeddings
+    flat = standing.q_proj(standing.numbers)
+    queries = flat.view(TOKENS, len(standing.query_heads), -1).transpose(0, 1)
+    first, second = queries.chunk(2, dim=-1)
+    turned = queries * cosine + torch.cat([-second, first], dim=-1) * sine
+    got = turned @ standing.keys[0].repeat_interleave(3, 0).mT / standing.head_dim**0.5
+    keys = torch.stack([seen.entries.head_keys(h) for h in (0, 1)]).repeat_interleave(3, 0)
+    torch.testing.assert_close(got, seen.queries @ keys.mT * seen.layer.scaling)
+    assert torch.equal(standing.rotary_emb(flat, torch.arange(TOKENS)[None])[0], cosine)
+
+
+def test_the_stand_in_counts_on_from_where_the_pass_ends() -> None:
+    seen = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
+    standing = StandIn(seen, [0, 1])
+    next_of_pass = standing.rotary_emb(seen.queries, torch.tensor([[10]]))
+    angles = TOKENS * torch.tensor(seen.layer.radians)
+    assert next_of_pass[0][0, 0, :3].tolist() == pytest.approx(angles.cos().tolist(), abs=1e-5)
+
+
+def test_the_stand_in_weighs_by_position_and_count() -> None:
+    seen = whole()
+    rows = torch.zeros(len(seen.entries.keys))
+    rows[seen.entries.starts[1] + 4] = 50.0
+    counted = replace(seen, entries=seen.entries.remembering({LOG_COUNT: rows}))
+    weights = StandIn(counted, [0, 1]).weights()[0]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(4, TOKENS))
+    assert not weights.triu(1).any()
+    assert weights[2:, 4:, 4].amin() > 0.99 and weights[2:, :4, 4].amax() == 0
+
+
+@with_kvpress
+def test_windows_and_sinks_of_a_press_are_kept_from_the_budget() -> None:
+    assert Kvpress("SnapKVPress(window_size=8)").least() == Ends(last=8)
+    assert Kvpress("CompactorPress").least() == Ends(8, 4)
+    assert Kvpress("ExpectedAttentionPress(n_sink=3)").least() == Ends(3)
+
+
+@with_kvpress
+def test_keys_alone_are_judged_alike() -> None:
+    seen = whole()
+    torch.testing.assert_close(Kvpress("KnormPress").score(seen), KeyNorm().score(seen))
+    torch.testing.assert_close(Kvpress("KeyDiffPress").score(seen), KeyDiff().score(seen))
+
+
+@with_kvpress
+def test_snapkv_without_pooling_is_alike_up_to_a_factor() -> None:
+    seen = whole()
+    theirs = heads(Kvpress("SnapKVPress(window_size=6, kernel_size=1)").score(seen))
+    ours = heads(SnapKV(window=6, kernel=1).score(seen))
+    torch.testing.assert_close(theirs[:, :-6], ours[:, :-6] / (6 * seen.layer.group))
+    assert (theirs[:, -6:] > theirs[:, :-6].max()).all()
+
+
+@with_kvpress
+def test_snapkv_pools_by_the_mean_there_and_by_the_highest_here() -> None:
+    seen = whole()
+    theirs = Kvpress("SnapKVPress(window_size=6, kernel_size=5)").score(seen)
+    assert kept(theirs, 20) != kept(SnapKV(window=6, kernel=5).score(seen), 20)
+
+
+@with_kvpress
+def test_expected_attention_is_alike() -> None:
+    told = "n_future_positions=9, n_sink=3, epsilon=0.02"
+    theirs = heads(Kvpress(f"ExpectedAttentionPress({told})").score(whole()))
+    ours = heads(Expected(future=9, sinks=3, epsilon=0.02).score(whole()))
+    torch.testing.assert_close(theirs[:, 3:], ours[:, 3:], rtol=1e-4, atol=1e-6)
+    assert (theirs[:, :3] > theirs[:, 3:].max()).all() and ours[:, :3].isinf().all()
+
+
+@with_kvpress
+def test_tova_is_alike_but_keeps_the_last_token() -> None:
+    theirs, ours = heads(Kvpress("TOVAPress").score(whole())), heads(LastQuery().score(whole()))
+    torch.testing.assert_close(theirs[:, :-1], ours[:, :-1])
+    assert (theirs[:, -1] > theirs[:, :-1].max()).all()
+
+
+@with_kvpress
+@pytest.mark.parametrize("within", list(Within))
+def test_lagkv_is_alike_where_partitions_are_compared(within) -> None:
+    crossing = int(within is Within.HEAD)
+    theirs = Kvpress(f"LagKVPress(n_sink=4, lag_size=8, cross_scoring={crossing})").score(whole())
+    ours = LagKV(sinks=4, lag=8, within=within).score(whole())
+    compared = slice(4, 4 + 6 * 8)
+    torch.testing.assert_close(heads(theirs)[:, compared], heads(ours)[:, compared])
+    assert (heads(theirs)[:, 4 + 6 * 8 :] == 1).all()  # the latest, whose age ours tell apart
+
+
+@with_kvpress
+def test_streaming_llm_keeps_the_same() -> None:
+    theirs = Kvpress("StreamingLLMPress(n_sink=3, compression_ratio=0.75)").score(whole())
+    assert kept(theirs, 15) == kept(SinksAndWindow(sinks=3).score(whole()), 15)
+
+
+@with_kvpress
+def test_observed_attention_is_mass_for_each_query_that_could_look() -> None:
+    seen = whole()
+    standing = StandIn(seen, [0, 1])
+    mass = standing.weights()[0].sum(1).view(2, seen.layer.group, TOKENS).sum(1)
+    entries = seen.entries.remembering({"mass": seen.entries.spread(mass.flatten())})
+    ours = heads(ColumnMass().score(replace(seen, entries=entries)))
+    lookers = torch.arange(TOKENS, 0, -1) * seen.layer.group
+    theirs = heads(Kvpress("ObservedAttentionPress").score(seen))
+    torch.testing.assert_close(theirs, ours / lookers)
+
+
+@with_kvpress
+def test_leverage_is_nearly_alike_for_the_sketch_is_drawn_anew() -> None:
+    theirs = heads(Kvpress("LeverageScorePress(sketch_dimension=64)").score(whole()))
+    ours = heads(Leverage(sketch=64).score(whole()))
+    together = torch.corrcoef(torch.stack([theirs.flatten(), ours.flatten()]))
+    assert together[0, 1] > 0.9
+
+
+@with_kvpress
+def test_what_is_drawn_by_chance_repeats_and_leaves_chance_alone() -> None:
+    before = torch.random.get_rng_state()
+    first = Kvpress("RandomPress", seed=1).score(whole())
+    assert torch.equal(Kvpress("RandomPress", seed=1).score(whole()), first)
+    assert not torch.equal(Kvpress("RandomPress", seed=2).score(whole()), first)
+    assert not torch.equal(Kvpress("RandomPress", seed=1).score(whole(index=2)), first)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@with_kvpress
+def test_heads_of_different_lengths_are_shown_one_by_one() -> None:
+    layer = a_layer(2, 2)
+    uneven = a_view(layer, [list(range(30)), list(range(10, 30))], 12)
+    scores = Kvpress("SnapKVPress(window_size=4, kernel_size=1)").score(uneven)
+    ours = SnapKV(window=4, kernel=1).score(uneven)
+    for theirs, own in zip(scores.split([30, 20]), ours.split([30, 20]), strict=True):
+        torch.testing.assert_close(theirs[:-4], own[:-4] / (4 * layer.group))
+
+
+@with_kvpress
+@pytest.mark.parametrize(
+    ("press", "error", "message"),
+    [
+        ("SnapPress()", UnknownName, "Did you mean 'SnapKVPress'"),
+        ("SnapKVPress(window=8)", UnknownName, "Did you mean 'window_size'"),
+        ("CriticalKVPress()", BadParameter, "does more than score"),
+        ("AdaKVPress()", BadParameter, "does more than score"),
+    ],
+)
+def test_another_press_is_told_apart(press, error, message) -> None:
+    with pytest.raises(error, match=message):
+        Kvpress(press).least()
+
+
+@with_kvpress
+def test_a_press_that_cannot_score_says_why() -> None:
+    block = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
+    with pytest.raises(ScoreError, match=r"only supports prefill.*put whole\(\) in front"):
+        Kvpress("NonCausalAttnPress").score(block)
+    with pytest.raises(ScoreError, match="should be greater than the window size"):
+        Kvpress("SnapKVPress").score(block)
+    unknown = replace(whole(), layer=replace(whole().layer, radians=None))
+    with pytest.raises(ScoreError, match="turns its queries"):
+        Kvpress("TOVAPress").score(unknown)
+    assert Kvpress("KnormPress").score(unknown).shape == (2 * TOKENS,)
+
+
+@with_kvpress
+def test_a_press_with_networks_of_its_own_gets_hidden_states(tmp_path, monkeypatch) -> None:
+    from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
+
+    config = KVzapConfig(input_dim=6, output_dim=2, n_modules=3, hidden_dim=4)
+    model: Any = KVzapModel(config)
+    model.save_pretrained(tmp_path / "nvidia" / "KVzap-mlp-model")
+    monkeypatch.chdir(tmp_path)
+    press, states = Kvpress("KVzapPress", model="some/model"), torch.randn(TOKENS, 6)
+    with torch.no_grad():
+        got = press.score(replace(whole(), states=states))
+        expected = model.layers[1](states).T.flatten()
+    torch.testing.assert_close(got, expected)
+    with pytest.raises(ScoreError, match="judges by hidden states"):
+        press.score(whole())

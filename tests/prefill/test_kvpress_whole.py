@@ -1,0 +1,161 @@
+"""A press run by kvpress and by us keeps the same entries; a scorer sees what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from builders import runnable
+from larder.core.needs import Need
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.models.loading import adopt
+from larder.models.tiny import tiny
+from larder.policy.budgets.uniform import Uniform
+from larder.policy.compensation.drop import Drop
+from larder.policy.planner import Planner
+from larder.policy.protect import Protect
+from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.kvpress import Kvpress
+from larder.prefill.base import silent
+from larder.prefill.schedules import whole as whole_module
+from larder.prefill.schedules.whole import Whole
+from reading import some_ids
+
+CONTEXT, KEPT = 80, 20
+IDS = some_ids(CONTEXT)
+PRESSES = [
+    "CURPress()",
+    "CapPress()",
+    "ExpectedAttentionPress()",
+    "KeyDiffPress()",
+    "KnormPress()",
+    "LagKVPress(lag_size=8, cross_scoring=1)",
+    "NonCausalAttnPress(chunk_size=16)",
+    "CompactorPress(chunk_size=16, blending=0)",
+    "ObservedAttentionPress()",
+    "SnapKVPress(window_size=8)",
+    "StreamingLLMPress(compression_ratio=0.75)",
+    "TOVAPress()",
+]
+# Gemma3 scales and slides, which kvpress knows only under its name for pictures and text.
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")
+
+
+def runs_hooks() -> bool:
+    """Whether kvpress can run by itself: its hooks need what transformers has left out since."""
+    import transformers
+
+    return bool(runnable(["kvpress"])) and Version(transformers.__version__) < Version("5.3")
+
+
+with_hooks = pytest.mark.skipif(not runs_hooks(), reason="kvpress or its transformers is absent")
+
+
+def by_kvpress(architecture: str, press: str) -> list[torch.Tensor]:
+    """Keys that its own hooks leave, for each layer [K, S, D]."""
+    from transformers import DynamicCache
+
+    from larder.policy.scorers.kvpress import _call, _make
+
+    made, module, cache = _make(_call(press)), tiny(architecture), DynamicCache()
+    made.compression_ratio = 1 - KEPT / CONTEXT
+    module.set_attn_implementation("eager" if "Observed" in press else "sdpa")
+    with torch.no_grad(), made(module):
+        module.model(torch.tensor([IDS]), past_key_values=cache)
+    return [layer.keys[0] for layer in cache.layers]
+
+
+@with_hooks
+@pytest.mark.parametrize("press", PRESSES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_press_keeps_here_what_it_keeps_there(architecture, press, reader_for, lane_for) -> None:
+    decoder = adopt(tiny(architecture))
+    planner = Planner(Protect(0, 0), Kvpress(press), Uniform(), Drop())
+    reader, lane = reader_for(decoder, planner, KEPT, CONTEXT), lane_for(decoder, planner)
+    Whole().read(reader, [lane], IDS, silent)
+    for layer, theirs in enumerate(by_kvpress(architecture, press)):
+        entries = lane.cache.entries(layer)
+        for head, keys in enumerate(theirs):
+            nearest = torch.cdist(keys, entries.head_keys(head)).amin(1)
+            assert nearest.shape == (KEPT,)
+            assert nearest.amax() < 1e-3
+
+
+@dataclass(frozen=True)
+class Curious(Scorer):
+    """Asks for everything, and remembers what it saw."""
+
+    asked: frozenset[Need]
+    saw: list[Seen] = field(default_factory=list, compare=False)
+
+    def needs(self) -> frozenset[Need]:
+        return self.asked
+
+    def score(self, seen: Seen) -> Packed:
+        self.saw.append(seen)
+        return seen.entries.packed_positions().float()
+
+
+def looked(
+    reader_for: Any, lane_for: Any, decoder: Any, *asked: Need, lanes: int = 1
+) -> list[Seen]:
+    scorer = Curious(frozenset(asked))
+    planner = Planner(Protect(0, 0), scorer, Uniform(), Drop())
+    reader = reader_for(decoder, planner, KEPT, CONTEXT)
+    Whole().read(reader, [lane_for(decoder, planner) for _ in range(lanes)], IDS, silent)
+    return scorer.saw
+
+
+def entered(module: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """What enters attention, by hooks of the test's own."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, named: found.append(named["hidden_states"][0].clone()),
+            with_kwargs=True,
+        )
+        for layer in module.model.layers
+    ]
+    return found, lambda: [hook.remove() for hook in hooks] and None
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "phi3"])
+def test_a_scorer_that_asks_sees_the_hidden_states(architecture, reader_for, lane_for) -> None:
+    decoder = adopt(tiny(architecture))
+    found, stop = entered(decoder.module)
+    saw = looked(reader_for, lane_for, decoder, Need.STATES)
+    stop()
+    assert [seen.states.shape for seen in saw] == [(CONTEXT, 64)] * 2
+    for seen, states in zip(saw, found, strict=True):
+        assert torch.equal(seen.states, states)
+    assert not any(layer.self_attn._forward_pre_hooks for layer in decoder.module.model.layers)
+
+
+def test_nobody_else_is_shown_them(watched, reader_for, lane_for) -> None:
+    assert not any(len(seen.states) for seen in looked(reader_for, lane_for, watched))
+
+
+def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane_for) -> None:
+    planner = Planner(Protect(0, 0), Curious(frozenset({Need.STATES})), Uniform(), Drop())
+    reader = reader_for(watched, planner, KEPT, CONTEXT)
+    lanes = [lane_for(watched, planner) for _ in range(2)]
+    reader.settle(lanes, IDS, IDS, 0)
+    first, second = planner.scorer.saw[:2]
+    torch.testing.assert_close(first.states, second.states)
+    assert len(first.states) == CONTEXT
+
+
+def test_who_asks_for_the_text_has_it_in_one_piece(
+    watched, reader_for, lane_for, monkeypatch
+) -> None:
+    monkeypatch.setattr(whole_module, "PIECE_TOKENS", 16)
+    [some, *_] = looked(reader_for, lane_for, watched)
+    [all_of_it, *_] = looked(reader_for, lane_for, watched, Need.TEXT)
+    assert some.queries.shape[1] == 16
+    assert all_of_it.queries.shape[1] == CONTEXT
