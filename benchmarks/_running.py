@@ -12,8 +12,9 @@ from _cells import SMALLER, Cell, all_cells, key
 
 import larder.cli
 from larder.bench.cases import Case
-from larder.bench.rows import Row, commit_of_this
+from larder.bench.rows import Row
 from larder.bench.running import Pace, Run, estimate
+from larder.bench.surroundings import commit_of_this
 
 DEMO = Path(larder.cli.__path__[0]) / "demo"
 

@@ -23,7 +23,8 @@ from larder import Conversation, Engine, read_conversation
 from larder.bench.items import items_of
 from larder.bench.metrics import exact
 from larder.bench.recite import KIND
-from larder.bench.rows import append, commit_of_this, known_rows
+from larder.bench.rows import append, known_rows
+from larder.bench.surroundings import commit_of_this
 from larder.engine.answer import Answer
 
 SMALL = "icecache_small"

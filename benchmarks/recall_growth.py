@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from larder import Engine, read_conversation
-from larder.bench.rows import commit_of_this
+from larder.bench.surroundings import commit_of_this
 from larder.cache.sequence import SequenceCache
 from larder.cache.tiered import Tiered
 from larder.engine.decoding import Limits, generate

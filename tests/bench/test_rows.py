@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from larder.bench import rows
+from larder.bench import surroundings
 from larder.bench.rows import (
     append,
-    environment,
     key,
     known_rows,
     results,
@@ -21,6 +20,7 @@ from larder.bench.rows import (
     untimed,
 )
 from larder.bench.running import Run
+from larder.bench.surroundings import commit_of_this, environment
 from larder.core.errors import InputError
 
 CELL: dict[str, Any] = {
@@ -38,6 +38,8 @@ CELL: dict[str, Any] = {
     "budget": "1/4",
     "matched": "bytes",
     "measure": "forced",
+    "device": "cpu",
+    "dtype": "float32",
     "prefill_seconds": 0.5,
     "seconds": 1.0,
     "items": [],
@@ -80,13 +82,13 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 def test_the_last_row_of_a_key_counts_and_environments_are_found_by_id(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    surroundings = environment(threads=1)
-    later = CELL | {"environment": surroundings["id"], "seconds": 2.0}
-    append(path, [surroundings, CELL, CELL | {"seed": 9, "refused": "too small"}, later])
+    around = environment(threads=1)
+    later = CELL | {"environment": around["id"], "seconds": 2.0}
+    append(path, [around, CELL, CELL | {"seed": 9, "refused": "too small"}, later])
     found = results([path])
     assert found.cells == (later, CELL | {"seed": 9, "refused": "too small"})
     assert found.measured == (later,)
-    assert found.environments[found.cells[0]["environment"]] == surroundings
+    assert found.environments[found.cells[0]["environment"]] == around
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -98,16 +100,37 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_the_key_holds_what_was_asked_and_not_what_came_out() -> None:
     assert key(CELL) == key(CELL | {"seconds": 9, "items": [1], "policy": "another name"})
-    for name in ("study", "model_fingerprint", "task", "spelling", "budget", "matched", "measure"):
+    for name in (
+        "study",
+        "model_fingerprint",
+        "task",
+        "spelling",
+        "budget",
+        "matched",
+        "measure",
+        "dtype",
+    ):
         assert key(CELL) != key(CELL | {name: "other"})
     assert untimed(CELL) == {
         name: value for name, value in CELL.items() if name not in ("seconds", "prefill_seconds")
     }
 
 
+def test_rows_from_before_the_device_was_told_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    old = {name: value for name, value in CELL.items() if name not in ("device", "dtype")}
+    append(path, [old])
+    assert key(old) == key(CELL) and results([path]).cells == (CELL,)
+    run = Run([CELL, CELL | {"device": "cuda"}], dict, key, lambda row: {}, path, {})
+    assert run.left() == [CELL | {"device": "cuda"}]
+
+
 def test_equal_surroundings_have_equal_ids() -> None:
     one, other = environment(threads=1), environment(threads=1)
     assert one["id"] == other["id"] != environment(threads=2)["id"]
+    assert (
+        environment(1, "gpu")["accelerator"] == "gpu" and environment(1, "gpu")["id"] != one["id"]
+    )
     assert len(one["id"]) == 12
     assert one["larder"] and one["torch"] and one["transformers"]
 
@@ -121,15 +144,15 @@ def test_what_was_changed_since_its_commit_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "rows.py"
-    monkeypatch.setattr(rows, "__file__", str(file))
-    assert rows.commit_of_this() == ""
+    monkeypatch.setattr(surroundings, "__file__", str(file))
+    assert commit_of_this() == ""
     file.write_text("one\n")
     who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
     for words in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "One")):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-    commit = rows.commit_of_this()
+    commit = commit_of_this()
     assert len(commit) >= 7 and "-" not in commit
     (tmp_path / "results.jsonl").write_text("{}\n")
-    assert rows.commit_of_this() == commit
+    assert commit_of_this() == commit
     file.write_text("two\n")
-    assert rows.commit_of_this() == f"{commit}-dirty"
+    assert commit_of_this() == f"{commit}-dirty"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.bench.cells import cells_of
+from larder.bench.cells import cells_of, without_twins
 from larder.bench.study import CONTROLS, Study, TaskAt, read_study, study_names
 from larder.bench.studying import check, measure_of
 from larder.core.errors import InputError, LarderError, UnknownName, UsageError
@@ -35,7 +35,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_a_study_is_read(tmp_path: Path) -> None:
     study = read_study(written(tmp_path, TEXT))
     assert study.tasks == (TaskAt("passkey()", (200, 300)),)
-    assert (study.models, study.matched, study.files) == (("seed",), ("bytes",), 2)
+    assert (study.models, study.matched, study.files) == (("seed",), ("bytes", "tokens"), 2)
     assert study.measure == ("forced", "generated")
     assert read_study(written(tmp_path, TEXT.replace('controls = ["full", "rag_2k"]', ""))) == (
         Study(**{**vars(study), "controls": CONTROLS})
@@ -45,15 +45,18 @@ def test_a_study_is_read(tmp_path: Path) -> None:
 def test_every_cell_is_there_once(tmp_path: Path) -> None:
     cells = cells_of(read_study(written(tmp_path, TEXT)), "seed")
     # Lengths, seeds, measures; three subjects at two budgets, the full cache at its own alone.
-    assert len(cells) == 2 * 2 * 2 * (3 * 2 + 1)
-    assert len({tuple(cell.head("f").items()) for cell in cells}) == len(cells)
-    assert [cell.seed for cell in cells[:14]] == [3] * 14 and cells[14].seed == 4
+    # Each at equal bytes and at equal tokens; text that is looked up comes to the same.
+    assert len(cells) == 2 * 2 * 2 * 2 * (3 * 2 + 1)
+    assert len({tuple(cell.head({}).items()) for cell in cells}) == len(cells)
+    assert [cell.seed for cell in cells[:28]] == [3] * 28 and cells[28].seed == 4
+    assert len(without_twins(cells)) == 2 * 2 * 2 * (2 * 2 * 2 + 2 + 1)
+    assert without_twins(without_twins(cells)) == without_twins(cells)
     assert {cell.budget for cell in cells if cell.subject.name == "full"} == {"1/1"}
 
 
 def test_equal_policies_are_one() -> None:
     study = Study("s", (TaskAt("passkey", (99,)),), policies=("random", "full"), budgets=("1/2",))
-    assert len(cells_of(study, "seed")) == 9 * 6
+    assert len(cells_of(study, "seed")) == 9 * 6 * 2
 
 
 @pytest.mark.parametrize(

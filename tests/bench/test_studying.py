@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from larder.bench.cells import Cell
+from larder.bench.measures.forced import ForcedAnswers
 from larder.bench.models import open_model
 from larder.bench.rows import Row, rows_of, untimed
 from larder.bench.running import Pace
 from larder.bench.sources import Sources
 from larder.bench.study import Study, TaskAt
-from larder.bench.studying import Studying
+from larder.bench.studying import Studying, check
 from larder.bench.workbench import Workbench
 from larder.core.conversation import Conversation, Message
 from larder.core.errors import BudgetError, UsageError
@@ -25,6 +27,7 @@ STUDY = Study(
     (TaskAt("passkey()", (180,)),),
     models=("random:qwen3-tiny",),
     budgets=("1/2",),
+    matched=("bytes",),
     files=2,
     controls=("full",),
 )
@@ -76,6 +79,49 @@ def test_killed_and_taken_up_again(bench: Workbench, tmp_path: Path) -> None:
     assert {row["environment"] for row in whole} == {rows_of(path)[0]["id"]}
     shares = [row["bytes_share"] for row in whole if row["policy"] not in ("full", RAG)]
     assert len(shares) == 4 and 0.45 < min(shares) <= max(shares) <= 0.5
+
+
+def test_what_comes_to_the_same_is_measured_once(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    measure = ForcedAnswers.measure
+
+    def counted(self: ForcedAnswers, bench: Workbench, cell: Cell, guess: float | None) -> Row:
+        measured.append(f"{cell.subject.name} {cell.matched.value}")
+        return measure(self, bench, cell, guess)
+
+    monkeypatch.setattr(ForcedAnswers, "measure", counted)
+    wanted = study(("h2o", RAG), matched=("bytes", "tokens"), files=1)
+    whole = run(bench, wanted, tmp_path / "whole.jsonl")
+    assert measured == ["h2o bytes", f"{RAG} bytes", "full bytes", "h2o tokens"]
+    assert len(check(wanted)) == len(whole) == 6
+    shared = [row for row in whole if "shared_with" in row]
+    assert [(row["policy"], row["matched"]) for row in shared] == [
+        (RAG, "tokens"),
+        ("full", "tokens"),
+    ]
+    for one, other in zip(whole[1:3], shared, strict=True):
+        same = {"matched": "tokens"}
+        assert untimed(one) | same == untimed(other)
+    halves = run(bench, wanted, tmp_path / "halves.jsonl", stop_after=4)
+    halves = run(bench, wanted, tmp_path / "halves.jsonl")
+    assert list(map(untimed, halves)) == list(map(untimed, whole)) and len(measured) == 8
+
+
+def test_only_what_was_asked_for_counts(bench: Workbench, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    first = run(bench, study(("keydiff", "h2o")), path)
+    # Taken up from another seed, the first guess is that of a file that holds nothing yet.
+    wanted = study(("keydiff",), first_seed=1)
+    running = Studying(wanted, path, lambda model: bench, 1)
+    running.go()
+    fresh = run(bench, wanted, tmp_path / "fresh.jsonl")
+    assert [row["seed"] for row in running.rows() if row["policy"] == "keydiff"] == [1, 2]
+    assert len(first) == 6 and (len(running.rows()), running.others()) == (4, 4)
+    late = [untimed(row) for row in running.rows() if row["seed"] == 2]
+    assert late == [untimed(row) for row in fresh if row["seed"] == 2]
+    assert {(row["device"], row["dtype"]) for row in first} == {("cpu", "float32")}
 
 
 def test_text_that_is_looked_up(bench: Workbench) -> None:

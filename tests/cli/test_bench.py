@@ -11,7 +11,7 @@ from larder.bench.rows import rows_of
 from larder.bench.running import Run as Running
 
 TINY = ("--model", "random:qwen3-tiny", "--tokens", "180", "--files", "1", "--budget", "1/2")
-ONE = ("bench", "passkey", *TINY, "--policy", "h2o", "--control", "full")
+ONE = ("bench", "passkey", *TINY, "--policy", "h2o", "--control", "full", "--matched", "bytes")
 
 
 @pytest.fixture
@@ -36,7 +36,10 @@ def test_a_task(run: Run, out: Path) -> None:
     assert len(result.stderr.splitlines()) == 2 and "h2o 1/2" in result.stderr
     again = run(*ONE, "--out", out)
     assert again.stderr == "" and "### Exact match" in again.stdout and "| h2o |" in again.stdout
-    assert len(rows_of(out)) == 4
+    assert len(rows_of(out)) == 4 and "of other runs" not in again.stdout
+    other = run(*ONE[:-6], "--control", "full", "--matched", "bytes", "--out", out)
+    assert "| full |" in other.stdout and "h2o" not in other.stdout
+    assert other.stdout.splitlines()[-1].startswith(f"{out} holds 1 cell of other runs: ")
 
 
 def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
@@ -44,7 +47,7 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
     path = write(tmp_path / "own.toml", text + '[[tasks]]\nspelling = "passkey"\ntokens = 180\n')
     words = ("bench", "--study", path, "--out", out, "--model", "random:qwen3-tiny")
     told = document(run(*words, "--files", "1", "--estimate", "--json"))
-    assert told["cells"] == 2 and {part["policy"] for part in told["parts"]} == {"h2o", "full"}
+    assert told["cells"] == 4 and {part["policy"] for part in told["parts"]} == {"h2o", "full"}
     assert not out.exists()
     line = complaint(run(*words, "--policy", "snapkv"), 2)
     assert "contradicts" in line and "--policy" in line

@@ -51,14 +51,24 @@ class Cell:
         head = spell(self.task), str(self.tokens), self.subject.spelling
         return (*head, self.budget, self.matched.value)
 
-    def head(self, fingerprint: str) -> Row:
-        """What its row starts with."""
+    @property
+    def is_alike(self) -> bool:
+        """Whether it comes to the same whatever is held equal."""
+        kinds = {self.subject.matched(one) for one in Matched}
+        return self.amount is None or len(kinds) == 1
+
+    def head(self, told: Row) -> Row:
+        """What its row starts with.
+
+        Args:
+            told: of the model (`Workbench.told`).
+        """
         return {
             "schema": SCHEMA,
             "row": CELL,
             "study": self.study,
             "model": self.model,
-            "model_fingerprint": fingerprint,
+            **told,
             "task": spell(self.task),
             "kind": name_of(type(self.task)),
             "tokens": self.tokens,
@@ -90,6 +100,15 @@ def cells_of(study: Study, model: str) -> list[Cell]:
         for budget in one.budgets(study.budgets)
     ]
     return _with_shown(cells)
+
+
+def without_twins(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells that have to be measured: of those that come to the same, the first."""
+    first: dict[tuple[object, ...], Cell] = {}
+    for cell in cells:
+        matched = None if cell.is_alike else cell.matched
+        first.setdefault((cell.model, *cell.place[:-1], cell.seed, cell.measure, matched), cell)
+    return list(first.values())
 
 
 def spelled(part: object) -> str:

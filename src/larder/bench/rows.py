@@ -9,15 +9,10 @@ Neither torch nor a model is loaded here, so that figures are drawn without them
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +39,8 @@ EXHIBITS: dict[str, tuple[str, ...]] = {
     "breakdown": ("step",),
 }
 SHOWN = "exhibits"  # where a row that was just measured has its exhibits
-ID_LENGTH = 12
 # What may differ between two runs of the same cell, besides names that end in _seconds.
-TIMED = frozenset({"seconds", "latency", "parts", "date", "tokens_per_second"})
+TIMED = frozenset({"seconds", "latency", "parts", "date", "tokens_per_second", "shared_with"})
 
 
 class Key(NamedTuple):
@@ -61,11 +55,15 @@ class Key(NamedTuple):
     budget: str
     matched: str
     measure: str
+    device: str = "cpu"
+    dtype: str = "float32"
 
 
+# What rows told nothing of at first, and what was usual then.
+_SINCE = Key._field_defaults
 _NEEDED: dict[str, tuple[str, ...]] = {
     ENVIRONMENT: ("id",),
-    CELL: Key._fields,
+    CELL: tuple(name for name in Key._fields if name not in _SINCE),
     PAPER: ("study", "cite", "setup", "differs", "values"),
     **{kind: (*HEAD, *own) for kind, own in EXHIBITS.items()},
 }
@@ -99,7 +97,7 @@ class Results:
 
 def key(row: Row) -> Key:
     """By which a cell is found again."""
-    return Key(**{name: row[name] for name in Key._fields})
+    return Key(**{name: row[name] for name in Key._fields if name in row or name not in _SINCE})
 
 
 def results(paths: Iterable[Path]) -> Results:
@@ -111,7 +109,7 @@ def results(paths: Iterable[Path]) -> Results:
     rows = [row for path in paths for row in rows_of(path)]
     for row in rows:
         _check(row)
-    cells = {key(row): row for row in rows if row["row"] == CELL}
+    cells = {key(row): {**_SINCE, **row} for row in rows if row["row"] == CELL}
     exhibits = {_shown_by(row): row for row in rows if row["row"] in EXHIBITS}
     environments = {row["id"]: row for row in rows if row["row"] == ENVIRONMENT}
     papers = {row["study"]: row for row in rows if row["row"] == PAPER}
@@ -166,50 +164,6 @@ def untimed(row: Row) -> Row:
     return {name: value for name, value in row.items() if not _is_timed(name)}
 
 
-def environment(threads: int) -> Row:
-    """What figures depend on beside what a cell tells. Equal surroundings have equal ids: the date
-    does not count.
-
-    Args:
-        threads: that torch computes with.
-    """
-    told: Row = {
-        "larder": _version("larder"),
-        "commit": commit_of_this(),
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "transformers": _version("transformers"),
-        "platform": platform.platform(),
-        "cpu": _cpu(),
-        "threads": threads,
-    }
-    digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=ID_LENGTH // 2).hexdigest()
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    head = {"schema": SCHEMA, "row": ENVIRONMENT, "id": digest}
-    return {**head, **told, "date": date}
-
-
-def commit_of_this() -> str:
-    """The commit of the checkout that this file belongs to; empty where there is none.
-
-    It ends in `-dirty` where a file that git follows has been changed since.
-    """
-    if not (commit := _git("rev-parse", "--short", "HEAD")):
-        return ""
-    changed = _git("status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if changed else commit
-
-
-def _git(*words: str) -> str:
-    """What git says of the checkout that this file belongs to; nothing where there is none."""
-    asked = ["git", "-C", str(Path(__file__).parent), *words]
-    try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return found.stdout.strip()
-
-
 def _check(row: Any) -> None:
     """Raises: InputError: it is no row, or one without what it is known by."""
     named = isinstance(row, dict) and row.get("schema") == SCHEMA
@@ -239,20 +193,3 @@ def _cut_half_line(path: Path) -> None:
         if not file.seek(0, os.SEEK_END) or file.seek(-1, os.SEEK_END) < 0 or file.read() == b"\n":
             return
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _cpu() -> str:
-    """The processor's own name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()

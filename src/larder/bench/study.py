@@ -4,7 +4,7 @@
     claim = "Scores by the keys alone find needles that scores by past attention lose."
     models = ["seed"]
     measure = "forced"            # or generated, fidelity, decode; one or a list
-    matched = "bytes"             # or tokens, total; one or a list
+    matched = ["bytes", "tokens"] # or total; one or a list
     budgets = ["1/4", "1/8"]
     files = 9
     policies = ["snapkv", "keydiff"]
@@ -53,7 +53,7 @@ class Study:
         claim: what it is to show.
         models: each as `--model` takes it.
         measure: each as it is spelled.
-        matched: what is held equal, `bytes`, `total` or `tokens`.
+        matched: what is held equal, `bytes`, `total` or `tokens`; each by itself.
         budgets: `1/8` or `12.5%` of the full cache, `512` tokens, `64MiB`.
         files: conversations of each task and length, one per seed.
         first_seed: of the first of them.
@@ -67,7 +67,7 @@ class Study:
     claim: str = ""
     models: tuple[str, ...] = ("seed",)
     measure: tuple[str, ...] = ("forced",)
-    matched: tuple[str, ...] = ("bytes",)
+    matched: tuple[str, ...] = ("bytes", "tokens")
     budgets: tuple[str, ...] = ("1/4", "1/8")
     files: int = 9
     first_seed: int = 0

@@ -2,22 +2,25 @@
 
 What a cell comes to depends on nothing that happened before it in this process, so that a study
 that was stopped and taken up again has the rows of one that was not. The first guess at a budget in
-bytes is what the first seed came to, which is always in the file by then.
+bytes is what the first seed came to, which is always in the file by then. What comes to the same at
+equal bytes and equal tokens, such as the full cache, is measured once and has a row of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from larder.bench.cells import Cell, cells_of, spelled
+from larder.bench.cells import Cell, cells_of, spelled, without_twins
+from larder.bench.known import Known
 from larder.bench.measures.base import Measure
 from larder.bench.papers import Paper, budget_name
-from larder.bench.rows import Row, append, environment, key, known_rows, results
+from larder.bench.rows import Row, append, key, known_rows, results
 from larder.bench.running import Run, Tell, estimate, unheard
 from larder.bench.study import Study
+from larder.bench.surroundings import environment
 from larder.bench.task import parse_task
 from larder.bench.workbench import Workbench
 from larder.core.errors import SpellingError, UsageError
@@ -66,6 +69,7 @@ class Studying:
     out: Path
     open: Open
     threads: int
+    _told: dict[str, Row] = field(default_factory=dict[str, Row], init=False, compare=False)
 
     def go(self, tell: Tell = unheard) -> None:
         """Measure what is missing.
@@ -73,8 +77,7 @@ class Studying:
         Raises:
             LarderError: a model cannot be loaded, or something in the study does not exist.
         """
-        surroundings = environment(self.threads)
-        for bench, run in self._runs(surroundings["id"]):
+        for bench, surroundings, run in self._runs():
             left = run.left()
             _try_tasks(bench, left)
             if left and not self._knows(surroundings):
@@ -91,15 +94,28 @@ class Studying:
         found: dict[Kind, float] = {}
         for model in self.study.models:
             bench = self.open(model)
-            measure = partial(_measured, bench, _Guesses(()))
-            cells = _cells(self.study, model)
+            cells = without_twins(self._cells[model])
             _try_tasks(bench, cells)
-            found |= estimate(cells, _kind, measure)
+            found |= estimate(cells, _kind, lambda cell, bench=bench: _made(bench, cell, None))
         return found
 
     def rows(self) -> list[Row]:
-        """The cells of this study that the file holds."""
-        return [row for row in self._known() if row["study"] == self.study.name]
+        """The cells that were asked for and that the file holds, of the models opened so far."""
+        known = self._known()
+        return [row for model in self._told for row in self._of(model, known)]
+
+    def others(self) -> int:
+        """How many cells more the file holds: of other runs and other studies."""
+        return len(self._known()) - len(self.rows())
+
+    @cached_property
+    def _cells(self) -> dict[str, list[Cell]]:
+        return {model: _cells(self.study, model) for model in self.study.models}
+
+    def _of(self, model: str, rows: Sequence[Row]) -> list[Row]:
+        """Those of the cells that were asked for of a model."""
+        asked = {key(cell.head(self._told[model])) for cell in self._cells[model]}
+        return [row for row in rows if key(row) in asked]
 
     def paper(self) -> Paper | None:
         """What a paper reports, tasks and measures spelled as rows have them."""
@@ -116,19 +132,20 @@ class Studying:
     def _known(self) -> list[Row]:
         return list(results([self.out]).cells) if known_rows(self.out) else []
 
-    def _runs(self, surroundings: str) -> Iterator[tuple[Workbench, Run[Cell]]]:
+    def _runs(self) -> Iterator[tuple[Workbench, Row, Run[Cell]]]:
         for model in self.study.models:
             bench = self.open(model)
-            fingerprint = bench.engine.loaded.decoder.spec.fingerprint
-            guesses = _Guesses([r for r in self.rows() if r["model_fingerprint"] == fingerprint])
+            self._told[model] = told = bench.told()
+            surroundings = environment(self.threads, bench.accelerator())
+            known = Known(self._of(model, self._known()))
 
-            def measure(cell: Cell, bench: Workbench = bench, known: _Guesses = guesses) -> Row:
+            def measure(cell: Cell, bench: Workbench = bench, known: Known = known) -> Row:
                 return _measured(bench, known, cell)
 
-            def head(cell: Cell, fingerprint: str = fingerprint) -> Row:
-                return cell.head(fingerprint) | {"environment": surroundings}
+            def head(cell: Cell, told: Row = told | {"environment": surroundings["id"]}) -> Row:
+                return cell.head(told)
 
-            yield bench, Run(_cells(self.study, model), head, key, measure, self.out, {})
+            yield bench, surroundings, Run(self._cells[model], head, key, measure, self.out, {})
 
     def _knows(self, surroundings: Row) -> bool:
         return any(row.get("id") == surroundings["id"] for row in known_rows(self.out))
@@ -138,26 +155,6 @@ def _kind(cell: Cell) -> Kind:
     """What cells that take about as long have in common."""
     task, length, *_ = cell.place
     return cell.model, task, length, cell.measure, cell.subject.name
-
-
-class _Guesses:
-    """Tokens per byte that the first seed came to, by what cells of all seeds share."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._known: dict[tuple[str, ...], tuple[int, float]] = {}
-        for row in rows:
-            names = "task", "tokens", "spelling", "budget", "matched"
-            self.learn(tuple(str(row[name]) for name in names), row["seed"], row)
-
-    def learn(self, place: tuple[str, ...], seed: int, row: Row) -> None:
-        if "budget_tokens" in row and seed <= self._known.get(place, (seed, 0.0))[0]:
-            nbytes = row["kv_bytes"] if place[-1] == "total" else row["active_kv_bytes"]
-            self._known[place] = seed, row["budget_tokens"] / max(1, nbytes)
-
-    def of(self, cell: Cell) -> float | None:
-        """What an earlier seed came to; nothing for the first, or where that was refused."""
-        seed, guess = self._known.get(cell.place, (cell.seed, None))
-        return guess if seed < cell.seed else None
 
 
 def _try_tasks(bench: Workbench, cells: Sequence[Cell]) -> None:
@@ -170,10 +167,14 @@ def _try_tasks(bench: Workbench, cells: Sequence[Cell]) -> None:
         bench.conversation(cell.task, cell.seed, cell.tokens)
 
 
-def _measured(bench: Workbench, guesses: _Guesses, cell: Cell) -> Row:
-    row = measure_of(cell.measure).measure(bench, cell, guesses.of(cell))
-    guesses.learn(cell.place, cell.seed, row)
+def _measured(bench: Workbench, known: Known, cell: Cell) -> Row:
+    row = known.same(cell) or _made(bench, cell, known.guess(cell))
+    known.learn(cell, row)
     return row
+
+
+def _made(bench: Workbench, cell: Cell, guess: float | None) -> Row:
+    return measure_of(cell.measure).measure(bench, cell, guess)
 
 
 def _check_paper(study: Study, cells: Sequence[Cell]) -> None:

@@ -42,6 +42,7 @@ class Entry:
         bytes_share: of the full cache that was really held.
         why: it was refused.
         seconds: what it took, by the names of `TIMES`.
+        budget_tokens: entries per kv head that it was given; 0 where nothing was to choose.
     """
 
     policy: str
@@ -52,6 +53,7 @@ class Entry:
     is_refused: bool = False
     why: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    budget_tokens: int = 0
 
 
 # Names of what took seconds, with their titles.
@@ -84,7 +86,8 @@ def entry(row: Row) -> Entry:
     head = row["policy"], row["budget"], source
     why = row.get("refused", "")
     share = row.get("bytes_share", 0.0)
-    return Entry(*head, items, share, "refused" in row, why, seconds_of(row))
+    tokens = row.get("budget_tokens", 0)
+    return Entry(*head, items, share, "refused" in row, why, seconds_of(row), tokens)
 
 
 def seconds_of(row: Row) -> dict[str, float]:
@@ -212,10 +215,11 @@ class Table:
 
     def bytes_share(self, name: str, budget: str) -> float:
         """Of the full cache, the mean over what was not refused."""
-        taken = [
-            self._entries[name, budget, source].bytes_share for source in self._items(name, budget)
-        ]
-        return sum(taken) / len(taken) if taken else 0.0
+        return _average([one.bytes_share for one in self._scored(name, budget)])
+
+    def budget_tokens(self, name: str, budget: str) -> int:
+        """Entries per kv head that a policy was given, the mean over what was not refused."""
+        return round(_average([float(one.budget_tokens) for one in self._scored(name, budget)]))
 
     def refused(self, name: str, budget: str) -> int:
         """How many were."""
@@ -244,6 +248,9 @@ class Table:
         others = {b for name, b, _ in self._entries if name != "full"}
         return [b for b in self.budgets if b not in of_full or b in others]
 
+    def _scored(self, name: str, budget: str) -> list[Entry]:
+        return [self._entries[name, budget, source] for source in self._items(name, budget)]
+
     def _items(self, name: str, budget: str) -> dict[str, tuple[Row, ...]]:
         """The items that count, by source; what was refused or holds none left out."""
         found = {source: self._entries.get((name, budget, source)) for source in self._sources}
@@ -255,9 +262,14 @@ def drawn(files: list[list[float]]) -> list[list[float]]:
     return files if len(files) > 1 else one_by_one(files[0])
 
 
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
 def _shown(interval: Interval, digits: int, sign: str = "") -> str:
     form = f"{sign}.{digits}f"
-    return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+    mean, low, high = (round(x, digits) + 0.0 for x in (interval.mean, interval.low, interval.high))
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def _line(*cells: str) -> str:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import torch
+
 from larder.bench.passages import Passages
+from larder.bench.rows import Row
 from larder.bench.sources import Sources
 from larder.bench.task import Task
 from larder.bench.truth import Truth, passage
@@ -36,6 +39,20 @@ class Workbench:
         object.__setattr__(self, "passages", keep(self._cut))
         object.__setattr__(self, "conversation", keep(self._made))
         object.__setattr__(self, "truth", lru_cache(maxsize=1)(self._read))
+
+    def told(self) -> Row:
+        """What rows tell of the model, beside its name."""
+        spec = self.engine.loaded.decoder.spec
+        return {
+            "model_fingerprint": spec.fingerprint,
+            "device": spec.device.type,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+        }
+
+    def accelerator(self) -> str:
+        """The name of the device; empty where it is the processor."""
+        device = self.engine.loaded.decoder.spec.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def _cut(self, conversation: Conversation, embedder: str, size: int) -> Passages:
         loaded = self.engine.desk.embedder(embedder)

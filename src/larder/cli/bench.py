@@ -57,7 +57,12 @@ class BenchOptions(Output):
         typer.Option(metavar="SIZE", help="1/4, 12.5%, 512 (tokens per kv head), 64MiB."),
     ] = None
     matched: Annotated[
-        Names | None, typer.Option(metavar="WHAT", help="Held equal: bytes, total, tokens.")
+        Names | None,
+        typer.Option(
+            metavar="WHAT",
+            help="Held equal: bytes, tokens, or total (of all caches).  Default: bytes and tokens, "
+            "each by itself.",
+        ),
     ] = None
     measure: Annotated[
         Names | None,
@@ -96,7 +101,7 @@ def bench(
         typer.Argument(metavar="TASK...", help="Such as needles, or \"needles(kind='kv')\"."),
     ] = None,
 ) -> None:
-    """Measure policies on TASK at equal bytes, or run a whole study.
+    """Measure policies on TASK at equal bytes and equal tokens, or run a whole study.
 
     Rows go to a file of JSON lines; a run that was stopped goes on where it was.
     """
@@ -257,3 +262,6 @@ def _show(running: Studying, rows: list[Row]) -> None:
     print(report({title: entries for title, _, entries in groups(rows)}))
     if (paper := running.paper()) is not None:
         print(written(paper, rows))
+    if others := running.others():
+        more = "1 cell" if others == 1 else f"{others} cells"
+        print(f"{running.out} holds {more} of other runs: 'larder report {running.out}' shows all.")

@@ -12,8 +12,8 @@ from larder.bench.studying import Studying
 from larder.bench.tables import SCALES, Entry, Table, entry
 from larder.cli.failing import SCHEMA
 
-GROUPED = ("model", "task", "tokens", "measure", "matched")
-COSTS = ("kv_bytes", "active_kv_bytes", "peak_kv_bytes", "tokens_per_second")
+GROUPED = ("model", "device", "dtype", "task", "tokens", "measure", "matched")
+COSTS = ("budget_tokens", "kv_bytes", "active_kv_bytes", "peak_kv_bytes", "tokens_per_second")
 
 
 def groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Entry]]]:
@@ -21,9 +21,11 @@ def groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Entry]]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in GROUPED), []).append(row)
+    places = {key[1:3] for key in found}
     for key, mine in found.items():
         common: Row = dict(zip(GROUPED, key, strict=True))
         title = "{model}: {task}, {tokens} tokens, {measure}, equal {matched}".format(**common)
+        title += " ({device}, {dtype})".format(**common) if len(places) > 1 else ""
         yield title, common, [entry(row) for row in mine]
 
 
@@ -37,6 +39,7 @@ def benched(running: Studying, rows: Sequence[Row]) -> dict[str, Any]:
         "claim": running.study.claim,
         "out": str(running.out),
         "cells": len(rows),
+        "other_cells": running.others(),
         "refused": sum("refused" in row for row in rows),
         "groups": [
             common | {"results": _results(entries, [r for r in rows if _is_of(r, common)])}
