@@ -15,7 +15,7 @@ from larder.plots.figures.base import FIGURES, NothingToDraw
 from larder.plots.looks import COLORS, PALE, looks, within
 from larder.plots.sheet import spread, text_width, wrapped
 from larder.plots.style import COLUMN, PAGE, Drawing, Format, styled
-from plots_rows import CELLS, EXHIBITS, cell, exhibit, write_rows
+from plots_rows import CELLS, EXHIBITS, SCORES, cell, exhibit, write_rows
 
 
 @pytest.fixture
@@ -97,6 +97,40 @@ def test_quality_shows_means_at_the_bytes_held(tmp_path: Path) -> None:
     assert found["snapkv"][0][0] == pytest.approx(0.25, rel=0.05)
     [held] = drawn('quality(bytes="held")', path)
     assert lines(held.figure)["h2o"][0][0] == pytest.approx(0.5, rel=0.05)
+
+
+def test_scores_that_are_not_right_or_wrong_are_drawn_each_by_itself(tmp_path: Path) -> None:
+    items = [
+        {"kind": "token", "kl": 0.5, "same": n > 0, "mass": 0.75, "counts": True} for n in (0, 1)
+    ]
+    rows = [cell(name, items=items, measure="fidelity") for name in ("snapkv", "full")]
+    drawings = drawn("quality", write_rows(tmp_path, rows))
+    assert [one.title.partition(" against")[0] for one in drawings] == (
+        ["KL divergence from the full cache (nats)", "Top-1 agreement with the full cache"]
+        + ["Attention kept"]
+    )
+    means = [lines(one.figure)["snapkv"][0][1] for one in drawings]
+    assert means == [0.5, 0.5, 0.75]
+    assert all(one.name == f"quality-{n}" for n, one in enumerate(drawings, start=1))
+    assert "equal in bytes of the cache that answers" in drawings[0].caption
+    assert len(drawn('quality(score="mass")', write_rows(tmp_path, rows))) == 1
+
+
+def test_controls_at_one_budget_are_named_lines_from_side_to_side(tmp_path: Path) -> None:
+    rows = [cell(name, task=task) for task in ("a()", "b()") for name in (*SCORES, "rag_2k")]
+    [one] = drawn("quality", write_rows(tmp_path, rows))
+    found = lines(one.figure)
+    for control in ("random", "rag_2k", "full"):
+        assert [x for x, _ in found[control]] == [0, 1, 0, 1]
+    with styled():
+        assert clashes(one.figure) == []
+    words = [text.get_text() for text in one.figure.findobj(match=lambda a: hasattr(a, "get_text"))]
+    for control in ("random", "rag_2k", "full cache"):
+        assert words.count(control) == 2  # beside each panel, and not in the legend
+    assert words.count("h2o") == 1
+    more = [cell("random") | {"budget": b} for b in ("1/4", "1/8")]
+    [other] = drawn("quality", write_rows(tmp_path, [*more, cell("h2o")]))
+    assert {x for x, _ in lines(other.figure)["random"]}.isdisjoint({0, 1})
 
 
 def test_quality_bars_are_bootstrap_intervals(tmp_path: Path) -> None:

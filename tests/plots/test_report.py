@@ -85,7 +85,8 @@ def test_the_page_is_whole_and_reaches_for_nothing(tmp_path: Path) -> None:
 def test_tables_hold_means_with_intervals_and_paired_differences(tmp_path: Path) -> None:
     page = render([write_rows(tmp_path, CELLS)])
     assert "<th scope=row>h2o</th><td><b>0.25</b> <i>[0.25, 0.25]</i>" in page
-    assert "bytes 0.250" in page
+    assert "bytes 0.250, 250 tokens</small>" in page
+    assert "needles, 1,000 tokens, equal bytes" in page
     # The full cache has no budget, so its mean goes across all of them.
     assert "<th scope=row>full cache</th><td><b>1.00</b>" in page
     assert "difference to random" in page and "difference to h2o" in page

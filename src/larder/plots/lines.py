@@ -140,11 +140,14 @@ def _alone(
 def _side_by_side(
     panels: Sequence[Panel], looks: dict[str, Look], x: Axis, y: Axis, left: float, height: float
 ) -> Any:
-    legend = legend_lines([look for look in looks.values() if look.is_told], PAGE - left)
+    levels = _named_levels(panels, looks)
+    drawn = {line.name for panel in panels for line in panel.lines}
+    told = [look for name, look in looks.items() if look.is_told and (name in drawn or not levels)]
+    legend = legend_lines(told, PAGE - left)
     columns = min(ACROSS, len(panels))
     rows = -(-len(panels) // columns)
-    margins = Margins(left, 0.08, 0.06 + len(legend) * LINE_HEIGHT + TITLED, BOTTOM)
-    sheet = Sheet(PAGE, rows, columns, height, margins, gap_y=0.46)
+    margins = Margins(left, 0.08 + levels, 0.06 + len(legend) * LINE_HEIGHT + TITLED, BOTTOM)
+    sheet = Sheet(PAGE, rows, columns, height, margins, gap_x=0.18 + levels, gap_y=0.46)
     titles = [wrapped(panel.title, sheet.panel_width, TITLE, 2) for panel in panels]
     if more := LEAD * (max(map(len, titles)) - 1):
         margins = replace(margins, top=margins.top + more)
@@ -162,7 +165,20 @@ def _side_by_side(
             axes.set_ylabel(y.label)
         if sheet.is_bottom(number, len(panels)):
             axes.set_xlabel(x.label)
+        if levels:
+            label_ends(figure, axes, [(level, looks[name]) for name, level in panel.across])
     return figure
+
+
+def _named_levels(panels: Sequence[Panel], looks: dict[str, Look]) -> float:
+    """Inches beside each panel for the names of its levels; none where a legend tells them apart.
+
+    Dashes alone do not, where there are more than two.
+    """
+    if max(len(panel.across) for panel in panels) < 3:
+        return 0.0
+    names = {looks[name].name for panel in panels for name, _ in panel.across}
+    return 0.13 + max(text_width(name, SMALL) for name in names)
 
 
 def _draw(axes: Any, panel: Panel, looks: dict[str, Look]) -> None:

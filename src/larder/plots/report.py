@@ -118,7 +118,7 @@ def _figure(number: int, drawing: Drawing) -> str:
 
 def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
     groups = scores.grouped(found.cells)
-    titles = scores.titles(list(groups))
+    titles = scores.titles(list(groups), "matched")
     for group, rows in groups.items():
         if any(row.get("items") or SPEED.key in row or "refused" in row for row in rows):
             yield from group_tables(titles[group], rows, bases)

@@ -17,11 +17,14 @@ SCORES = {
     "f1": "F1",
     "f1_stemmed": "F1 (stemmed)",
     "log_likelihood": "log-likelihood (nats per token)",
+    "own": "score of the data set",
     "kl": "KL divergence from the full cache (nats)",
     "same": "top-1 agreement with the full cache",
     "mass": "attention kept",
 }
-BOUNDED = frozenset({"exact", "f1", "f1_stemmed", "same", "mass"})  # to [0, 1]
+# Those that are drawn where none is named, as far as items have them.
+MAIN = ("exact", "own", "kl", "same", "mass")
+BOUNDED = frozenset({"exact", "f1", "f1_stemmed", "own", "same", "mass"})  # to [0, 1]
 
 
 class Group(NamedTuple):
@@ -33,9 +36,12 @@ class Group(NamedTuple):
     tokens: int
     matched: str
     measure: str
+    device: str = ""
+    dtype: str = ""
 
 
-_FAMILY = ("study", "model", "matched", "measure")
+_FAMILY = ("study", "model", "matched", "measure", "device", "dtype")
+EQUAL = {"bytes": "bytes of the cache that answers", "total": "bytes of all caches together"}
 _BLANK: dict[str, Any] = dict.fromkeys(Group._fields, "") | {"tokens": 0}
 
 
@@ -53,9 +59,14 @@ def grouped(cells: Sequence[Row], *alike: str) -> dict[Group, list[Row]]:
     return found
 
 
-def titles(groups: Sequence[Group]) -> dict[Group, str]:
-    """A few words for each group: its task, and whatever else tells it from the others."""
+def titles(groups: Sequence[Group], *always: str) -> dict[Group, str]:
+    """A few words for each group: its task, and whatever else tells it from the others.
+
+    Args:
+        always: fields that are told even where they tell none from another.
+    """
     varied = {name for name in Group._fields if len({getattr(g, name) for g in groups}) > 1}
+    varied |= set(always)
     tasks = {group.task for group in groups}
     names = Counter(_name(task) for task in tasks)
     return {group: _title(group, varied, names[_name(group.task)] == 1) for group in groups}
@@ -101,11 +112,16 @@ def counted(row: Row) -> list[Row]:
     return [item for item in row.get("items", ()) if item.get("counts", True)]
 
 
+def main(rows: Sequence[Row]) -> list[str]:
+    """The scores that tell most of what was measured."""
+    known = _known(rows)
+    return [name for name in MAIN if name in known] or known[:1]
+
+
 def lacking(figure: str, score: str, rows: Sequence[Row]) -> InputError | None:
     """The error for a score that no item has, where there are items; None where there are none."""
-    items = [item for row in rows for item in counted(row)[:1]]
-    known = [name for name in SCORES if any(_is_number(item.get(name)) for item in items)]
-    if not items or score in known:
+    known = _known(rows)
+    if not any(counted(row) for row in rows) or score in known:
         return None
     return InputError(
         f"The items have no score {score!r}: they have {', '.join(known) or 'none'}; name one of "
@@ -128,6 +144,12 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _known(rows: Sequence[Row]) -> list[str]:
+    """The scores that items have, by the first of each row."""
+    items = [item for row in rows for item in counted(row)[:1]]
+    return [name for name in SCORES if any(_is_number(item.get(name)) for item in items)]
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
@@ -139,8 +161,9 @@ def _title(group: Group, varied: Collection[str], is_alone: bool) -> str:
         parts.append(f"{group.tokens:,} tokens")
     parts += [group.model] if "model" in varied else []
     parts += [group.study] if "study" in varied and group.study else []
-    parts += [f"equal {group.matched}"] if "matched" in varied else []
-    parts += [group.measure] if "measure" in varied else []
+    parts += [f"equal {group.matched}"] if "matched" in varied and group.matched else []
+    told = ("measure", "device", "dtype")
+    parts += [getattr(group, name) for name in told if name in varied and getattr(group, name)]
     return ", ".join(parts)
 
 
@@ -148,6 +171,11 @@ def _label(key: Sequence[str], varied: Sequence[bool]) -> str:
     named = zip(_FAMILY, key, varied, strict=True)
     told = [(name, word) for name, word, is_told in named if word and is_told]
     return ", ".join(f"equal {word}" if name == "matched" else word for name, word in told)
+
+
+def equal(matched: str) -> str:
+    """What was held equal, as captions say it."""
+    return EQUAL.get(matched, "tokens per kv head")
 
 
 def several(count: int, noun: str) -> str:

@@ -35,7 +35,8 @@ def markup(text: str) -> str:
 
 
 def _means(table: Table, scale: Scale) -> str:
-    """A line per policy; below each mean its interval and the share of bytes it took.
+    """A line per policy; below each mean its interval, the bytes it took as a share, and its
+    budget in tokens per kv head.
 
     Budgets that only the full cache has, or a policy with a size of its own, are no column: what
     stands there goes across all.
@@ -63,7 +64,8 @@ def _mean(table: Table, scale: Scale, name: str, budget: str, across: int = 1) -
     if interval is None:
         return f"{start} class=none>{'refused' if refused else ''}</td>"
     note = f", {refused} refused" if refused else ""
-    share = f"bytes {table.bytes_share(name, budget):.3f}{note}"
+    tokens = f", {table.budget_tokens(name, budget):,} tokens" if budget != WHOLE else ""
+    share = f"bytes {table.bytes_share(name, budget):.3f}{tokens}{note}"
     shown = _signed(interval.mean, scale.digits)
     ends = _ends(interval, scale.digits)
     return f"{start}><b>{shown}</b> <i>{ends}</i><small>{share}</small></td>"
