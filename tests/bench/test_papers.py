@@ -18,6 +18,7 @@ from plots_rows import CELLS, cell, write_rows
 
 TEXT = """
 name = "tiny"
+matched = "bytes"
 measure = ["forced", "generated"]
 budgets = ["1/4"]
 policies = ["snapkv"]
