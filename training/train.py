@@ -5,8 +5,8 @@
 Every phase of the recipe has a context length and a share of the time. Matrices inside the layers
 are updated by Muon, all else by AdamW; on a CPU the model computes in bfloat16 over float32 master
 weights. OUT becomes a Hugging Face folder, renewed every few minutes, so that nothing is lost to a
-stop; `--start OUT` goes on from there, with samples that were not drawn before and no second
-warm-up. `log.jsonl` in it has a line per report.
+stop; `--start OUT` goes on from there, weights and optimizers as they were, with samples that were
+not drawn before and no second warm-up. `log.jsonl` in it has a line per report.
 
 Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), no arXiv
 number: the variant of torch, with the learning rate matched to AdamW's.
@@ -32,6 +32,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from larder.bench.rows import append, known_rows
 from larder.bench.sources import Sources
+from training.keeping import keep, take_up
 from training.samples import ANSWER, TEXT, Mixer, Phase, Recipe
 from training.shapes import SIZES, fresh
 
@@ -115,9 +116,15 @@ class Trainer:
         return sums
 
     def save(self, out: Path) -> None:
-        """The master weights in bfloat16, as transformers reads them."""
+        """The master weights in bfloat16, as transformers reads them, and what to go on from."""
         state = {name: weight.detach().to(torch.bfloat16) for name, weight in self.masters.items()}
         self.model.save_pretrained(out, state_dict=state)
+        keep(self.masters, self.optimizers, out)
+
+    def resume(self, start: Path) -> None:
+        """Go on from a folder that `save` wrote; a model alone has no more than its weights."""
+        if take_up(self.masters, self.optimizers, start):
+            self._hand_over()
 
     def _update(self, rate: float) -> None:
         weights = dict(self.model.named_parameters())
@@ -130,6 +137,11 @@ class Trainer:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The model computes with the masters' weights."""
+        weights = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, master in self.masters.items():
                 weights[name].copy_(master)
@@ -240,6 +252,8 @@ def main() -> None:
     )
     pace = Pace(options.seconds, options.tokens, options.micro, options.rate, options.text_share)
     trainer = Trainer(model.to(options.device).train(), pace, steps=steps, seen=seen)
+    if options.start:
+        trainer.resume(Path(options.start))
     train(trainer, Mixer(recipe.ingredients, sources, backend), phases, options.out, options.seed)
 
 

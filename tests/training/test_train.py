@@ -86,3 +86,25 @@ def test_what_goes_on_draws_new_samples_and_warms_up_no_more(tmp_path):
     train(again, mixer, phases, tmp_path, seed=3)
     assert list(mixer.seeds) == [3000, (3 + seen) * 1000]
     assert so_far(tmp_path) == (again.steps, again.seen) and again.seen > seen
+
+
+def test_going_on_from_a_folder_is_going_on(tmp_path):
+    torch.manual_seed(0)
+    trainer, batches = Trainer(fresh("tiny"), PACE), OneBatch().rows(0, 16, 4)
+    for _ in range(3):
+        trainer.step(batches, 16, 0.1)
+    trainer.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    again = Trainer(model, PACE, steps=trainer.steps, seen=trainer.seen)
+    again.resume(tmp_path)
+    for each in (trainer, again):
+        each.step(batches, 16, 0.1)
+    for name, weight in trainer.masters.items():
+        assert torch.equal(weight, again.masters[name]), name
+
+
+def test_a_model_alone_is_gone_on_from_by_its_weights(tmp_path):
+    trainer = Trainer(fresh("tiny"), PACE)
+    before = {name: weight.detach().clone() for name, weight in trainer.masters.items()}
+    trainer.resume(tmp_path)
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.masters.items())

@@ -53,7 +53,11 @@ class Session:
 
 @dataclass
 class LifeLog:
-    """The sessions so far; `first` and `latest` hold each subject as it was told first and last."""
+    """The sessions so far; `first` and `latest` hold each subject as it was told first and last.
+
+    Args:
+        facts: the fewest and the most of a session.
+    """
 
     grammar: Grammar
     random: Random
@@ -62,6 +66,7 @@ class LifeLog:
     latest: dict[Subject, Fact] = field(default_factory=dict)
     untold: list[Subject] = field(default_factory=list)
     sessions: int = 0
+    facts: tuple[int, int] = FACTS_PER_SESSION
 
     def __post_init__(self) -> None:
         self.untold = [
@@ -79,7 +84,7 @@ class LifeLog:
             return None
         random = self.random
         topics = random.sample(topics, min(len(topics), random.choice(TOPICS_PER_SESSION)))
-        each = max(1, random.randint(*FACTS_PER_SESSION) // len(topics))
+        each = max(1, random.randint(*self.facts) // len(topics))
         subjects = [subject for topic in topics for subject in self._subjects(topic, each)]
         messages, facts = [self.header()], []
         for subject in subjects:
@@ -136,14 +141,19 @@ class LifeLog:
         return [Message("user", text), Message("assistant", answer)]
 
 
-def write_lifelog(seed: int, tokens: int, count_tokens: Callable[[str], int]) -> LifeLog:
+def write_lifelog(
+    seed: int,
+    tokens: int,
+    count_tokens: Callable[[str], int],
+    facts: tuple[int, int] = FACTS_PER_SESSION,
+) -> LifeLog:
     """Sessions one after the other, as many whole ones as fit into `tokens`.
 
     Raises:
         TooLittle: not one session fits.
         BadParameter: all there is to tell does not fill `tokens`.
     """
-    log = LifeLog(load_grammar(), Random(seed))
+    log = LifeLog(load_grammar(), Random(seed), facts=facts)
     left = tokens
     while session := log.next_session():
         left -= tokens_of(session.messages, count_tokens)

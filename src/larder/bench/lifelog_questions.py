@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
-from larder.bench.lifelog import Fact, LifeLog, Subject, write_lifelog
+from larder.bench.lifelog import FACTS_PER_SESSION, Fact, LifeLog, Subject, write_lifelog
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, TooLittle, UnknownName
 
@@ -20,6 +20,7 @@ def lifelog_conversation(
     count_tokens: Callable[[str], int],
     questions: int,
     kinds: Sequence[str] = ("single", "session", "twohop", "list"),
+    facts: tuple[int, int] = FACTS_PER_SESSION,
 ) -> Conversation:
     """A life-log of at most `tokens` tokens with `questions` questions; equal seeds, equal logs.
 
@@ -34,6 +35,7 @@ def lifelog_conversation(
         count_tokens: how many tokens a text is.
         questions: how many to ask, all different.
         kinds: those that may be asked.
+        facts: the fewest and the most that a session tells.
 
     Raises:
         TooLittle: `tokens` is too small for a session, or the log does not hold enough to ask.
@@ -45,7 +47,7 @@ def lifelog_conversation(
     for kind in kinds:
         if kind not in KINDS:
             raise UnknownName(f"no kind of question {kind!r}: there are {', '.join(KINDS)}.")
-    log = write_lifelog(seed, tokens, count_tokens)
+    log = write_lifelog(seed, tokens, count_tokens, facts)
     return Conversation(
         name=f"lifelog-{tokens}-{seed}",
         messages=tuple(log.messages),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from larder.bench.lifelog import FACTS_PER_SESSION
 from larder.bench.lifelog_questions import KINDS, lifelog_conversation
 from larder.bench.luck import first_that_holds
 from larder.bench.sources import Sources
@@ -27,14 +28,18 @@ class Lifelog(Task):
         questions: how many, all different.
         kinds: those that are asked, by chance in the shares of the seed model's training, with
             commas between them.
+        facts: that a session tells; 0 for 3 to 9, by chance.
     """
 
     questions: int = 28
     kinds: str = "single,session,twohop,list"
+    facts: int = 0
 
     def __post_init__(self) -> None:
         if self.questions < 1:
             raise BadParameter(f"lifelog.questions must be 1 or more, got {self.questions}.")
+        if self.facts < 0:
+            raise BadParameter(f"lifelog.facts must be 0 or more, got {self.facts}.")
         if unknown := [kind for kind in self.kinds.split(",") if kind not in KINDS]:
             raise BadParameter(
                 f"lifelog.kinds must name some of {','.join(KINDS)}, got {unknown[0]!r}."
@@ -43,7 +48,10 @@ class Lifelog(Task):
     def make(self, seed: int, tokens: int, sources: Sources) -> Conversation:
         def made(own: int) -> Conversation:
             kinds = self.kinds.split(",")
-            return lifelog_conversation(own, tokens, sources.count_tokens, self.questions, kinds)
+            facts = (self.facts, self.facts) if self.facts else FACTS_PER_SESSION
+            return lifelog_conversation(
+                own, tokens, sources.count_tokens, self.questions, kinds, facts
+            )
 
         return first_that_holds("lifelog", seed, tokens, made)
 
