@@ -37,6 +37,8 @@ def cell(
         "budget": "1/1" if policy == "full" else "1/4",
         "matched": "bytes",
         "measure": "forced",
+        "device": "cpu",
+        "dtype": "float32",
         "context_tokens": tokens,
         "budget_tokens": 250,
         "full_kv_bytes": full,
@@ -101,6 +103,7 @@ EXHIBITS = [
 
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> Path:
+    folder.mkdir(exist_ok=True)
     path = folder / "results.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (ENVIRONMENT, *rows)))
     return path

@@ -148,7 +148,9 @@ def test_it_is_written_once_and_again_when_it_changed(tmp_path: Path) -> None:
     value = Reported("full", "1/1", "exact", 1.0, task="passkey")
 
     def tell(paper: Paper) -> None:
-        study = Study("s", (task,), policies=("full",), controls=(), paper=paper)
+        study = Study(
+            "s", (task,), matched=("bytes",), policies=("full",), controls=(), paper=paper
+        )
         Studying(study, out, lambda model: None, 1)._tell_paper()  # pyright: ignore
 
     for paper in (Paper("one", "x", (), (value,)), Paper("one", "x", (), (value,))):

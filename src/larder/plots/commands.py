@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from larder.bench.amounts import OWN, WHOLE
-from larder.bench.rows import Results, Row
-from larder.bench.study import CONTROLS, read_study, study_names
+from larder.bench.rows import Results, Row, results
+from larder.bench.study import CONTROLS, Study, read_study, study_names
+from larder.plots.blocks import Block, blocks
 
 # What a task that is spelled so reads from.
 FROM_CORPUS = re.compile(r"\b(bookings|mixed)\b|[\"']prose[\"']")
@@ -22,7 +23,7 @@ FROM_DATA = re.compile(
 
 
 def commands(found: Results, paths: Sequence[Path], policies: Sequence[str] = ()) -> list[str]:
-    """A line per study, then those that draw; of some policies where they were chosen."""
+    """Those that measure each study, then those that draw; of some policies where chosen."""
     named = " ".join(shlex.quote(str(path)) for path in paths)
     named += "".join(f" --policy {shlex.quote(policy)}" for policy in policies)
     lines = list(_measuring(found, paths))
@@ -30,32 +31,73 @@ def commands(found: Results, paths: Sequence[Path], policies: Sequence[str] = ()
 
 
 def _measuring(found: Results, paths: Sequence[Path]) -> Iterator[str]:
-    out = f" --out {shlex.quote(str(paths[0]))}" if len(paths) == 1 else ""
+    places = _places(found, paths)
     known = study_names()
     for study in dict.fromkeys(row["study"] for row in found.cells):
         own = [row for row in found.cells if row["study"] == study]
-        if study in known:
-            words = ["--study", shlex.quote(study), *_changed(study, own)]
+        written = read_study(study) if study in known else None
+        if written is not None and _is_of(written, own):
+            spelled = list(_by_name(written, own))
         else:
-            words = [_spelled(own), "--name", shlex.quote(study)]
-        yield f"larder bench {' '.join([*words, *_folders(own)])}{out}"
+            spelled = [_spelled(study, block) for block in blocks(own)]
+        out = f" --out {shlex.quote(str(places[study]))}" if study in places else ""
+        yield from (f"larder bench {words}{out}" for words in spelled)
 
 
-def _changed(study: str, rows: Sequence[Row]) -> Iterator[str]:
-    """What its file says otherwise."""
-    written, files = read_study(study), _files(rows)
-    models = _all(rows, "model")
-    if tuple(models) != written.models:
-        yield from map(_model, models)
-    if files != written.files:
-        yield f"--files {files}"
+def _places(found: Results, paths: Sequence[Path]) -> dict[str, Path]:
+    """The file of each study, where it stands in one alone."""
+    studies = {row["study"] for row in found.cells}
+    if len(paths) == 1:
+        return dict.fromkeys(studies, paths[0])
+    held = {path: {row["study"] for row in results([path]).cells} for path in paths}
+    homes = {study: [path for path, own in held.items() if study in own] for study in studies}
+    return {study: home[0] for study, home in homes.items() if len(home) == 1}
 
 
-def _folders(rows: Sequence[Row]) -> Iterator[str]:
-    tasks = " ".join(_all(rows, "task"))
-    if FROM_CORPUS.search(tasks):
+def _is_of(study: Study, rows: Sequence[Row]) -> bool:
+    """Whether the study as it is written has such cells."""
+    tasks = {(_base(task.spelling), tokens) for task in study.tasks for tokens in task.tokens}
+    measures = set(map(_base, study.measure))
+    budgets = {*study.budgets, WHOLE, OWN}
+    return all(
+        (_base(row["task"]), row["tokens"]) in tasks
+        and _base(row["measure"]) in measures
+        and row["matched"] in study.matched
+        and row["budget"] in budgets
+        and row["seed"] >= study.first_seed
+        for row in rows
+    )
+
+
+def _base(spelling: str) -> str:
+    return spelling.partition("(")[0].strip()
+
+
+def _by_name(study: Study, rows: Sequence[Row]) -> Iterator[str]:
+    """A study by its name with what its file says otherwise, once for each kind of device."""
+    for place in dict.fromkeys((row["device"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["device"], row["dtype"]) == place]
+        words = [f"--study {shlex.quote(study.name)}"]
+        models = list(dict.fromkeys(row["model"] for row in own))
+        words += map(_model, models if tuple(models) != study.models else ())
+        files = 1 + max(row["seed"] for row in own) - study.first_seed
+        words += [f"--files {files}"] if files != study.files else []
+        yield " ".join([*words, *_device(*place), *_folders({row["task"] for row in own})])
+
+
+def _device(device: str, dtype: str) -> Iterator[str]:
+    """What is not usual."""
+    if device != "cpu":
+        yield f"--device {device}"
+    if dtype != ("float32" if device == "cpu" else "bfloat16"):
+        yield f"--dtype {dtype}"
+
+
+def _folders(tasks: Collection[str]) -> Iterator[str]:
+    told = " ".join(tasks)
+    if FROM_CORPUS.search(told):
         yield "--corpus FOLDER"
-    if FROM_DATA.search(tasks):
+    if FROM_DATA.search(told):
         yield "--data FOLDER"
 
 
@@ -64,34 +106,22 @@ def _model(name: str) -> str:
     return f"--model {'MODEL_FOLDER' if is_local else shlex.quote(name)}"
 
 
-def _files(rows: Sequence[Row]) -> int:
-    seeds = [row["seed"] for row in rows]
-    return 1 + max(seeds) - min(seeds)
-
-
-def _spelled(rows: Sequence[Row]) -> str:
-    """A study as options, as far as its cells tell: every task at every length."""
-    seeds = [row["seed"] for row in rows]
-    policies = _all([row for row in rows if row["policy"] not in CONTROLS], "policy")
-    controls = _all([row for row in rows if row["policy"] in CONTROLS], "policy")
-    budgets = [budget for budget in _all(rows, "budget") if budget not in (WHOLE, OWN)]
-    words = [shlex.quote(task) for task in _all(rows, "task")]
-    words += [
-        f"--tokens {','.join(_all(rows, 'tokens'))}",
-        f"--files {_files(rows)}",
-    ]
-    words += [f"--first-seed {min(seeds)}"] if min(seeds) else []
-    words += map(_model, _all(rows, "model"))
+def _spelled(study: str, block: Block) -> str:
+    """A block of cells as options."""
+    seeds = [int(seed) for seed in block["seed"]]
+    policies = [policy for policy in block["policy"] if policy not in CONTROLS]
+    controls = [policy for policy in block["policy"] if policy in CONTROLS]
+    tasks = [str(task) for task in block["task"]]
+    words = [*map(shlex.quote, tasks), f"--tokens {','.join(map(str, block['tokens']))}"]
+    words += [f"--files {len(seeds)}"] + ([f"--first-seed {seeds[0]}"] if seeds[0] else [])
+    words += [_model(str(model)) for model in block["model"]]
     for option, values in (
-        ("--measure", _all(rows, "measure")),
-        ("--matched", _all(rows, "matched")),
-        ("--budget", budgets),
+        ("--measure", block["measure"]),
+        ("--matched", block["matched"]),
+        ("--budget", block["budget"]),
         ("--policy", policies),
         ("--control", controls or ["none"]),
     ):
-        words += [f"{option} {shlex.quote(value)}" for value in values]
-    return " ".join(words)
-
-
-def _all(rows: Sequence[Row], name: str) -> list[str]:
-    return list(dict.fromkeys(str(row[name]) for row in rows))
+        words += [f"{option} {shlex.quote(str(value))}" for value in values]
+    words += _device(str(block["device"][0]), str(block["dtype"][0]))
+    return " ".join([*words, f"--name {shlex.quote(study)}", *_folders(tasks)])
