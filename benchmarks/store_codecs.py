@@ -1,0 +1,125 @@
+"""What codecs of saved caches cost and save: bytes, error, divergence, and speed.
+
+    python benchmarks/store_codecs.py [--model NAME] [--tokens 4096] [--continued 64]
+
+A text is read, its cache saved with each codec and taken back, and its continuation read over both
+caches: the Kullback-Leibler divergence of the next tokens' distributions from the exact one's is
+what a reader of the answer notices. One JSONL line per codec in results/store_codecs.jsonl;
+`write_mb_s` and `read_mb_s` are megabytes of the cache itself per second, container and digest
+included, the best of some runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _timing import environment, write
+from torch import Tensor
+
+from larder.bench.demo_conversation import demo_conversation
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.types import Mode
+from larder.models.loading import load
+from larder.models.passes import Row
+from larder.store.codecs.base import CODECS, codec_named
+from larder.store.coding import coded, decoded, nbytes
+from larder.store.container import pack, unpack
+
+OUT = Path("results/store_codecs.jsonl")
+RUNS = 3
+BLOCK_TOKENS = 512
+
+
+def quickest(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What a function returns, and the shortest of its times in seconds."""
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        made = run()
+        times.append(time.perf_counter() - start)
+    return made, min(times)
+
+
+def measured(name: str, cache: SequenceCache, follow: Callable[[SequenceCache], Tensor]) -> Any:
+    """One codec on one cache.
+
+    Args:
+        follow: log-probabilities of the continuation, [N, V].
+    """
+    state, layers = cache.state(), len(cache.spec.layers)
+    codec = codec_named(name)
+
+    def write() -> tuple[bytes, dict[str, Any]]:
+        tensors, told = coded(state, codec, name, layers)
+        return pack(tensors, {"coded": told}), told
+
+    (data, told), write_seconds = quickest(write)
+    found, read_seconds = quickest(lambda: decoded(unpack(data)[0], told, nbytes(state)))
+    exact, near = (
+        follow(cache.fork()),
+        follow(SequenceCache.restore(cache.spec, found, cache.meta())),
+    )
+    errors = [
+        (found[key].double() - state[key].double()).abs().flatten()
+        for key in state
+        if key.endswith(("keys", "values"))
+    ]
+    numbers = sum(len(each) for each in errors)
+    divergence = (exact.exp() * (exact - near)).sum(-1)
+    return {
+        "codec": name,
+        "lossless": codec.lossless,
+        "cache_bytes": nbytes(state),
+        "saved_bytes": len(data),
+        "bits_per_number": 8 * len(data) / numbers,
+        "max_error": max(float(each.max()) for each in errors),
+        "mean_error": sum(float(each.sum()) for each in errors) / numbers,
+        "kl_mean": float(divergence.mean()),
+        "kl_max": float(divergence.max()),
+        "same_next_token": float((exact.argmax(-1) == near.argmax(-1)).double().mean()),
+        "write_mb_s": nbytes(state) / write_seconds / 1e6,
+        "read_mb_s": nbytes(state) / read_seconds / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="seed")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--continued", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    loaded = load(given.model)
+    decoder = loaded.decoder
+    ids = text_ids(loaded.tokenizer, given.tokens + given.continued)
+    cache = SequenceCache(decoder.spec, Form.DENSE)
+    for start in range(0, given.tokens, BLOCK_TOKENS):
+        block = ids[start : min(start + BLOCK_TOKENS, given.tokens)]
+        decoder.read([Row(cache, block)], Mode.APPEND)
+    rest = ids[given.tokens :]
+
+    def follow(over: SequenceCache) -> Tensor:
+        logits = decoder.predict([Row(over, rest)], Mode.APPEND, range(len(rest)))
+        return logits.double().log_softmax(-1)
+
+    rows = []
+    for name in CODECS.names():
+        rows.append({"model": given.model, "tokens": given.tokens, **measured(name, cache, follow)})
+        print(json.dumps(rows[-1]), flush=True)
+    write(given.out, [row | {"environment": environment()} for row in rows])
+
+
+def text_ids(tokenizer: Any, count: int) -> tuple[int, ...]:
+    """So many tokens of a conversation, from its beginning again where it is too short."""
+    said = " ".join(message.content for message in demo_conversation().messages)
+    ids = tuple(tokenizer.encode(said, add_special_tokens=False))
+    return (ids * (count // len(ids) + 1))[:count]
+
+
+if __name__ == "__main__":
+    main()

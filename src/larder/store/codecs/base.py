@@ -1,0 +1,78 @@
+"""The contract of codecs of saved caches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.family import Family
+
+CODECS = Family("codec", "larder.store.codecs")
+
+
+class Role(Enum):
+    """What is coded: keys have channels of their own size, values do not."""
+
+    KEYS = "keys"
+    VALUES = "values"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known of the rows of a layer before they are decoded.
+
+    Args:
+        lengths: rows of each kv head, which lie one head behind the other.
+        head_dim: D.
+        depth: of the layer, from 0 for the first to 1 for the last.
+        role: keys or values.
+    """
+
+    lengths: tuple[int, ...]
+    head_dim: int
+    depth: float
+    role: Role
+
+    def heads(self) -> list[slice]:
+        """Where the rows of each head are."""
+        stops = torch.tensor(self.lengths).cumsum(0).tolist()
+        return [slice(stop - n, stop) for stop, n in zip(stops, self.lengths, strict=True)]
+
+
+class Codec(ABC):
+    """A way to spell the keys or values of a layer in fewer bytes. Has no state."""
+
+    lossless: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, numbers: Float[Tensor, "T D"], rows: Rows) -> dict[str, Tensor]:
+        """Tensors by short names that `decode` makes the numbers of.
+
+        Raises:
+            CacheError: numbers are not finite, or too large to be rounded.
+        """
+
+    @abstractmethod
+    def decode(self, coded: Mapping[str, Tensor], rows: Rows) -> Float[Tensor, "T D"]:
+        """The numbers, in float32 unless they were kept as they are.
+
+        Raises:
+            Damaged: the codes are not what was written.
+            KeyError, RuntimeError, ValueError, IndexError: they do not fit `rows`.
+        """
+
+
+def codec_named(name: str) -> Codec:
+    """A codec by its name.
+
+    Raises:
+        UnknownName: there is none; the message lists those there are.
+    """
+    return CODECS.load(name)()

@@ -1,0 +1,20 @@
+"""Codes of 8 bits: keys per channel, values per token.
+
+Zirui Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024),
+arXiv:2402.02750, section 3.1, with 8 bits.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from larder.store.codecs._affine import Affine
+
+
+class Int8(Affine):
+    """One byte per number, and an offset and a scale for every 64."""
+
+    bits: ClassVar[int] = 8
+
+
+Part = Int8

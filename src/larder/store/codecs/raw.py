@@ -1,0 +1,27 @@
+"""Numbers as they are. No paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.store.codecs.base import Codec, Rows
+
+
+class Raw(Codec):
+    """Keeps every bit."""
+
+    lossless: ClassVar[bool] = True
+
+    def encode(self, numbers: Float[Tensor, "T D"], rows: Rows) -> dict[str, Tensor]:
+        del rows
+        return {"numbers": numbers}
+
+    def decode(self, coded: Mapping[str, Tensor], rows: Rows) -> Float[Tensor, "T D"]:
+        return coded["numbers"].reshape(sum(rows.lengths), rows.head_dim)
+
+
+Part = Raw
