@@ -2,21 +2,15 @@
 
     python benchmarks/recall_decode.py [--tokens 16384,32768] [--policy icecache] [--budget 256]
 
-One token after the other behind a cache that is filled with synthetic keys and values (see
-_synthetic.py), random-weight model in the shape of Qwen3-0.6B, float32. `full` is Larder's dense
-cache, preallocated; `transformers` its DynamicCache; the policy's cache is tended as while text is
-generated, so that what is parked and what the index learns is paid for. A round is a whole window
-of the policy's timing, and as many steps of the others; rounds go in turn. Caches that do not fit
-into memory beside each other are measured one after the other (--apart).
+One token after the other behind a cache that is filled with made-up keys and values (see
+larder.bench.streams), random-weight model in the shape of Qwen3-0.6B, float32. `full` is Larder's
+dense cache, preallocated; `transformers` its DynamicCache; the policy's cache is tended as while
+text is generated, so that what is parked and what the index learns is paid for. A round is a whole
+window of the policy's timing, and as many steps of the others; rounds go in turn. Caches that do
+not fit into memory beside each other are measured one after the other (--apart).
 
 Milliseconds per step; the least of all rounds is for machines that others use. The breakdown comes
-from a run of its own with clocks in it:
-
-    search     asking the index            insert   telling the index of what was parked
-    gather     what pages hold, and moving those that are not there
-    attention  over the fast tier, over recalled pages, over whole layers, and joining these
-    evict      plans, and parking what they reject
-    rest       the model itself
+from a run of its own, by the clocks of larder.bench.clocks.
 
 `hit` is the share of pages asked for that lay in the fast tier already; synthetic queries look for
 one thing for --stays steps. JSONL goes to results/recall_decode.jsonl.
@@ -27,23 +21,18 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from _models import load_model
-from _synthetic import Stream, feed, stream, values_of
 from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
-from larder.cache import base, tiered
-from larder.cache.dense import Dense
-from larder.cache.finding import Finder
-from larder.cache.pool import Pool
-from larder.cache.ragged import Ragged
+from larder.bench.clocks import clocks
+from larder.bench.streams import Stream, feed, stream, values_of
 from larder.cache.sequence import Form, SequenceCache
 from larder.cache.slow import Sheaf
 from larder.cache.tiered import Tiered
@@ -135,7 +124,7 @@ def _full(
         store.allocate(tokens + 64)
         store.append(told.keys, values_of(decoder.spec, layer, tokens), torch.arange(tokens))
     cache.next_position = tokens
-    go_to = feed(cache, streams)
+    go_to = feed([cache], streams)
 
     def go() -> None:
         for step in range(STEPS):
@@ -159,7 +148,7 @@ def _policy(
     fast = entries_of(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
     tending = Tending(planner, fast, (quotas,), (tokens,), decoder.foresee)
-    go_to, done = feed(cache, streams), [0]
+    go_to, done = feed([cache], streams), [0]
 
     def go() -> None:
         for _ in range(STEPS):
@@ -228,62 +217,10 @@ def _transformers(module: Any, decoder: Decoder, streams: Sequence[Stream]) -> C
 
 
 def _parts(go: Callable[[], None], clock: Clock) -> dict[str, float]:
-    """Milliseconds per step of each part, by clocks around them; what nests counts once."""
-    spent: dict[str, float] = {}
-    kinds: list[tuple[Any, str, str]] = [
-        (Finder, "learn", "insert"),
-        (Pool, "load", "gather"),
-        (Pool, "attend", "attention"),
-        (Ragged, "attention", "attention"),
-        (Dense, "attend_held", "attention"),
-        (tiered, "merge", "attention"),
-        (base, "merge", "attention"),
-        (SequenceCache, "evict", "evict"),
-        *((kind, "find", "search") for kind in _indexes()),
-        *((kind, "contents", "gather") for kind in _indexes()),
-        *((kind, "versions", "gather") for kind in _indexes()),
-    ]
-    with _clocks(kinds, spent, clock):
-        started = clock()
-        go()
-        whole = clock() - started
-    spent["rest"] = whole - sum(spent.values())
-    return {name: round(1e3 * seconds / STEPS, 2) for name, seconds in spent.items()}
-
-
-def _indexes() -> list[type]:
-    from larder.core.recall import Index
-
-    return [kind for kind in Index.__subclasses__() if "find" in vars(kind)]
-
-
-@contextmanager
-def _clocks(
-    kinds: Sequence[tuple[Any, str, str]], spent: dict[str, float], clock: Clock
-) -> Iterator[None]:
-    former, depth = [getattr(owner, name) for owner, name, _ in kinds], [0]
-
-    def clocked(inner: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def run(*args: Any, **named: Any) -> Any:
-            if depth[0]:
-                return inner(*args, **named)
-            depth[0] += 1
-            started = clock()
-            try:
-                return inner(*args, **named)
-            finally:
-                depth[0] -= 1
-                spent[part] = spent.get(part, 0.0) + clock() - started
-
-        return run
-
-    for (owner, name, part), inner in zip(kinds, former, strict=True):
-        setattr(owner, name, clocked(inner, part))
-    try:
-        yield
-    finally:
-        for (owner, name, _), inner in zip(kinds, former, strict=True):
-            setattr(owner, name, inner)
+    """Milliseconds per step of each part."""
+    with clocks(clock) as spent:
+        parts = spent.step(go)
+    return {name: round(1e3 * seconds / STEPS, 2) for name, seconds in parts.items()}
 
 
 if __name__ == "__main__":

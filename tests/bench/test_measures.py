@@ -7,16 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from larder.bench.clocks import Spent, clocks
 from larder.bench.models import open_model
 from larder.bench.rows import Row, results
 from larder.bench.sources import Sources
 from larder.bench.study import Study, TaskAt
 from larder.bench.studying import Studying, measure_of
 from larder.bench.workbench import Workbench
+from larder.cache.base import Store
 from larder.core.errors import BadParameter
 from larder.engine.engine import Engine
 
 LIFELOG = TaskAt('lifelog(questions=2, kinds="single")', (260,))
+ROUNDED = "blockwise() > sinks_and_window() > uniform() > quantized(bits=4) > every_step()"
+PARKED = (
+    "blockwise() > protect(sinks=4, recent=8) > sinks_and_window() > uniform() > park() > "
+    "flat(dense=0) > lagged(tokens=4)"
+)
 PROMPTS = 'prompts(utterances=2, step=50, embedder="tokens")'
 
 
@@ -69,3 +76,54 @@ def test_what_has_no_prompt_to_replace_is_refused(bench: Workbench, tmp_path: Pa
     assert "fewer than the 900 of a prompt" in many
     with pytest.raises(BadParameter, match="step must be from 1 to 50"):
         measure_of("prompts(step=60)")
+
+
+@pytest.mark.parametrize("policy", [ROUNDED, PARKED])
+def test_made_up_entries_take_what_those_of_a_text_take(
+    bench: Workbench, tmp_path: Path, policy: str
+) -> None:
+    text = TaskAt("passkey()", (240,))
+    asked = dict(budgets=("64",), tasks=(text,), measure=("forced",))
+    [read] = run(bench, tmp_path / "read.jsonl", (policy,), **asked)
+    text = TaskAt("passkey()", (read["context_tokens"],))
+    asked |= {"tasks": (text,), "measure": ("decode(steps=3)",)}
+    [row] = run(bench, tmp_path / "rows.jsonl", (policy,), **asked)
+    assert row["full_kv_bytes"] == read["full_kv_bytes"]
+    assert row["active_kv_bytes"] == pytest.approx(read["active_kv_bytes"], rel=0.03)
+    assert row["kv_bytes"] - row["slow_kv_bytes"] == row["active_kv_bytes"]
+    if policy == ROUNDED:
+        assert row["slow_kv_bytes"] == 0 and row["kv_bytes"] < 0.3 * row["full_kv_bytes"]
+        return
+    parked = (read["context_tokens"] - 64) / read["context_tokens"] * read["full_kv_bytes"]
+    assert parked < row["slow_kv_bytes"] < 1.5 * parked
+    quiet, due = results([tmp_path / "rows.jsonl"]).shown("breakdown")
+    assert [row["step"] for row in (quiet, due)] == ["step", "step in which entries go"]
+    names = [[part["name"] for part in row["parts"]] for row in (quiet, due)]
+    assert set(names[0]) == {"attention", "search", "gather", "insert", "policy", "model"}
+    assert set(names[1]) - set(names[0]) == {"park", "evict"}
+    assert 0 < row["policy_share"] < 1
+
+
+def test_time_counts_once_and_clocks_are_taken_away() -> None:
+    times = iter([0.0, 1.0, 2.0, 5.0, 7.0, 10.0])
+    spent = Spent(lambda: next(times))
+    inner = spent.timed(lambda: None, "search")
+    outer = spent.timed(inner, "attention")
+    assert spent.step(outer) == {"search": 3.0, "attention": 6.0 - 3.0, "model": 10.0 - 6.0}
+    before = Store.extend
+    with clocks(lambda: 0.0):
+        assert Store.extend is not before
+    assert Store.extend is before
+
+
+def test_reading_is_told_apart_by_what_it_is_for(bench: Workbench, tmp_path: Path) -> None:
+    out, asked = tmp_path / "rows.jsonl", ("keydiff", "epicache", "full")
+    keydiff, epicache, full = run(bench, out, asked, measure=("reading",), budgets=("128",))
+    assert keydiff["active_kv_bytes"] < full["active_kv_bytes"] <= full["peak_kv_bytes"]
+    parts = {
+        row["policy"]: {part["name"]: part["p50"] for part in row["parts"]}
+        for row in results([out]).shown("breakdown")
+    }
+    assert parts["keydiff"]["prompts"] == 0 < parts["epicache"]["prompts"]
+    assert 0 < keydiff["policy_share"] < 1 and epicache["prefill_seconds"] > 0
+    assert sum(parts["keydiff"].values()) == pytest.approx(keydiff["prefill_seconds"], abs=1e-3)

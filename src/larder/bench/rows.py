@@ -40,7 +40,9 @@ EXHIBITS: dict[str, tuple[str, ...]] = {
 }
 SHOWN = "exhibits"  # where a row that was just measured has its exhibits
 # What may differ between two runs of the same cell, besides names that end in _seconds.
-TIMED = frozenset({"seconds", "latency", "parts", "date", "tokens_per_second", "shared_with"})
+TIMED = frozenset(
+    {"seconds", "latency", "parts", "date", "shared_with", "tokens_per_second", "policy_share"}
+)
 
 
 class Key(NamedTuple):

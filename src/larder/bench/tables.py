@@ -65,6 +65,8 @@ TIMES = {
     "token_p95": "token, p95",
 }
 SPEED = Scale("tokens_per_second", "Tokens per second", digits=1)
+SHARE = Scale("policy_share", "Share of the time that the policy takes", digits=3)
+COSTS = (SPEED, SHARE)  # numbers of a whole cell
 SCALES = (
     Scale("exact", "Exact match", digits=2),
     Scale("f1", "F1", digits=2),
@@ -73,15 +75,15 @@ SCALES = (
     Scale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
     Scale("same", "Likeliest token is the same", digits=3),
     Scale("mass", "Attention kept", digits=3),
-    SPEED,
+    *COSTS,
 )
 
 
 def entry(row: Row) -> Entry:
     """A cell of a results file as a table takes it."""
     items = tuple(item for item in row.get("items", ()) if item["counts"])
-    if SPEED.key in row:
-        items = ({SPEED.key: row[SPEED.key]},)
+    if costs := {scale.key: row[scale.key] for scale in COSTS if scale.key in row}:
+        items = (costs,)
     source = f"{row['task']} {row['tokens']} {row['seed']}"
     head = row["policy"], row["budget"], source
     why = row.get("refused", "")
@@ -135,7 +137,7 @@ class Table:
         items = [self._items(name, budget) for name in self.names for budget in self.budgets]
         most = max(sum(map(len, found.values())) for found in items)
         files = f"{len(self._sources)} {'file' if len(self._sources) == 1 else 'files'}"
-        if self.held(SCALES) == [SPEED]:
+        if set(self.held(SCALES)) <= {*COSTS}:
             return f"{files}."
         return f"{files}, {most} {'scored item' if most == 1 else 'scored items'}."
 

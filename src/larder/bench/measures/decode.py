@@ -1,41 +1,46 @@
 """What a step of decoding costs, and how much a cache takes, at any length and without a text.
 
-Caches are filled with random entries, as if so many tokens had been read. Seconds per step are
-those of a batch of equal sequences, as many as a stated memory holds, or of one; tokens per second
-follow from their median. The policy acts as it would. The full cache grows with the text, all
-others stay at their budget. Wan et al., "D2O: Dynamic Discriminative Operations for Efficient
-Long-Context Inference of Large Language Models" (2024), arXiv:2406.13035, section 5.5, has the
-table that this is for.
+Caches are filled with made-up entries, as if so many tokens had been read: see
+`larder.bench.stepping`. Seconds per step are those of a batch of equal sequences, as many as a
+stated memory holds in all tiers, or of one. The policy acts as it would: where entries go only
+every so often, the mean step is that of a whole window, by the medians of both kinds of step. The
+full cache grows with the text, all others stay at their budget. What a step consists of is told by
+a second run with clocks in it.
+Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large
+Language Models" (2024), arXiv:2406.13035, section 5.5, has the table that this is for, and Mao et
+al., "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs" (2026),
+arXiv:2604.10539, the breakdown in figure 6b.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from larder.bench.amounts import Matched, Unit
 from larder.bench.cells import Cell
-from larder.bench.filling import filled
+from larder.bench.clocks import POLICY, Clock, Spent, clocks, parts_of
 from larder.bench.measures.base import Measure
-from larder.bench.rows import Row
+from larder.bench.rows import SHOWN, Row
+from larder.bench.stepping import Stuffed, at_this, pile, stuffed
+from larder.bench.streams import feed, let_go
 from larder.bench.subjects import Governed
 from larder.bench.timing import percentiles
 from larder.bench.workbench import Workbench
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, BudgetError, UsageError
 from larder.core.types import Mode
 from larder.models.passes import Row as Tokens
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.policy.storage.exact import Exact
 from larder.session.policy import Policy
-from larder.session.reading import entries_of, tend
+from larder.session.reading import tend
 from larder.session.sizes import Size, resolve
 
 TOKEN = 7  # any will do
+QUIET, DUE = "step", "step in which entries go"
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Decode(Measure):
 
     Args:
         steps: that are timed, behind one that is not.
-        memory_mib: of KV caches that a batch may take; 0 for one sequence.
+        memory_mib: of KV caches that a batch may take, all tiers together; 0 for one sequence.
     """
 
     steps: int = 8
@@ -57,31 +62,39 @@ class Decode(Measure):
             raise BadParameter(f"decode.memory_mib must be 0 or more, got {self.memory_mib}.")
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
-        policy, engine = _policy(bench, cell), bench.engine
-        cache = _filled(bench, policy, cell.tokens)
-        cache.compact()
-        held, full = cache.nbytes, engine.loaded.decoder.spec.full_bytes(cell.tokens)
-        batch = self._batch(held)
-        caches = [cache, *(cache.fork() for _ in range(batch - 1))]
-        for one in caches:
-            one.allocate(self.steps + 2)
-        seconds = _timed(_stepper(bench, policy, caches), self.steps)
-        assert policy.budget.tokens is not None  # filled in
+        policy, engine = policy_of(bench, cell), bench.engine
+        made = stuffed(engine.desk, policy, cell.tokens, 2 * self.steps + 1)
+        made.cache.compact()
+        fast, slow = made.fast_bytes, made.slow_bytes
+        full = engine.loaded.decoder.spec.full_bytes(cell.tokens)
+        caches = self._batch(made.cache, fast + slow)
+        steps = _Steps(bench, policy, caches, made)
+        try:
+            plain = steps.go(self.steps, time.perf_counter)
+            with clocks(_waiting(bench)) as spent:
+                told = steps.go(self.steps, spent.clock, spent)
+        finally:
+            let_go(caches)
+        tokens = policy.budget.tokens
+        assert tokens is not None  # filled in
         return {
             "context_tokens": cell.tokens,
-            "budget_tokens": min(policy.budget.tokens, cell.tokens),
-            "bytes_share": round(held / full, 5),
-            "active_kv_bytes": held,
-            "kv_bytes": held,
-            "peak_kv_bytes": max(one.nbytes for one in caches),
+            "budget_tokens": min(tokens, cell.tokens),
+            "bytes_share": round(fast / full, 5),
+            "active_kv_bytes": fast,
+            "slow_kv_bytes": slow,
+            "kv_bytes": fast + slow,
+            "peak_kv_bytes": max(fast + slow, *(one.nbytes for one in caches)),
             "full_kv_bytes": full,
-            "batch": batch,
-            "tokens_per_second": round(batch / statistics.median(seconds), 3),
-            "latency": {"token": percentiles(seconds)},
+            "batch": len(caches),
+            "tokens_per_second": round(len(caches) / plain.mean, 3),
+            "policy_share": round(told.share, 4),
+            "latency": {"token": percentiles(plain.seconds)},
             "items": [],
+            SHOWN: told.exhibits(),
         }
 
-    def _batch(self, nbytes: int) -> int:
+    def _batch(self, cache: SequenceCache, nbytes: int) -> list[SequenceCache]:
         """Raises: BudgetError: the memory does not hold one sequence."""
         batch = (self.memory_mib << 20) // nbytes if self.memory_mib else 1
         if not batch:
@@ -89,23 +102,117 @@ class Decode(Measure):
                 f"decode.memory_mib={self.memory_mib} does not hold a cache of {nbytes} bytes: "
                 "raise it, or take a smaller budget."
             )
-        return batch
+        return [cache, *(cache.fork() for _ in range(batch - 1))]
 
 
-def _policy(bench: Workbench, cell: Cell) -> Policy:
-    """With its size filled in.
+@dataclass
+class _Timed:
+    """Steps that were taken.
+
+    Args:
+        window: of so many steps, entries go in the last.
+        gone: whether they did, of each step.
+        parts: seconds of each step by what it consists of.
+    """
+
+    window: int
+    seconds: list[float] = field(default_factory=list)
+    gone: list[bool] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a step, over a whole window."""
+        return self._over_window(self.seconds)
+
+    @property
+    def share(self) -> float:
+        """What the policy takes of a step, over a whole window."""
+        own = [sum(step.get(name, 0.0) for name in (POLICY, "evict")) for step in self.parts]
+        return self._over_window(own) / self._over_window([sum(s.values()) for s in self.parts])
+
+    def exhibits(self) -> list[Row]:
+        """What steps of each kind consist of."""
+        kinds = [(QUIET, False), (DUE, True)] if len({*self.gone}) > 1 else [(QUIET, self.gone[0])]
+        return [
+            {"row": "breakdown", "step": name, "parts": parts_of(self._of(self.parts, is_due))}
+            for name, is_due in kinds
+        ]
+
+    def _over_window(self, values: Sequence[float]) -> float:
+        quiet, due = self._of(values, False), self._of(values, True)
+        if not quiet or not due or self.window == 1:
+            return statistics.median(values)
+        both = statistics.median(quiet) * (self.window - 1) + statistics.median(due)
+        return both / self.window
+
+    def _of(self, values: Sequence, is_due: bool) -> list:
+        return [value for value, gone in zip(values, self.gone, strict=True) if gone is is_due]
+
+
+class _Steps:
+    """One token after the other for every cache, under the eyes of the policy."""
+
+    def __init__(
+        self, bench: Workbench, policy: Policy, caches: list[SequenceCache], made: Stuffed
+    ) -> None:
+        self._decoder, self._caches, self._policy = bench.engine.loaded.decoder, caches, policy
+        desk = at_this(bench.engine.desk, self._decoder)
+        self._tending = tend(desk, policy, caches)
+        self._go_to = feed(caches, made.streams) if made.streams else None
+        self._said = 0
+
+    @torch.no_grad()
+    def go(self, steps: int, clock: Clock, spent: Spent | None = None) -> _Timed:
+        """Time steps behind one that is not timed; the last is one in which entries go."""
+        window = (self._policy.timing.excess() or 0) + 1
+        if window > steps + 1:
+            pile(self._decoder, self._caches, window - 1 - steps)
+        for cache in self._caches:
+            cache.allocate(steps + 2)
+        timed, step = _Timed(window), self._stepper(spent)
+        step()
+        for _ in range(steps):
+            before, started = self._held, clock()
+            parts = {} if spent is None else spent.step(step)
+            if spent is None:
+                step()
+            timed.seconds.append(clock() - started)
+            timed.parts.append(parts)
+            timed.gone.append(self._held <= before)
+        return timed
+
+    @property
+    def _held(self) -> int:
+        return self._caches[0].managed_entries
+
+    def _stepper(self, spent: Spent | None) -> Callable[[], None]:
+        numbers = list(range(len(self._caches)))
+
+        def step() -> None:
+            if self._go_to is not None:
+                self._go_to(self._said)
+            rows = [Tokens(cache, (TOKEN,)) for cache in self._caches]
+            said, observer = [self._said] * len(rows), None
+            if self._tending is not None:
+                observer = self._tending.observer(numbers, rows, said)
+            if spent is not None:
+                observer = spent.watched(observer)
+            self._decoder.predict(rows, Mode.APPEND, numbers, observer).cpu()  # waits
+            self._said += 1
+
+        return step
+
+
+def policy_of(bench: Workbench, cell: Cell) -> Policy:
+    """That of a cell, with its size filled in.
 
     Raises:
-        UsageError: caches of its kind are not filled at random.
+        UsageError: what the cell is about is no policy.
     """
     if not isinstance(cell.subject, Governed):
         raise UsageError(f"{cell.subject.name} has no cache to decode over: leave it out.")
     policy = cell.subject.case.policy
-    if policy.storage != Exact() or policy.recall is not None:
-        raise UsageError(
-            f"{cell.subject.name} holds entries in few bits or in two tiers, which random ones say "
-            "nothing about: leave it out, or see benchmarks/recall_decode.py."
-        )
     spec, asked = bench.engine.loaded.decoder.spec, None
     if cell.amount is not None:
         asked = str(_tokens(bench, cell, policy))
@@ -123,38 +230,16 @@ def _tokens(bench: Workbench, cell: Cell, policy: Policy) -> int:
     return max(1, Size(nbytes / 1024, "KiB").tokens(cell.tokens, policy, spec))
 
 
-def _filled(bench: Workbench, policy: Policy, context: int) -> SequenceCache:
-    decoder = bench.engine.loaded.decoder
-    is_full = policy.budget.tokens == WITHOUT_LIMIT
-    form = Form.DENSE if is_full else Form.RAGGED
-    entries = context if is_full else min(context, entries_of(policy, decoder.spec))
-    return filled(decoder, form, entries, policy.planner.ledger, 0.0, context)
+def _waiting(bench: Workbench) -> Clock:
+    """A clock that waits for an accelerator first, so that each part has its own time."""
+    if bench.engine.loaded.decoder.spec.device.type != "cuda":
+        return time.perf_counter
 
+    def clock() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
-def _stepper(bench: Workbench, policy: Policy, caches: list[SequenceCache]) -> Callable[[], None]:
-    """One token for every cache, under the eyes of the policy."""
-    decoder, numbers = bench.engine.loaded.decoder, list(range(len(caches)))
-    tending, said = tend(bench.engine.desk, policy, caches), [0]
-
-    def step() -> None:
-        rows = [Tokens(cache, (TOKEN,)) for cache in caches]
-        steps = said * len(rows)
-        observer = None if tending is None else tending.observer(numbers, rows, steps)
-        decoder.predict(rows, Mode.APPEND, numbers, observer).cpu()  # waits for an accelerator
-        said[0] += 1
-
-    return step
-
-
-@torch.no_grad()
-def _timed(step: Callable[[], None], steps: int) -> list[float]:
-    step()
-    seconds: list[float] = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    return clock
 
 
 Part = Decode

@@ -27,6 +27,7 @@ from larder.bench.task import Style
 from larder.bench.workbench import Workbench
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
+from larder.core.spelling import name_of
 from larder.session.memory import Memory
 from larder.session.policy import Policy
 from larder.session.prompts import episode_prompt
@@ -153,7 +154,7 @@ def _policy(cell: Cell) -> Policy:
         )
     if cell.task.style not in (Style.INDEPENDENT, Style.RECITAL):
         raise UsageError(
-            f"Questions of {cell.head('')['kind']} stand behind each other, and prompts has a "
+            f"Questions of {name_of(type(cell.task))} stand behind each other, and prompts has a "
             "reading for each: take a task whose questions stand alone."
         )
     return subject.case.policy

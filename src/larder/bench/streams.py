@@ -1,4 +1,4 @@
-"""Keys and queries that lie as real ones do, drawn at random, and caches that are filled with them.
+"""Keys and queries that lie as real ones do, drawn at random, and caches that are fed with them.
 
 Independent random numbers have no neighbors, and a search among them says nothing. Here a text goes
 from topic to topic; keys of a topic lie around its center, those of one of its words closer still,
@@ -61,20 +61,34 @@ def stream(layer: LayerSpec, tokens: int, steps: int, stays: int) -> Stream:
     )
 
 
-def feed(cache: SequenceCache, streams: Sequence[Stream]) -> Callable[[int], None]:
+def feed(caches: Sequence[SequenceCache], streams: Sequence[Stream]) -> Callable[[int], None]:
     """Have single tokens bring the streams' keys and queries; gives what sets the next step."""
-    own, step = cache.attend, [0]
+    step = [0]
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        told, at = streams[layer], step[0]
-        return own(layer, told.queries[:, at : at + 1], told.later[:, at : at + 1], *rest)
+    def feeding(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend(layer: int, queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+            told, at = streams[layer], step[0]
+            return own(
+                layer,
+                told.queries[:, at : at + 1].to(queries),
+                told.later[:, at : at + 1].to(keys),
+                *rest,
+            )
 
-    cache.attend = attend  # type: ignore[method-assign]
+        return attend
 
     def go_to(number: int) -> None:
-        step[0] = number
+        step[0] = number % streams[0].queries.shape[1]
 
+    for cache in caches:
+        cache.attend = feeding(cache.attend)  # type: ignore[method-assign]
     return go_to
+
+
+def let_go(caches: Sequence[SequenceCache]) -> None:
+    """Feed them no more; a cache that is fed refers to itself."""
+    for cache in caches:
+        vars(cache).pop("attend", None)
 
 
 def values_of(spec: ModelSpec, layer: LayerSpec, tokens: int) -> Tensor:
