@@ -55,6 +55,8 @@ ROW_OF_SMALL = Paper(
         Reported("h2o", "1/4", "token_p50", 0.05, unit="s"),
         Reported("h2o", "1/4", "exact", 1, kind="needle", task="needles(needles=4)"),
         Reported("absent", "1/4", "exact", 2.0),
+        Reported("snapkv", "1/4", "exact", "above 0", above="h2o", tokens=2000),
+        Reported("h2o", "1/4", "exact", "3 times as good", against="random"),
     ),
 )
 
@@ -83,7 +85,13 @@ def test_it_is_read_with_its_study(tmp_path: Path) -> None:
         ('budget = "full"', 'budget = "1/4"', UsageError, "full at the budget 1/4.*take full"),
         ("paper = 41", 'paper = 41\ntask = "needles()"', UnknownName, "No task of the study"),
         ("paper = 41", "paper = 41\ntokens = 400", UnknownName, "200, 300"),
-        ("paper = 41", 'paper = 41\nagainst = "h2o"', UnknownName, "No against of the study"),
+        ("paper = 41", 'paper = 41\nagainst = "h2o"', UnknownName, "No policy of the study"),
+        (
+            "paper = 41",
+            'paper = 41\nagainst = "full"\nabove = "full"',
+            UsageError,
+            "one of the two",
+        ),
         ("paper = 41", "paper = true", UsageError, "a number, or a text"),
         ("paper = 41", "papre = 41", UnknownName, "Did you mean 'paper'"),
         ('scale = "exact"', 'scale = "exakt"', UnknownName, "Did you mean 'exact'"),
@@ -102,7 +110,7 @@ def test_what_is_wrong_is_told(
 
 
 def test_ours_is_of_the_cells_that_are_named() -> None:
-    twice, of_full, ratio, seconds, one_kind, absent = beside(ROW_OF_SMALL, CELLS)
+    twice, of_full, ratio, seconds, one_kind, absent, more, none = beside(ROW_OF_SMALL, CELLS)
     assert twice.ours["seed"].mean == 0.5 and twice.here("seed") == "0.50"
     assert twice.told() == "41.5 % F1 (MF-en)" and twice.over() == "Exact match; all tasks"
     assert of_full.ours["seed"].mean == 1.0 and of_full.over() == "Exact match; 1000 tokens"
@@ -110,6 +118,8 @@ def test_ours_is_of_the_cells_that_are_named() -> None:
     assert seconds.ours["seed"].mean == 0.25
     assert one_kind.ours["seed"].mean == 0.25
     assert absent.ours == {} and absent.here("seed") == "not measured"
+    assert more.here("seed") == "+0.25" and more.over().startswith("Exact match, less that of h2o")
+    assert none.here("seed") == "no ratio: random has none or 0"
 
 
 def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
@@ -130,7 +140,7 @@ def test_tables_say_both_and_what_differs(tmp_path: Path) -> None:
     assert "| full | full | above h2o |" in told and "- the data\n" in told
     here = in_numbers(ROW_OF_SMALL, CELLS)["values"]
     assert here[0]["here"] == {"seed": {"mean": 0.5, "low": 0.5, "high": 0.5}}
-    assert here[5]["here"] == {}
+    assert here[5]["here"] == {} and here[6]["above"] == "h2o"
 
 
 def test_a_report_is_drawn_from_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

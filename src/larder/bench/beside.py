@@ -43,18 +43,20 @@ class Beside:
         """What ours is a mean of."""
         one = self.reported
         times = f", times that of {one.against}" if one.against else ""
+        times += f", less that of {one.above}" if one.above else ""
         length = f"{one.tokens} tokens" if one.tokens else ""
         parts = [part for part in (one.task, length, one.kind) if part]
         return f"{one.on.title}{times}; {', '.join(parts) or 'all tasks'}"
 
     def here(self, model: str) -> str:
         """Ours with its interval, which one number alone has not."""
+        one = self.reported
         if model not in self.ours:
-            return "not measured"
-        digits = 2 if self.reported.against else self.reported.on.digits
+            return f"no ratio: {one.against} has none or 0" if one.against else "not measured"
+        digits, sign = 2 if one.against else one.on.digits, "+" if one.above else ""
         found = self.ours[model]
-        low, high = (f"{end:.{digits}f}" for end in (found.low, found.high))
-        mean = f"{found.mean:.{digits}f}" + ("×" if self.reported.against else "")
+        mean, low, high = (f"{x:{sign}.{digits}f}" for x in (found.mean, found.low, found.high))
+        mean += "×" if one.against else ""
         return mean if found.low == found.high else f"{mean} [{low}, {high}]"
 
 
@@ -93,13 +95,14 @@ def in_numbers(paper: Paper, rows: Sequence[Row]) -> Row:
 
 def _ours(value: Reported, rows: Sequence[Row]) -> Interval | None:
     own = _scores(value, rows, value.policy, (value.budget,))
-    if not value.against:
+    if not (than := value.against or value.above):
         return Bootstrap().mean(drawn(list(own.values()))) if own else None
-    other = _scores(value, rows, value.against, (value.budget, WHOLE, OWN))
+    other = _scores(value, rows, than, (value.budget, WHOLE, OWN))
     both = [source for source in own if source in other]
-    if sum(sum(other[source]) for source in both) <= 0:
-        return None
-    return Bootstrap().ratio([own[one] for one in both], [other[one] for one in both])
+    first, second = [own[source] for source in both], [other[source] for source in both]
+    if value.above:
+        return Bootstrap().difference(drawn(first), drawn(second)) if both else None
+    return Bootstrap().ratio(first, second) if sum(map(sum, second)) > 0 else None
 
 
 def _scores(

@@ -15,7 +15,7 @@
 
 Ours is over all tasks and lengths unless `task`, `tokens` or `kind` (of items) say otherwise. Where
 a study has several measures or ways to match, `measure` and `matched` say which. `against` names a
-policy that ours is a multiple of, as in a speedup.
+policy that ours is a multiple of, as in a speedup; `above` one that it is a difference to.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from larder.core.errors import UnknownName, UsageError
 from larder.core.family import unknown
 
 MIB = float(2**20)
+THAN = ("against", "above")  # name another policy
 FULL = "full"  # how the budget of what keeps everything is written here
 
 
@@ -76,6 +77,7 @@ class Reported:
         task, tokens, kind: that ours is over; all unless given.
         measure, matched: of ours where the study has several.
         against: a policy; ours is a multiple of that one's.
+        above: a policy; ours is how far it lies above that one's, question by question.
     """
 
     policy: str
@@ -90,6 +92,7 @@ class Reported:
     measure: str | None = None
     matched: str | None = None
     against: str | None = None
+    above: str | None = None
 
     @property
     def on(self) -> Scale | Cost:
@@ -128,11 +131,14 @@ class Paper:
             for name, names in {**known, "scale": list(known_scales())}.items():
                 own, choices = asdict(value)[name], list(map(str, names))
                 if own is not None and str(own) not in choices:
-                    what = f"{name} of the study" if name in known else name
+                    word = "policy" if name in (*THAN, "policy") else name
+                    what = f"{word} of the study" if name in known else name
                     told = unknown(what, str(own), [budget_name(one) for one in choices])
                     raise UnknownName(f"{place}: {told}")
                 if own is None and name in ("measure", "matched") and len(names) > 1:
                     raise UsageError(f"{place} must say {name}: {' or '.join(choices)}.")
+            if value.against and value.above:
+                raise UsageError(f"{place} has against and above: take one of the two.")
 
     def row(self, study: str) -> Row:
         """As it stands in a results file."""
@@ -198,6 +204,7 @@ _VALUE_KEYS: Mapping[str, Read] = {
     "measure": text,
     "matched": text,
     "against": text,
+    "above": text,
 }
 _KEYS: Mapping[str, Read] = {
     "cite": text,

@@ -97,6 +97,7 @@ class Study:
         return {
             "policy": policies,
             "against": policies,
+            "above": policies,
             "budget": budgets_of(self.budgets),
             "task": [task.spelling for task in self.tasks],
             "tokens": [tokens for task in self.tasks for tokens in task.tokens],
