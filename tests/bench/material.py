@@ -102,6 +102,7 @@ def public_data(folder: Path) -> Path:
     written(folder / "longmemeval" / "longmemeval_s.json", [stacked(n) for n in range(9)])
     lines_written(folder / "longbench" / "data" / "multifieldqa_en.jsonl", documents("answers"))
     lines_written(folder / "infinitebench" / "passkey.jsonl", documents("answer"))
+    written(folder / "longbench_v2" / "data.json", [chosen(n) for n in range(3)])
     (folder / "text").mkdir()
     for name in ("one.txt", "two.md"):
         text = "\n\n".join(f"Paragraph {n} of {name} has nine words in it." for n in range(200))
@@ -150,6 +151,21 @@ def documents(answers: str) -> list[dict[str, Any]]:
         }
         for n in range(3)
     ]
+
+
+def chosen(number: int) -> dict[str, Any]:
+    """A document with four answers to choose from."""
+    document = documents("answers")[number]
+    return {
+        "_id": str(number),
+        "domain": "Many",
+        "difficulty": ("easy", "hard")[number % 2],
+        "length": "short",
+        "question": document["input"],
+        **{f"choice_{letter}": f"{letter.lower()}{number}" for letter in "ABCD"},
+        "answer": "ABC"[number],
+        "context": document["context"],
+    }
 
 
 def sources(folder: Path) -> Sources:

@@ -37,6 +37,7 @@ def measuring(**changes: object) -> str:
         ({"task": "requests(of='bookings()')"}, " --corpus FOLDER"),
         ({"task": 'needles(hay="prose")'}, " --corpus FOLDER"),
         ({"task": "mixed(of='planted()')"}, " --corpus FOLDER --data FOLDER"),
+        ({"task": "requests(of='longbench_v2()')"}, " --data FOLDER"),
         ({"seed": 0}, " --files 1"),
     ],
 )

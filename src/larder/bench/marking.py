@@ -6,6 +6,8 @@ item             which part of the answer; absent where it is scored as a whole
 depth            where the needed fact stands, 0 to 1; null where several are needed
 exact, f1, f1_stemmed, log_likelihood
                  null where the measure has no such number
+own              the score of the public data set, by the way that `scored_by` names; absent
+                 where there is none
 counts           whether the answer is known
 """
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from larder.bench.forced import Forced, parts_of
 from larder.bench.items import items_of
 from larder.bench.metrics import exact, f1, f1_stemmed
+from larder.bench.own_scores import own_score
 from larder.bench.rows import Row
 from larder.core.conversation import Question
 from larder.session.transcript import Scribe
@@ -63,7 +66,8 @@ def said_items(posed: Posed, text: str) -> list[Row]:
     question = posed.question
     if not question.items:
         answers = (question.answer, *question.others)
-        return [posed.item() | _of_said([text], answers, posed) | {"answer": text}]
+        told = _of_said([text], answers, posed) | {"answer": text}
+        return [posed.item() | told | _of_its_own(text, question)]
     said = _parts(text)
     wanted = [_bare(question.answer[start:stop]) for start, stop in question.items]
     return [posed.item(n) | _of_said(said, [one], posed) for n, one in enumerate(wanted)]
@@ -92,6 +96,12 @@ def _of_said(said: Sequence[str], expected: Sequence[str], posed: Posed) -> Row:
         "log_likelihood": None,
         "counts": bool(posed.question.answer),
     }
+
+
+def _of_its_own(text: str, question: Question) -> Row:
+    if not question.scorer:
+        return {}
+    return {"own": round(own_score(text, question), 4), "scored_by": question.scorer}
 
 
 def _parts(text: str) -> list[str]:

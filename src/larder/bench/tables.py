@@ -71,6 +71,7 @@ SCALES = (
     Scale("exact", "Exact match", digits=2),
     Scale("f1", "F1", digits=2),
     Scale("f1_stemmed", "F1 of stemmed words, as LoCoMo scores", digits=2),
+    Scale("own", "Score of the data set", digits=2),
     Scale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
     Scale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
     Scale("same", "Likeliest token is the same", digits=3),

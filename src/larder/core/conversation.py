@@ -53,6 +53,9 @@ class Question:
             [start, stop); none where the answer is right or wrong as a whole.
         others: answers that are as good.
         sources: how many places of the text hold what it needs; None where nobody knows.
+        scorer: how the public data set that it is of scores answers, by a name that the benchmark
+            knows; empty where there is nothing beside the usual scores.
+        classes: all that the answer can be, where the data set scores by that.
     """
 
     question: str
@@ -62,6 +65,8 @@ class Question:
     items: tuple[tuple[int, int], ...] = ()
     others: tuple[str, ...] = ()
     sources: int | None = None
+    scorer: str = ""
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from larder.plots.blocks import Block, blocks
 # What a task that is spelled so reads from.
 FROM_CORPUS = re.compile(r"\b(bookings|mixed)\b|[\"']prose[\"']")
 FROM_DATA = re.compile(
-    r"\b(locomo|realtalk|planted|stacked|longbench|infinitebench)\b|[\"']files[\"']"
+    r"\b(locomo|realtalk|planted|stacked|longbench(_v2)?|infinitebench)\b|[\"']files[\"']"
 )
 
 

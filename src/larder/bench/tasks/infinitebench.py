@@ -4,11 +4,13 @@ Xinrong Zhang et al., "InfiniteBench: Extending Long Context Evaluation Beyond 1
 arXiv:2402.13718. The folder `infinitebench` of `--data` holds the release's `NAME.jsonl`, with
 `context`, `input`, `answer` and `options` on each line. A seed stands for a line, by turns; a
 context that is too long loses its middle, as in the released code. Prompts are plain ones of ours;
-of options one letter is expected. Scores are this project's, not the paper's per set.
+of options one letter is expected. Beside this project's scores answers that are generated have the
+set's own (`larder.bench.own_scores`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
@@ -24,6 +26,17 @@ UNASKED = {
     "longbook_sum_eng": "Summarize the book.",
     "math_calc": "Give the value after each operation, as a list.",
     "longdialogue_qa_eng": "Who is the person whose name stands as $$MASK$$? Answer with the name.",
+}
+SCORED: Mapping[str, str] = {
+    **dict.fromkeys(("passkey", "number_string"), "first_digits"),
+    **dict.fromkeys(("kv_retrieval", "longdialogue_qa_eng"), "among_words"),
+    **dict.fromkeys(("longbook_choice_eng", "code_debug"), "choice"),
+    "longbook_qa_eng": "f1",
+    "longbook_qa_chn": "f1_characters",
+    "longbook_sum_eng": "rouge_l_sum",
+    "code_run": "last_number",
+    "math_find": "first_number",
+    "math_calc": "numbers_in_a_row",
 }
 ANSWER = "{question}\nAnswer in as few words as you can."
 ONE_LETTER = "{question}\nAnswer with one letter alone."
@@ -60,7 +73,8 @@ class Infinitebench(Task):
             answers = _letters(answers, lettered)
         if not answers:
             raise InputError(f"a sample of {self.set} must have an 'answer' among its options.")
-        return Question(asked, answers[0], self.set, others=tuple(answers[1:]))
+        scorer = SCORED.get(self.set, "")
+        return Question(asked, answers[0], self.set, others=tuple(answers[1:]), scorer=scorer)
 
     def _answers(self, answer: Any) -> list[str]:
         if not isinstance(answer, list):

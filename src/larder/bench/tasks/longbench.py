@@ -5,12 +5,14 @@ Yushi Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context 
 `data/NAME.jsonl`), with `input`, `context` and `answers` on each line. A seed stands for a line, by
 turns; a context that is too long loses its middle, as in the released code. Where the folder holds
 the release's `dataset2prompt.json` (or `config/dataset2prompt.json`), its prompts are used, else
-plain ones of ours. Scores are this project's, not the ROUGE, code or class scores of the paper.
+plain ones of ours. Beside this project's scores answers that are generated have the data set's own,
+F1, ROUGE-L, edit similarity, classes or numbers by set (`larder.bench.own_scores`).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,19 @@ UNASKED = {
     "vcsum": SUMMARIZE,
     "passage_count": "How many different paragraphs are there? Answer with the number alone.",
     "lcc": "Write the next line of the code.",
+}
+SCORED: Mapping[str, str] = {
+    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en"), "f1"),
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), "f1"),
+    "triviaqa": "f1_of_line",
+    "multifieldqa_zh": "f1_characters",
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news"), "rouge_l"),
+    "samsum": "rouge_l_of_line",
+    **dict.fromkeys(("dureader", "vcsum"), "rouge_l_characters"),
+    **dict.fromkeys(("trec", "lsht"), "classes"),
+    **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), "share_of_numbers"),
+    "passage_count": "share_of_numbers",
+    **dict.fromkeys(("lcc", "repobench-p"), "edit_similarity"),
 }
 ANSWER = "{question}\nAnswer in as few words as you can."
 
@@ -65,7 +80,11 @@ class Longbench(Task):
         if not isinstance(answers, list) or not answers:
             raise InputError(f"a sample of {self.set} must have a list of 'answers'.")
         first, *others = map(str, answers)
-        return Question(asked, first, self.set, others=tuple(others))
+        classes = tuple(map(str, sample.get("all_classes") or ()))
+        scorer = SCORED.get(self._base, "")
+        return Question(
+            asked, first, self.set, others=tuple(others), scorer=scorer, classes=classes
+        )
 
     def _prompts(self, sources: Sources) -> tuple[str, str]:
         """What stands before the context, and what behind it."""
