@@ -78,7 +78,7 @@ def test_every_form_of_cache_comes_back(name: str, form: Form) -> None:
         assert same_state(found, state)
     else:
         assert nbytes(tensors) < 0.6 * nbytes(state)
-        farthest = {"int8": 0.04, "int4": 0.6, "entropy": 0.6}[name]  # of numbers within +-9
+        farthest = {"int8": 0.04, "int4": 0.6, "entropy": 1.2}[name]  # of numbers within +-9
         for key in found.keys() - exact:
             assert not len(found[key]) or (found[key] - state[key]).abs().max() < farthest
     again = SequenceCache.restore(spec, found, cache.meta())
