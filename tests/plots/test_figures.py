@@ -247,7 +247,7 @@ def test_the_systems_at_the_core_come_first_and_in_one_order(tmp_path: Path) -> 
 def test_rows_that_are_none_and_policies_that_are_missing_are_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no row of schema 1"):
         read([write_rows(tmp_path, [{"file": "old"}])])
-    with pytest.raises(InputError, match="'recall' lacks"):
+    with pytest.raises(InputError, match="results.jsonl has a row 'recall' without"):
         read([write_rows(tmp_path, [{"schema": 1, "row": "recall"}])])
     with pytest.raises(InputError, match="nothing measured"):
         read([write_rows(tmp_path, [])])

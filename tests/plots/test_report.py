@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import UnknownName
+from larder.core.errors import InputError, UnknownName
 from larder.plots import report
 from larder.plots.report import inline, render
 from larder.plots.style import INK
@@ -96,6 +96,20 @@ def test_tables_hold_means_with_intervals_and_paired_differences(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("few")
+def test_a_folder_is_all_its_files_and_each_study_has_a_heading(tmp_path: Path) -> None:
+    for name in ("one", "throughput"):
+        path = write_rows(tmp_path / name, [cell("h2o", study=name), cell("full", study=name)])
+        path.rename(tmp_path / f"{name}.jsonl")
+    page = render([tmp_path])
+    assert page.count("<h3 class=study>") == 2 and "<h3 class=study>one</h3>" in page
+    [claim] = re.findall(r"<h3 class=study>throughput</h3>\s*<p><b>Claim.</b> (.*?)</p>", page)
+    assert claim.startswith("A bounded cache fits more sequences")
+    assert f"--name one --out {tmp_path / 'one.jsonl'}" in page
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match=r"none holds no \.jsonl file: name a folder"):
+        render([tmp_path / "none"])
+
+
 def test_a_difference_that_may_be_luck_is_not_bold(tmp_path: Path) -> None:
     rows = [cell(name, seed=seed) for name in ("h2o", "snapkv") for seed in (0, 1)]
     flipped = [item | {"exact": not item["exact"]} for item in cell("snapkv")["items"]]

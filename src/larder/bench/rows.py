@@ -105,18 +105,39 @@ def key(row: Row) -> Key:
 def results(paths: Iterable[Path]) -> Results:
     """All cells, environments and exhibits of result files.
 
+    Args:
+        paths: files, or folders for all files that lie in them.
+
     Raises:
         InputError: a file cannot be read, or holds what is no row.
     """
-    rows = [row for path in paths for row in rows_of(path)]
-    for row in rows:
-        _check(row)
+    rows: list[Row] = []
+    for path in files_of(paths):
+        mine = rows_of(path)
+        for row in mine:
+            _check(row, path)
+        rows += mine
     cells = {key(row): {**_SINCE, **row} for row in rows if row["row"] == CELL}
     exhibits = {_shown_by(row): row for row in rows if row["row"] in EXHIBITS}
     environments = {row["id"]: row for row in rows if row["row"] == ENVIRONMENT}
     papers = {row["study"]: row for row in rows if row["row"] == PAPER}
     shown = tuple(exhibits.values()), tuple(papers.values())
     return Results(tuple(cells.values()), environments, *shown)
+
+
+def files_of(paths: Iterable[Path]) -> list[Path]:
+    """The files themselves, and those of folders by name.
+
+    Raises:
+        InputError: a folder holds none.
+    """
+    found: list[Path] = []
+    for path in paths:
+        own = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not own:
+            raise InputError(f"{path} holds no .jsonl file: name a folder with results, or files.")
+        found += own
+    return found
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -166,18 +187,19 @@ def untimed(row: Row) -> Row:
     return {name: value for name, value in row.items() if not _is_timed(name)}
 
 
-def _check(row: Any) -> None:
+def _check(row: Any, path: Path) -> None:
     """Raises: InputError: it is no row, or one without what it is known by."""
     named = isinstance(row, dict) and row.get("schema") == SCHEMA
     kind = row.get("row") if named else None
     if kind not in _NEEDED:
         raise InputError(
-            f"A line is no row of schema {SCHEMA}: {json.dumps(row)[:80]}... Name files that "
-            "larder bench has written."
+            f"{path} has a line that is no row of schema {SCHEMA}: {json.dumps(row)[:60]}... Name "
+            "files that larder bench has written."
         )
     if missing := [name for name in _NEEDED[kind] if name not in row]:
         raise InputError(
-            f"A row {kind!r} lacks {', '.join(missing)}: name files that larder bench has written."
+            f"{path} has a row {kind!r} without {', '.join(missing)}: name files that larder bench "
+            "has written."
         )
 
 

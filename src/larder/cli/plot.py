@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from larder.plots.style import Drawing, Format
 
 Files = Annotated[
-    list[Path], typer.Argument(metavar="RESULTS...", help="JSONL files of 'larder bench'.")
+    list[Path],
+    typer.Argument(metavar="RESULTS...", help="JSONL files of 'larder bench', or folders of them."),
 ]
 Policies = Annotated[
     list[str] | None,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from larder.bench.amounts import OWN, WHOLE
-from larder.bench.rows import Results, Row, results
+from larder.bench.rows import Results, Row, files_of, results
 from larder.bench.study import CONTROLS, Study, read_study, study_names
 from larder.plots.blocks import Block, blocks
 
@@ -47,9 +47,9 @@ def _measuring(found: Results, paths: Sequence[Path]) -> Iterator[str]:
 def _places(found: Results, paths: Sequence[Path]) -> dict[str, Path]:
     """The file of each study, where it stands in one alone."""
     studies = {row["study"] for row in found.cells}
-    if len(paths) == 1:
+    if len(paths) == 1 and not paths[0].is_dir():
         return dict.fromkeys(studies, paths[0])
-    held = {path: {row["study"] for row in results([path]).cells} for path in paths}
+    held = {path: {row["study"] for row in results([path]).cells} for path in files_of(paths)}
     homes = {study: [path for path, own in held.items() if study in own] for study in studies}
     return {study: home[0] for study, home in homes.items() if len(home) == 1}
 

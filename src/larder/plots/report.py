@@ -13,7 +13,8 @@ from pathlib import Path
 from string import Template
 
 from larder.bench.papers import Paper
-from larder.bench.rows import Results
+from larder.bench.rows import Results, Row
+from larder.bench.study import read_study, study_names
 from larder.bench.tables import SPEED
 from larder.core.errors import UnknownName
 from larder.core.family import unknown
@@ -46,6 +47,7 @@ _TOLD = (
     "transformers",
     "platform",
     "cpu",
+    "accelerator",
     "threads",
     "date",
 )
@@ -119,13 +121,29 @@ def _figure(number: int, drawing: Drawing) -> str:
 def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
     groups = scores.grouped(found.cells)
     titles = scores.titles(list(groups), "matched")
-    for group, rows in groups.items():
-        if any(row.get("items") or SPEED.key in row or "refused" in row for row in rows):
-            yield from group_tables(titles[group], rows, bases)
-    for row in found.papers:
-        yield from paper_table(
-            Paper.of(row), [r for r in found.cells if r["study"] == row["study"]]
-        )
+    studies = list(dict.fromkeys(group.study for group in groups))
+    for study in studies:
+        if len(studies) > 1:
+            yield f"<h3 class=study>{markup(study)}</h3>"
+        if claim := _claim(study):
+            yield f"<p><b>Claim.</b> {markup(claim)}</p>"
+        for group, rows in groups.items():
+            if group.study == study and any(map(_is_told, rows)):
+                yield from group_tables(titles[group], rows, bases)
+        for row in found.papers:
+            if row["study"] == study:
+                own = [cell for cell in found.cells if cell["study"] == study]
+                yield from paper_table(Paper.of(row), own)
+
+
+def _is_told(row: Row) -> bool:
+    """Whether a table has anything of it."""
+    return bool(row.get("items")) or SPEED.key in row or "refused" in row
+
+
+def _claim(study: str) -> str:
+    """What a study is to show, where its file is at hand."""
+    return read_study(study).claim if study in study_names() else ""
 
 
 def _policies(found: Results) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from larder.bench.rows import Results, Row
+from larder.plots import scores
 from larder.plots.figures.base import Figure, Looks, numbered
 from larder.plots.looks import COLORS, MARKERS
 from larder.plots.sheet import canvas, placed, wrapped
@@ -98,7 +99,7 @@ def _told(row: Row, number: int) -> tuple[str, list[str]]:
     """What stands beside the map about an episode: a headline, then lines."""
     count = sum(segment["episode"] == number for segment in row["segments"])
     topics = ", ".join(row["episodes"][number]["topics"]) or f"episode {number + 1}"
-    head = f"{topics} · {count} segments"
+    head = f"{topics} · {scores.several(count, 'segment')}"
     width = PAGE - MAP - BESIDE - 0.35
     quote = " ".join(quoted(row, number).split())
     lines = wrapped(f"“{quote}”", width, SMALL, QUOTED) if quote else []
@@ -126,8 +127,8 @@ def _words(figure: Any, told: list[tuple[str, list[str]]], height: float) -> Non
 def _caption(row: Row) -> str:
     chart = row["map"]
     return (
-        f"{len(row['segments'])} segments of a conversation of {row['context_tokens']:,} tokens on "
-        f"a map by {chart['method']} (perplexity {chart['perplexity']:g}, seed {chart['seed']}) of "
+        f"{scores.several(len(row['segments']), 'segment')} of a conversation of "
+        f"{row['context_tokens']:,} tokens on a map by {chart['method']} (perplexity {chart['perplexity']:g}, seed {chart['seed']}) of "
         f"their embeddings ({row['embedder']}); color and shape are the episode. Framed marks are "
         "the segments that make its prompt, the one nearest to the centroid is quoted. Distances "
         "between groups say nothing."
