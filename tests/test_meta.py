@@ -103,6 +103,12 @@ def test_every_way_to_recall_has_a_reference() -> None:
     assert not missing, f"recall without a loop in tests/references/: {', '.join(missing)}"
 
 
+def test_every_rule_of_eviction_has_a_reference() -> None:
+    references = ROOT / "tests" / "references" / "eviction"
+    missing = parts_without_reference("eviction", PACKAGE / "store", references)
+    assert not missing, f"eviction without a loop in tests/references/: {', '.join(missing)}"
+
+
 def test_a_part_without_reference_is_found(tmp_path: Path) -> None:
     family = tmp_path / "policy" / "scorers"
     references = tmp_path / "references"

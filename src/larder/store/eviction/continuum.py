@@ -1,0 +1,61 @@
+"""Stay while the tool that a session waits for is likely to return, and not longer.
+
+Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache
+Time-to-Live" (2025), arXiv:2511.02230: a state gets the time to live t that makes most of
+
+    P(pause <= t) * (seconds to have it again) - t * (its share of the memory) * load
+
+over the pauses that were seen after such calls. Until then it stays, if anything else can go.
+
+What differs: the paper's first factor has the wait in the queue, too, which a store knows nothing
+of; `load` weighs the second instead. When all that is left is within its time, the paper takes the
+program that came last; here it is who gains the least per byte by the sum above. What has
+outlived its time, or never had one, goes by its last use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from larder.core.errors import BadParameter
+from larder.store.candidates import QUANTILES, Candidates, Numbers
+from larder.store.eviction.base import Eviction
+
+SHARES = np.arange(1, QUANTILES + 1) / QUANTILES
+
+
+@dataclass(frozen=True)
+class Continuum(Eviction):
+    """Time to live by predicted pauses.
+
+    Args:
+        load: seconds of computing that the whole tier, kept for a second, would save otherwise.
+    """
+
+    load: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.load >= 0:
+            raise BadParameter(f"continuum.load must be 0 or more, got {self.load}.")
+
+    def worth(self, held: Candidates, now: float) -> Numbers:
+        worth = held.last_used - now  # at most 0
+        longest = held.pauses[:, -1]
+        known = np.flatnonzero((now < held.last_used + longest) & np.isfinite(longest))
+        if not len(known):
+            return worth
+        rent = self.load * held.bytes[known] / held.bytes.sum()
+        pauses = held.pauses[known]
+        gains = SHARES * held.seconds[known, None] - pauses * rent[:, None]
+        best = gains.argmax(1)[:, None]
+        gain = np.take_along_axis(gains, best, 1)[:, 0]
+        until = held.last_used[known] + np.take_along_axis(pauses, best, 1)[:, 0]
+        lives = (gain > 0) & (now < until)
+        worth[known[lives]] = gain[lives] / held.bytes[known[lives]]
+        return worth
+
+
+Part = Continuum

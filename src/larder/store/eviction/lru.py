@@ -1,0 +1,24 @@
+"""Who was used longest ago goes first.
+
+No paper: the oldest rule there is, and what most stores do. It asks nothing of anybody and is the
+baseline that the others have to beat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.store.candidates import Candidates, Numbers
+from larder.store.eviction.base import Eviction
+
+
+@dataclass(frozen=True)
+class Lru(Eviction):
+    """By the last use alone."""
+
+    def worth(self, held: Candidates, now: float) -> Numbers:
+        del now
+        return held.last_used
+
+
+Part = Lru

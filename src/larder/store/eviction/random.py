@@ -1,0 +1,45 @@
+"""Anybody goes: the control that every other rule must beat.
+
+No paper. Whoever is drawn is drawn anew each time, from the candidate, the time and the seed alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from larder.store.candidates import Candidates, Numbers
+from larder.store.eviction.base import Eviction
+
+# Constants of the mixing function SplitMix64 (Steele, Lea and Flood, 2014); products wrap.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Random(Eviction):
+    """A uniform number for each.
+
+    Args:
+        seed: another seed is another draw.
+    """
+
+    seed: int = 0
+
+    def worth(self, held: Candidates, now: float) -> Numbers:
+        draw = int(np.float64(now).view(np.uint64)) + self.seed * _GOLDEN
+        start = np.uint64(int(_mixed(np.array([draw & _MASK], np.uint64))[0]))
+        mixed = _mixed(held.codes.astype(np.uint64) * np.uint64(_GOLDEN) + start)
+        return (mixed >> np.uint64(11)).astype(np.float64) / (1 << 53)
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    words = (words ^ (words >> _SHIFTS[0])) * _MIX_1
+    words = (words ^ (words >> _SHIFTS[1])) * _MIX_2
+    return words ^ (words >> _SHIFTS[2])
+
+
+Part = Random

@@ -1,0 +1,29 @@
+"""`continuum`: every time to live that could be chosen is tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from larder.store.candidates import QUANTILES, Candidate
+
+
+def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
+    memory = sum(one.bytes for one in told)
+    return [worth(part, one, now, one.bytes / memory) for one in told]
+
+
+def worth(part: Any, one: Candidate, now: float, share: float) -> float:
+    best, until = 0.0, one.last_used
+    for number in range(1, QUANTILES + 1):
+        if not one.pauses:
+            break
+        time = after(sorted(one.pauses), number / QUANTILES)
+        gain = number / QUANTILES * one.seconds - time * share * part.load
+        if gain > best:
+            best, until = gain, one.last_used + time
+    return best / one.bytes if now < until else one.last_used - now
+
+
+def after(pauses: list[float], share: float) -> float:
+    """The first time at which so large a share of pauses is over."""
+    return next(t for n, t in enumerate(pauses, start=1) if n / len(pauses) >= share - 1e-9)

@@ -1,0 +1,46 @@
+"""Who leaves, one after the other, for any rule: names in a list, and worths told beside."""
+
+from __future__ import annotations
+
+from larder.store.candidates import Candidate
+from larder.store.eviction.base import Eviction, Superseded
+
+
+def leaving(
+    part: Eviction, told: list[Candidate], worths: list[float], now: float, wanted_bytes: int
+) -> list[str]:
+    line = queue(part, told, worths, now)
+    gone: list[Candidate] = []
+    while line and sum(one.bytes for one in gone) < wanted_bytes:
+        needed = {one.parent for one in line}
+        goes = next(one for one in line if one.name not in needed)
+        line.remove(goes)
+        gone.append(goes)
+    return [one.name for one in gone]
+
+
+def queue(
+    part: Eviction, told: list[Candidate], worths: list[float], now: float
+) -> list[Candidate]:
+    """All of them, who should go first first, whatever continues them."""
+    worth = {one.name: own for one, own in zip(told, worths, strict=True)}
+    fate = part.superseded
+    for one in told:
+        if one.superseded and fate is Superseded.INSIDE:
+            newest = [worth[o.name] for o in told if o.session == one.session and not o.superseded]
+            worth[one.name] = min([worth[one.name], *newest])
+
+    def place(one: Candidate) -> tuple[float, ...]:
+        if fate is Superseded.FIRST:
+            return (not one.superseded, worth[one.name], one.last_used)
+        if fate is Superseded.INSIDE and any(o.superseded for o in told):
+            return (worth[one.name], not one.superseded, one.last_used)
+        return (worth[one.name], one.last_used)
+
+    line = sorted(told, key=place)
+    places = {}
+    for number, one in enumerate(line):
+        late = now - one.pinned_until
+        pin = 1.0 if late <= 0 else 0.5 ** (late / part.half_life)
+        places[one.name] = number / len(line) + pin
+    return sorted(line, key=lambda one: places[one.name])

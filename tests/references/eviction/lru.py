@@ -1,0 +1,11 @@
+"""`lru`: the time of the last use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from larder.store.candidates import Candidate
+
+
+def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
+    return [one.last_used for one in told]

@@ -1,0 +1,247 @@
+"""Who leaves a tier first: what every rule owes, and each against its loop."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from larder.core.errors import BadParameter
+from larder.core.spelling import build, parse, spell
+from larder.store.candidates import QUANTILES, Candidate, Candidates, quantiles
+from larder.store.eviction.base import EVICTIONS, Eviction, Superseded
+from references.eviction import gdsf as gdsf_loop
+from references.eviction.leaving_loop import leaving
+
+NAMES = sorted(EVICTIONS.own())
+RULES = pytest.mark.parametrize("name", NAMES)
+PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
+NOW = 1000.0
+
+
+def rule(name: str, **parameters: object) -> Eviction:
+    return EVICTIONS.load(name)(**parameters)
+
+
+def loop_worths(part: Eviction, told: list[Candidate], now: float) -> list[float]:
+    name = type(part).__module__.rpartition(".")[2]
+    return import_module(f"references.eviction.{name}").worths(part, told, now)
+
+
+def a(name: str, **more: object) -> Candidate:
+    return replace(Candidate(name, 100, 1.0, 10.0), **more)
+
+
+# What is drawn of each; types are checked at random where it is made, which no strategy may do.
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "bytes": st.sampled_from([1, 64, 4096]),
+            "seconds": st.sampled_from([0.25, 1.0, 8.0]),
+            "last_used": st.sampled_from([0.0, 900.0, 990.0, NOW]),
+            "uses": st.integers(1, 4),
+            "clock": st.sampled_from([0.0, 0.01, 2.0]),
+            "session": st.sampled_from(["", "a", "b"]),
+            "superseded": st.booleans(),
+            "pinned_until": st.sampled_from([-math.inf, -math.inf, 500.0, 2000.0]),
+            "steps": st.sampled_from([1.0, 2.0, math.inf]),
+            "pauses": st.lists(st.sampled_from([0.5, 3.0, 40.0, 2000.0]), max_size=12),
+            "back": st.integers(0, 3),
+        }
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+def crowd(rows: list[dict]) -> list[Candidate]:
+    """Candidates of a few sessions, some of which continue an earlier one; ties are common."""
+    found = []
+    for number, row in enumerate(rows):
+        back, pauses = row["back"], tuple(row["pauses"])
+        parent = f"n{number - back}" if 0 < back <= number else ""
+        told = {name: value for name, value in row.items() if name not in ("back", "pauses")}
+        found.append(Candidate(f"n{number}", **told, pauses=pauses, parent=parent))
+    return found
+
+
+@RULES
+def test_every_rule_cites_and_is_spelled(name: str) -> None:
+    part = rule(name)
+    assert PAPER.search(inspect.getmodule(type(part)).__doc__ or "")
+    call = parse(spell(part))[0]
+    assert call.name == name and build(EVICTIONS.load(name), call.parameters) == part
+
+
+@RULES
+@given(rows=ROWS)
+def test_worth_is_the_loops(name: str, rows: list[dict]) -> None:
+    part, told = rule(name), crowd(rows)
+    worths = part.worth(Candidates.of(told), NOW).tolist()
+    assert worths == pytest.approx(loop_worths(part, told, NOW))
+
+
+@RULES
+@pytest.mark.parametrize("fate", list(Superseded))
+@settings(max_examples=12)
+@given(rows=ROWS, wanted=st.sampled_from([1, 100, 5000, 10**6]))
+def test_who_leaves_is_the_loops(
+    name: str, fate: Superseded, rows: list[dict], wanted: int
+) -> None:
+    part, told = rule(name, superseded=fate), crowd(rows)
+    held = Candidates.of(told)
+    gone = part.leaving(held, NOW, wanted).rows
+    worths = part.worth(held, NOW).tolist()
+    assert [told[row].name for row in gone] == leaving(part, told, worths, NOW, wanted)
+
+
+@RULES
+@given(rows=ROWS)
+def test_everybody_goes_once_and_nobody_before_what_continues_it(
+    name: str, rows: list[dict]
+) -> None:
+    told = crowd(rows)
+    gone = rule(name).order(told, NOW)
+    assert sorted(one.name for one in gone) == sorted(one.name for one in told)
+    places = {one.name: place for place, one in enumerate(gone)}
+    assert all(places[one.name] < places[one.parent] for one in told if one.parent)
+
+
+@RULES
+def test_no_more_leave_than_must(name: str) -> None:
+    told = [a(f"n{number}", last_used=float(number)) for number in range(5)]
+    held = Candidates.of(told)
+    assert len(rule(name).leaving(held, NOW, 201).rows) == 3
+    assert rule(name).leaving(Candidates.of([]), NOW, 5).rows == ()
+
+
+@RULES
+def test_an_older_state_goes_before_the_one_that_replaces_it(name: str) -> None:
+    best = {"seconds": 9.0, "uses": 9, "steps": 1.0, "last_used": NOW, "session": "s"}
+    told = [a("new", session="s"), a("old", superseded=True, **best), a("other")]
+    for fate in (Superseded.FIRST, Superseded.INSIDE):
+        order = [one.name for one in rule(name, superseded=fate).order(told, NOW)]
+        assert order.index("old") < order.index("new")
+    assert rule(name).order(told, NOW)[0].name == "old"
+
+
+def test_alike_nobody_looks_whether_it_is_replaced() -> None:
+    told = [a("old", superseded=True, last_used=20.0), a("new")]
+    order = rule("lru", superseded=Superseded.ALIKE).order(told, NOW)
+    assert [one.name for one in order] == ["new", "old"]
+
+
+@RULES
+def test_a_pin_is_soft_and_fades(name: str) -> None:
+    others = [a(f"n{number}", last_used=20.0 + number, steps=1.0, uses=5) for number in range(8)]
+    places = []
+    for until in (NOW + 1, NOW - 600, NOW - 1200, NOW - 60_000):
+        told = [a("pinned", pinned_until=until), *others]
+        order = [one.name for one in rule(name).order(told, NOW)]
+        assert len(order) == 9  # it goes, too
+        places.append(order.index("pinned"))
+    unpinned = [one.name for one in rule(name).order([a("pinned"), *others], NOW)]
+    assert places[0] == 8 and places == sorted(places, reverse=True)
+    assert places[-1] == unpinned.index("pinned")
+
+
+def test_pins_are_equal_among_each_other() -> None:
+    told = [a("late", pinned_until=math.inf, last_used=20.0), a("early", pinned_until=NOW)]
+    assert [one.name for one in rule("lru").order(told, NOW)] == ["early", "late"]
+
+
+@given(rows=ROWS)
+def test_the_clock_of_gdsf_is_the_loops(rows: list[dict]) -> None:
+    part, told = rule("gdsf"), crowd(rows)
+    worths = loop_worths(part, told, NOW)
+    for wanted in (1, 100, 10**6):
+        found = part.leaving(Candidates.of(told), NOW, wanted)
+        gone = [(told[row], worths[row]) for row in found.rows]
+        assert found.clock == pytest.approx(gdsf_loop.clock(gone))
+
+
+def test_a_pin_does_not_stop_the_clock() -> None:
+    told = [a("pinned", pinned_until=2 * NOW), a("dear", seconds=5.0)]
+    found = rule("gdsf").leaving(Candidates.of(told), NOW, 1)
+    assert found.rows == (1,) and found.clock == pytest.approx(0.05)
+
+
+def test_gdsf_lets_go_what_was_used_often_long_ago() -> None:
+    part, clock = rule("gdsf"), 0.0
+    often = a("often", uses=6)
+    for number in range(12):
+        told = [often, a("new", uses=2, clock=clock), a(f"n{number}", clock=clock)]
+        found = part.leaving(Candidates.of(told), NOW, 1)
+        if told[found.rows[0]] is often:
+            break
+        clock = max(clock, found.clock)
+    assert told[found.rows[0]] is often and number > 1
+
+
+def test_marconi_keeps_what_saves_more_per_byte_and_alpha_says_how_much() -> None:
+    told = [a("dear", seconds=9.0, last_used=100.0), a("recent", last_used=999.0), a("old")]
+    assert rule("marconi", alpha=2.0).order(told, NOW)[-1].name == "dear"
+    assert rule("marconi", alpha=0.0).order(told, NOW)[-1].name == "recent"
+
+
+def test_kvflow_without_hints_is_lru() -> None:
+    told = [a(f"n{number}", last_used=float(-number % 5)) for number in range(5)]
+    assert rule("kvflow").order(told, NOW) == rule("lru").order(told, NOW)
+
+
+def test_continuum_waits_for_short_pauses_only_as_long_as_they_take() -> None:
+    tool = a("tool", pauses=(2.0,) * 8, bytes=50)
+    told = [tool, a("recent", last_used=10.5, bytes=50)]
+    part = rule("continuum", load=0.1)
+    assert part.order(told, 11.0)[0].name == "recent"
+    assert part.order(told, 12.5)[0].name == "tool"  # its time is over
+    assert rule("continuum", load=10.0).order(told, 11.0)[0].name == "tool"  # too dear
+
+
+def test_continuum_does_not_wait_for_the_slowest() -> None:
+    tool = a("tool", bytes=50, pauses=(1.0,) * 7 + (500.0,))
+    part, told = rule("continuum", load=0.1), [tool, a("b", last_used=10.5, bytes=50)]
+    assert part.order(told, 10.9)[0].name == "b"
+    assert part.order(told, 11.5)[0].name == "tool"
+
+
+def test_random_draws_anew_at_every_time() -> None:
+    told = [a(f"n{number}") for number in range(40)]
+    held, part = Candidates.of(told), rule("random")
+    first = {part.leaving(held, float(time), 1).rows[0] for time in range(60)}
+    assert len(first) > 20
+    assert part.leaving(held, 1.0, 1) == part.leaving(held, 1.0, 1)
+    assert (part.worth(held, 1.0) != rule("random", seed=1).worth(held, 1.0)).all()
+
+
+def test_quantiles_of_few_and_many_pauses() -> None:
+    assert quantiles([3.0]).tolist() == [3.0] * QUANTILES
+    assert quantiles([float(n) for n in range(1, 17)]).tolist() == list(range(2, 17, 2))
+    assert np.isinf(quantiles(())).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "said"),
+    [
+        ("lru", {"half_life": 0.0}, "lru.half_life"),
+        ("marconi", {"alpha": -1.0}, "marconi.alpha"),
+        ("continuum", {"load": math.nan}, "continuum.load"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(name: str, parameters: dict, said: str) -> None:
+    with pytest.raises(BadParameter, match=said):
+        rule(name, **parameters)
+
+
+def test_candidates_must_have_bytes_and_names_of_their_own() -> None:
+    with pytest.raises(BadParameter, match="1 byte"):
+        a("empty", bytes=0)
+    with pytest.raises(BadParameter, match="one name"):
+        Candidates.of([a("same"), a("same")])
