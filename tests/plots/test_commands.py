@@ -126,3 +126,10 @@ def test_another_is_spelled_out() -> None:
         "--matched bytes --budget 1/4 --policy h2o --control none --name small --data FOLDER "
         "--out rows.jsonl"
     )
+
+
+def test_what_something_else_has_measured_is_told_as_it_was_run() -> None:
+    rows = (cell("snapkv", command="python peers.py"), cell("h2o", command="python peers.py"))
+    lines = commands(Results(rows, {}), [Path("rows.jsonl")])
+    assert lines[0] == "python peers.py"
+    assert lines[1].startswith("larder plot")

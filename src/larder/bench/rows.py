@@ -41,7 +41,17 @@ EXHIBITS: dict[str, tuple[str, ...]] = {
 SHOWN = "exhibits"  # where a row that was just measured has its exhibits
 # What may differ between two runs of the same cell, besides names that end in _seconds.
 TIMED = frozenset(
-    {"seconds", "latency", "parts", "date", "shared_with", "tokens_per_second", "policy_share"}
+    {
+        "seconds",
+        "latency",
+        "parts",
+        "date",
+        "shared_with",
+        "tokens_per_second",
+        "policy_share",
+        "process_peak_bytes",  # the system's own account
+        "working_peak_bytes",
+    }
 )
 
 

@@ -1,0 +1,256 @@
+"""Cells of the comparison, and how each is run in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from _pairs import LARDER, TRANSFORMERS, Pair
+
+from larder.bench.amounts import WHOLE, Amount
+from larder.bench.marking import said_items
+from larder.bench.models import RANDOM, open_model
+from larder.bench.rows import CELL, SCHEMA, Row
+from larder.bench.sittings import posed
+from larder.bench.sources import Sources
+from larder.bench.surroundings import ID_LENGTH, environment
+from larder.bench.task import Task, parse_task
+from larder.bench.timing import percentiles
+from larder.core.conversation import Conversation
+from larder.core.errors import LarderError
+from larder.core.spelling import name_of, spell
+from larder.engine.engine import Engine
+from larder.models.loading import SEED
+from larder.session.policy import Policy
+
+HERE = Path(__file__).parent
+STUDY = "peers"
+PROBE = "import json,importlib.metadata as m,sys;json.dump({d.metadata['Name']:d.version for d in m.distributions()},sys.stdout)"  # noqa: E501
+TOLD = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversation under one policy, of a peer or of ours.
+
+    Args:
+        made: how a peer is made; empty for ours.
+        written: our policy; empty for a peer.
+    """
+
+    task: Task
+    tokens: int
+    seed: int
+    policy: str
+    budget: str
+    made: str = ""
+    written: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What all cells share.
+
+    Args:
+        folder: of the model, as both sides load it.
+        environments: rows that say where each side runs.
+    """
+
+    options: argparse.Namespace
+    engine: Engine
+    folder: Path
+    command: str
+    environments: dict[str, Row]
+
+    @staticmethod
+    def of(options: argparse.Namespace, scratch: Path, command: str) -> Setting:
+        """Load the model once, and have it lie where both sides find it."""
+        loaded = open_model(options.model)
+        engine = Engine(loaded, policy="full")
+        folder = Path(options.model)
+        if options.model == SEED:
+            folder = Path(str(files("larder.models") / "seed"))
+        elif options.model.startswith(RANDOM):
+            folder = scratch
+            loaded.decoder.release()
+            loaded.decoder.module.save_pretrained(folder)
+            loaded.tokenizer.save_pretrained(folder)
+        return Setting(options, engine, folder, command, _environments(options))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether what the model says means nothing."""
+        return self.options.model.startswith(RANDOM)
+
+    def head(self, job: Job) -> Row:
+        """What the row of a job starts with."""
+        side = "peers" if job.made else LARDER
+        spelling = job.made or str(Policy.parse(job.written))
+        return {
+            "schema": SCHEMA,
+            "row": CELL,
+            "study": STUDY,
+            "model": self.options.model,
+            "model_fingerprint": self.engine.loaded.decoder.spec.fingerprint,
+            "task": spell(job.task),
+            "kind": name_of(type(job.task)),
+            "tokens": job.tokens,
+            "seed": job.seed,
+            "policy": job.policy,
+            "spelling": spelling,
+            "budget": job.budget,
+            "matched": "tokens",
+            "measure": "cost" if self.is_random else "generated",
+            "device": self.options.device,
+            "dtype": self.options.dtype,
+            "environment": self.environments[side]["id"],
+            "command": self.command,
+        }
+
+    def measure(self, job: Job) -> Row:
+        """The rest of it.
+
+        Raises:
+            LarderError: the side could not do it, which is a result, too.
+        """
+        conversation = self.conversation(job.task, job.seed, job.tokens)
+        questions = [one for sitting in posed(job.task, conversation) for one in sitting]
+        most = self.options.questions or (2 if self.is_random else len(questions))
+        questions = questions[:most]
+        asked = self._asked(job, conversation, [one.question.question for one in questions])
+        if job.written:
+            found = _run([sys.executable, str(HERE / "larder_worker.py")], asked)
+        else:
+            found = _run([self.options.peer_python, str(HERE / "peer_worker.py")], asked)
+        scribe, items = self.engine.scribe, list[Row]()
+        for one, ids in zip(questions, found["answers"], strict=True):
+            if not self.is_random:
+                items += said_items(one, scribe.decode(tuple(ids)).strip())
+        return self._figures(asked, found) | {"items": items}
+
+    def _asked(self, job: Job, conversation: Conversation, questions: list[str]) -> dict[str, Any]:
+        """What a worker is told."""
+        options, scribe = self.options, self.engine.scribe
+        context = list(scribe.write(conversation).ids)
+        kept = Amount.parse(job.budget).tokens(len(context), self._token_bytes)
+        wrap = conversation.question_prompt
+        return {
+            "made": job.made,
+            "spelling": job.written,
+            "budget": None if job.budget == WHOLE else str(kept),
+            "kept": kept / len(context),
+            "model": str(self.folder),
+            "context": context,
+            "questions": [list(scribe.question(wrap.format(question=q))) for q in questions],
+            "stops": [] if self.is_random else sorted(self.engine.stops),
+            "task": spell(job.task),
+            "tokens": job.tokens,
+            "seed": job.seed,
+            "corpus": None if options.corpus is None else str(options.corpus),
+            "device": options.device,
+            "dtype": options.dtype,
+            "threads": options.threads,
+            "repeats": options.repeats,
+            "max_new_tokens": options.new_tokens,
+        }
+
+    def _figures(self, asked: dict[str, Any], found: dict[str, Any]) -> Row:
+        context = len(asked["context"])
+        full, held = self.engine.loaded.decoder.spec.full_bytes(context), found["kv_bytes"]
+        active = found.get("active_kv_bytes", held)
+        first = [times[1] - times[0] for times in found["stamps"] if len(times) > 1]
+        later = [b - a for times in found["stamps"] for a, b in zip(times[1:], times[2:])]  # noqa: B905
+        told = {"first_token": first, "token": later}
+        row: Row = {
+            "context_tokens": context,
+            "budget_tokens": context if asked["budget"] is None else int(asked["budget"]),
+            "full_kv_bytes": full,
+            "bytes_share": round(active / full, 5),
+            "active_kv_bytes": active,
+            "latency": {name: percentiles(times) for name, times in told.items() if times},
+        }
+        if self.is_random and later:
+            row["tokens_per_second"] = round(1 / statistics.median(later), 3)
+        same = ("kv_bytes", "peak_kv_bytes", "prefill_seconds", "masked_entries", "counted_bytes")
+        peaks = ("process_peak_bytes", "working_peak_bytes")
+        return row | {name: found[name] for name in (*same, *peaks) if name in found}
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.engine.loaded.decoder.spec.managed_bytes_per_token()
+
+    @property
+    def conversation(self) -> Any:
+        return _maker(self)
+
+
+def jobs_of(
+    setting: Setting,
+    pairs: Sequence[Pair],
+    tasks: Sequence[str],
+    tokens: Sequence[int],
+    budgets: Sequence[str],
+) -> list[Job]:
+    """All cells: on each conversation peers and ours by turns; what two share only once."""
+    options, jobs = setting.options, dict[Job, None]()
+    for task in map(parse_task, tasks):
+        for length in tokens:
+            for seed in range(options.first_seed, options.first_seed + options.files):
+                for budget in budgets:
+                    for pair in pairs:
+                        size = WHOLE if pair.is_whole else budget
+                        place = task, length, seed
+                        jobs[Job(*place, pair.peer, size, made=pair.made)] = None
+                        jobs[Job(*place, pair.name, size, written=pair.ours)] = None
+    return list(jobs)
+
+
+@lru_cache(maxsize=1)
+def _maker(setting: Setting) -> Any:
+    sources = Sources(setting.engine.scribe.length, setting.options.corpus)
+    return lru_cache(maxsize=1)(lambda task, seed, tokens: task.make(seed, tokens, sources))
+
+
+def _environments(options: argparse.Namespace) -> dict[str, Row]:
+    """Where ours and the peers run."""
+    ours = environment(options.threads)
+    done = subprocess.run(
+        [options.peer_python, "-c", PROBE], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise LarderError(f"{options.peer_python} does not run: name one by --peer-python.")
+    held = {name.lower(): version for name, version in json.loads(done.stdout).items()}
+    versions = {name: held.get(name, "") for name in TOLD}
+    if not versions["transformers"]:
+        raise LarderError(
+            f"{options.peer_python} has no {TRANSFORMERS}: see --help for how to install peers."
+        )
+    told = {name: ours[name] for name in ("python", "platform", "cpu", "threads")} | versions
+    digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=ID_LENGTH // 2).hexdigest()
+    head = {name: ours[name] for name in ("schema", "row", "date")}
+    return {LARDER: ours, "peers": head | {"id": digest} | told}
+
+
+def _run(command: list[str], job: dict[str, Any]) -> dict[str, Any]:
+    """What a worker answers.
+
+    Raises:
+        LarderError: it failed; the message is its last line.
+    """
+    done = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise LarderError(said[-1])
+    return json.loads(done.stdout[done.stdout.index("{") :])

@@ -1,0 +1,116 @@
+"""What is run beside what: a peer's way, and the nearest sentence of ours.
+
+Both read the whole context first, because kvpress reads in one pass, and nothing is protected on
+either side beyond what a method keeps by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.errors import UnknownName
+from larder.core.family import unknown
+
+KVPRESS, TRANSFORMERS, LARDER = "kvpress", "transformers", "larder"
+_READ = "whole() > protect(sinks=0, recent=0)"
+_ALL = f"{_READ} > sinks_and_window() > unlimited()"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A peer and our own.
+
+    Args:
+        peer: as tables name it.
+        made: how it is made, as its package has it, the share that it removes left out.
+        name: of ours.
+        ours: a policy with its budget open, or a preset.
+        is_whole: whether both keep every entry.
+    """
+
+    peer: str
+    made: str
+    name: str
+    ours: str
+    is_whole: bool = False
+
+
+def _cache(name: str, made: str, ours: str, policy: str) -> Pair:
+    return Pair(f"{TRANSFORMERS}:{name}", made, ours, policy, is_whole=True)
+
+
+def _rounded(name: str, made: str, bits: int) -> Pair:
+    return _cache(name, made, f"{LARDER}:int{bits}", f"{_ALL} > quantized(bits={bits})")
+
+
+def _press(name: str, made: str, ours: str, policy: str) -> Pair:
+    return Pair(f"{KVPRESS}:{name}", made, f"{LARDER}:{ours}", f"{_READ} > {policy}")
+
+
+_SNAPKV = "SnapKVPress(window_size=32, kernel_size=7)"
+_OUR_SNAPKV = "snapkv(window=32, kernel=7)"
+_EXPECTED = "ExpectedAttentionPress(epsilon=0.01)"
+_OUR_EXPECTED = "expected(epsilon=0.01)"
+PAIRS = (
+    _cache("dynamic", "DynamicCache()", "full", "full"),
+    _cache("offloaded", "DynamicCache(offloading=True)", "full", "full"),
+    _rounded("quanto-int4", 'QuantizedCache(backend="quanto", nbits=4)', 4),
+    _rounded("quanto-int2", 'QuantizedCache(backend="quanto", nbits=2)', 2),
+    _rounded("hqq-int8", 'QuantizedCache(backend="hqq", nbits=8, axis_key=1, axis_value=1)', 8),
+    _rounded("hqq-int4", 'QuantizedCache(backend="hqq", nbits=4, axis_key=1, axis_value=1)', 4),
+    _press("random", "RandomPress(seed=0)", "random", "random() > uniform()"),
+    _press("knorm", "KnormPress()", "keynorm", "keynorm() > uniform()"),
+    _press(
+        "streaming_llm",
+        "StreamingLLMPress(n_sink=4)",
+        "sinks_and_window",
+        "sinks_and_window(sinks=4) > uniform()",
+    ),
+    _press("snapkv", _SNAPKV, "snapkv", f"{_OUR_SNAPKV} > uniform()"),
+    _press("tova", "TOVAPress()", "last_query", "last_query() > uniform()"),
+    _press("keydiff", "KeyDiffPress()", "keydiff", "keydiff() > uniform()"),
+    _press("lagkv", "LagKVPress(n_sink=4)", "lagkv", "lagkv(sinks=4) > uniform()"),
+    _press("expected", _EXPECTED, "expected", f"{_OUR_EXPECTED} > uniform()"),
+    _press("observed", "ObservedAttentionPress()", "column_mass", "column_mass() > uniform()"),
+    _press("leverage", "LeverageScorePress()", "leverage", "leverage() > uniform()"),
+    _press(
+        "pyramidkv",
+        "PyramidKVPress(window_size=32, kernel_size=7)",
+        "snapkv pyramid",
+        f"{_OUR_SNAPKV} > pyramid()",
+    ),
+    _press(
+        "criticalkv",
+        f"CriticalKVPress({_SNAPKV})",
+        "snapkv criticality",
+        f"{_OUR_SNAPKV} > criticality() > uniform()",
+    ),
+    _press(
+        "adakv snapkv",
+        f"AdaKVPress({_SNAPKV}, alpha_safeguard=0.0)",
+        "snapkv pooled",
+        f"{_OUR_SNAPKV} > pooled()",
+    ),
+    _press(
+        "adakv expected",
+        f"AdaKVPress({_EXPECTED}, alpha_safeguard=0.0)",
+        "expected pooled",
+        f"{_OUR_EXPECTED} > pooled()",
+    ),
+    _press("kvzip", "KVzipPress()", "reconstruct global", "reconstruct() > global()"),
+)
+
+
+def pairs_of(names: list[str]) -> list[Pair]:
+    """Those with one of these names, all if there are none; a side alone means all of its own.
+
+    Raises:
+        UnknownName: there is none of that name.
+    """
+    known = {pair.peer: pair for pair in PAIRS}
+    sides = (KVPRESS, TRANSFORMERS)
+    for name in names:
+        if name not in known and name not in sides:
+            raise UnknownName(unknown("peer", name, [*sides, *known]))
+    chosen = [p for p in PAIRS if {p.peer, p.peer.partition(":")[0]} & set(names)]
+    return chosen if names else list(PAIRS)

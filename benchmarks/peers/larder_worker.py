@@ -1,0 +1,108 @@
+"""Runs Larder on one job as peer_worker.py runs the others: JSON in, JSON out."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from _held import Peak, held_bytes
+
+from larder.bench.sources import Sources
+from larder.bench.task import parse_task
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.conversation import Conversation
+from larder.engine.decoding import Limits, generate, untended
+from larder.engine.engine import Engine
+from larder.engine.sampling import Sampling
+from larder.session.memory import Memory
+from larder.session.reading import tend
+
+WARM_TOKENS = 256
+
+
+@torch.no_grad()
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """What Larder makes of the job."""
+    torch.set_num_threads(job["threads"])
+    told = {"device": job["device"], "dtype": job["dtype"]}
+    base = Engine.load(job["model"], policy="full", **told)
+    engine, conversation = base.under(job["spelling"], job["budget"]), _conversation(base, job)
+    written = list(base.scribe.write(conversation).ids)
+    if written != job["context"]:
+        raise RuntimeError("The conversation was written otherwise than for the peer.")
+    _warm_up(base, written)
+    peak, seconds = Peak(job["device"]), list[float]()
+    for _ in range(job["repeats"]):
+        memory = None  # the one before is no longer held
+        memory = engine.read(conversation)
+        seconds.append(memory.figures.prefill_seconds)
+    assert memory is not None  # it is read at least once
+    caches = [memory.shelf.activate(number) for number in range(len(memory.shelf))]
+    held, counted = held_bytes(caches), memory.shelf.nbytes
+    highest, answers, stamps = memory.figures.peak_kv_bytes, list[list[int]](), list[list[float]]()
+    for question in job["questions"]:
+        said, own, during = _answer(engine, memory, question, job)
+        answers.append(said)
+        stamps.append(own)
+        highest = max(highest, during)
+    return peak.told() | {
+        "prefill_seconds": statistics.median(seconds),
+        "kv_bytes": held,
+        "counted_bytes": counted,
+        "active_kv_bytes": memory.figures.active_kv_bytes,
+        "peak_kv_bytes": max(highest, held),
+        "spelling": str(memory.policy),
+        "answers": answers,
+        "stamps": stamps,
+    }
+
+
+def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
+    corpus = None if job["corpus"] is None else Path(job["corpus"])
+    sources = Sources(engine.scribe.length, corpus)
+    return parse_task(job["task"]).make(job["seed"], job["tokens"], sources)
+
+
+def _warm_up(engine: Engine, ids: list[int]) -> None:
+    """Kernels are compiled, or fetched, before anything is timed."""
+    cache = SequenceCache(engine.loaded.decoder.spec, Form.DENSE)
+    limits = Limits(2, frozenset())
+    generate(engine.loaded.decoder, [cache], [tuple(ids[:WARM_TOKENS])], Sampling(), limits)
+
+
+def _answer(
+    engine: Engine, memory: Memory, question: list[int], job: dict[str, Any]
+) -> tuple[list[int], list[float], int]:
+    """Greedy tokens up to the end of turn, when each came, and what was held meanwhile."""
+    cache = memory.shelf.activate(0)
+    tending = tend(engine.desk, memory.policy, [cache])
+    if tending is not None:
+        cache = cache.fork()  # as `Engine.ask` does
+    mark, limits = cache.next_position, Limits(job["max_new_tokens"], frozenset(job["stops"]))
+    cache.reserve(len(question) + (limits.max_new_tokens if tending is None else 1))
+    stamps = [time.perf_counter()]
+
+    def note(row: int, token: int) -> bool:
+        del row, token
+        stamps.append(time.perf_counter())
+        return True
+
+    observe = untended if tending is None else tending.observer
+    decoder = engine.loaded.decoder
+    [ids] = generate(decoder, [cache], [tuple(question)], Sampling(), limits, note, observe)
+    held = held_bytes(cache)
+    if tending is None:
+        cache.truncate(mark)
+        cache.compact()
+    return ids, stamps, held
+
+
+if __name__ == "__main__":
+    json.dump(run(json.load(sys.stdin)), sys.stdout)

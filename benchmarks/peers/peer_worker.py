@@ -1,0 +1,167 @@
+"""Runs NVIDIA/kvpress, or a cache of transformers, on one job: JSON in, JSON out.
+
+Started by side_by_side.py in the peers' own environment; needs torch, transformers and what the job
+names, nothing of Larder. The context is read in one pass, as kvpress must; questions stand at their
+true positions, each behind a copy of the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from _held import Peak, held_bytes, masked_entries
+
+WARM_TOKENS = 256
+PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
+EAGER = "ObservedAttentionPress"  # looks at the whole matrix of weights
+
+
+def a_press(made: str, removed: float) -> Any:
+    """A press as the job writes it.
+
+    Args:
+        removed: the share of entries that it drops, or masks.
+    """
+    import kvpress
+
+    press = eval(made, dict(vars(kvpress)))  # of _pairs.py
+    press.compression_ratio = removed
+    return press
+
+
+def a_cache(made: str, config: Any) -> Any:
+    """A cache of transformers as the job writes it."""
+    from transformers import DynamicCache, QuantizedCache
+
+    known = {kind.__name__: partial(kind, config=config) for kind in (DynamicCache, QuantizedCache)}
+    return eval(made, known)  # of _pairs.py
+
+
+class Peer:
+    """A model, and a way to hold its cache."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.job, self.device, self.made = job, job["device"], job["made"]
+        attention = "eager" if EAGER in self.made else "sdpa"
+        told = {"dtype": getattr(torch, job["dtype"]), "attn_implementation": attention}
+        model = AutoModelForCausalLM.from_pretrained(job["model"], **told)
+        self.model = model.eval().to(self.device)
+        self.is_press = "Press(" in self.made
+
+    def press(self) -> Any:
+        """What the context is read under."""
+        if not self.is_press:
+            return contextlib.nullcontext()
+        return a_press(self.made, 1 - self.job["kept"])(self.model)
+
+    def read(self, ids: list[int], watch: Callable[[Any], None] | None = None) -> Any:
+        """The cache of a context.
+
+        Args:
+            watch: told of the cache after each layer, before a press has shortened that.
+        """
+        cache = a_cache("DynamicCache()" if self.is_press else self.made, self.model.config)
+        tell = (lambda *_: None) if watch is None else (lambda *_: watch(cache))
+        layers = self.model.model.layers if watch is not None else ()
+        hooks = [layer.self_attn.register_forward_hook(tell) for layer in layers]
+        try:
+            with self.press():
+                self.model.model(input_ids=self.tensor(ids), past_key_values=cache)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return cache
+
+    def held(self, cache: Any) -> int:
+        """Of the cache, and of the notes on what it hides."""
+        return held_bytes(cache, masked_entries(self.model)[1])
+
+    def tensor(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor([ids], device=self.device)
+
+    def answer(self, cache: Any, question: list[int], start: int) -> tuple[list[int], list[float]]:
+        """Greedy tokens up to the end of turn, and when each came.
+
+        The token that ends the turn is not among them, and its time is not either.
+        """
+        unread, position, said, stamps = question, start, list[int](), [time.perf_counter()]
+        while len(said) < self.job["max_new_tokens"]:
+            stop = position + len(unread)
+            places = torch.arange(position, stop, device=self.device)[None]
+            told = {"past_key_values": cache, "position_ids": places, "logits_to_keep": 1}
+            token = int(self.model(self.tensor(unread), **told).logits[0, -1].argmax())
+            if token in self.job["stops"]:
+                break
+            stamps.append(time.perf_counter())
+            said.append(token)
+            position, unread = stop, [token]
+        return said, stamps
+
+
+def fork(cache: Any) -> Any:
+    """A copy to go on with: caches of transformers grow by new tensors, never in place."""
+    twin = copy.copy(cache)
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    return twin
+
+
+@torch.no_grad()
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """What the peer makes of the job."""
+    torch.set_num_threads(job["threads"])
+    peer, context, highest = Peer(job), job["context"], [0]
+
+    def watch(cache: Any) -> None:
+        highest[0] = max(highest[0], peer.held(cache))
+
+    peer.model.model(input_ids=peer.tensor(context[:WARM_TOKENS]))
+    peak, seconds = Peak(job["device"]), list[float]()
+    for _ in range(job["repeats"]):
+        cache = None  # the one before is no longer held
+        started = time.perf_counter()
+        cache = peer.read(context)
+        peer.tensor([0]).cpu()  # waits for an accelerator
+        seconds.append(time.perf_counter() - started)
+    held, masked = peer.held(cache), masked_entries(peer.model)[0]
+    answers = list[list[int]]()
+    stamps = list[list[float]]()
+    for question in job["questions"]:
+        twin = fork(cache)
+        said, own = peer.answer(twin, question, len(context))
+        answers.append(said)
+        stamps.append(own)
+        highest[0] = max(highest[0], peer.held(twin))
+    told = peak.told()
+    peer.read(context, watch)  # once more, untimed
+    return told | {
+        "prefill_seconds": statistics.median(seconds),
+        "kv_bytes": held,
+        "peak_kv_bytes": max(highest[0], held),
+        "masked_entries": masked,
+        "answers": answers,
+        "stamps": stamps,
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    json.dump(run(json.load(sys.stdin)), sys.stdout)

@@ -1,0 +1,122 @@
+"""The comparison with peers: what is counted, what is asked, and the table."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from larder.bench.task import parse_task
+from larder.core.errors import LarderError, UnknownName
+from larder.engine.engine import Engine
+from larder.session.policy import Policy
+from plots_rows import cell
+
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+
+
+@pytest.fixture(autouse=True)
+def among_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PEERS))
+
+
+class Slotted:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+def test_a_storage_is_counted_once_and_whole_however_it_is_viewed() -> None:
+    held_bytes = import_module("_held").held_bytes
+    stored = torch.zeros(100)
+    views = {"a": stored[:10], "b": [SimpleNamespace(inner=stored[5:].view(5, 19))]}
+    assert held_bytes(views) == 400
+    assert held_bytes(views, Slotted(torch.zeros(3, dtype=torch.int8))) == 403
+    views["itself"] = views  # type: ignore[assignment]
+    assert held_bytes(views, stored, nn.Linear(9, 9)) == 400
+
+
+def test_packed_numbers_are_counted_as_they_lie() -> None:
+    class Packed(torch.Tensor):
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["_bits", "_scale"], None
+
+    packed = torch.zeros(64).as_subclass(Packed)
+    packed._bits, packed._scale = torch.zeros(32, dtype=torch.uint8), torch.zeros(2)
+    assert import_module("_held").held_bytes([packed]) == 40
+
+
+def test_what_is_masked_is_told_and_its_notes_are_held() -> None:
+    held, model = import_module("_held"), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert held.masked_entries(model) == (0, [])
+    model[1].masked_key_indices = tuple(torch.zeros(3, 7, dtype=torch.int64))
+    count, notes = held.masked_entries(model)
+    assert count == 7
+    assert held.held_bytes(notes) == 3 * 7 * 8
+
+
+def test_every_pair_is_a_policy_of_ours_and_has_a_name_of_its_own() -> None:
+    pairs = import_module("_pairs").PAIRS
+    assert len({pair.peer for pair in pairs}) == len(pairs)
+    assert len({(p.name, str(Policy.parse(p.ours))) for p in pairs}) == len({p.name for p in pairs})
+
+
+def test_peers_are_chosen_by_name_or_by_side() -> None:
+    chosen = import_module("_pairs").pairs_of
+    assert [pair.peer for pair in chosen(["kvpress:tova"])] == ["kvpress:tova"]
+    assert {pair.peer.partition(":")[0] for pair in chosen(["transformers"])} == {"transformers"}
+    with pytest.raises(UnknownName, match="Did you mean 'kvpress:tova'"):
+        chosen(["kvpress:tovo"])
+
+
+def test_the_table_gives_what_the_peer_takes_of_ours() -> None:
+    pair = import_module("_pairs").pairs_of(["kvpress:snapkv"])[0]
+    told = {"working_peak_bytes": 10, "budget": "1/4"}
+    own = [cell("snapkv", seed=seed, **told) | {"policy": pair.name} for seed in (0, 1)]
+    peers = [row | {"policy": pair.peer, "kv_bytes": row["kv_bytes"] * 3} for row in own]
+    table = list(import_module("_ratios").lines([pair], [*own, *peers]))
+    assert table[2] == (
+        "| kvpress:snapkv | larder:snapkv | 1/4 | 0.50 / 0.50 | 3.00x | 1.00x | 1.00x | 1.00x "
+        "| 1.00x | 1.00x |"
+    )
+    peers = [row | {"refused": "no room"} for row in peers]
+    assert "refused: no room" in list(import_module("_ratios").lines([pair], [*own, *peers]))[2]
+
+
+def test_a_worker_that_fails_is_a_result() -> None:
+    run = import_module("_jobs")._run
+    with pytest.raises(LarderError, match="ZeroDivisionError"):
+        run([import_module("sys").executable, "-c", "1/0"], {})
+
+
+def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
+    """And hold the same; a cache that is cut is counted as it counts itself."""
+    jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
+    engine = Engine(seed_model, policy="full")
+    options = Namespace(
+        corpus=None, device="cpu", dtype="float32", threads=1, repeats=1, new_tokens=6
+    )
+    setting = jobs.Setting(options, engine, Path(str(files("larder.models") / "seed")), "", {})
+    options.model = "seed"
+    job = jobs.Job(parse_task("lifelog()"), 400, 0, pair.name, "1/1", written=pair.ours)
+    asked = setting._asked(job, *asked_of(setting, job)) | {"made": pair.made}
+    theirs = import_module("peer_worker").run(asked)
+    ours = import_module("larder_worker").run(asked)
+    assert ours["answers"] == theirs["answers"]
+    assert theirs["kv_bytes"] == engine.loaded.decoder.spec.full_bytes(len(asked["context"]))
+    assert ours["kv_bytes"] == ours["counted_bytes"]
+    assert 1 <= ours["kv_bytes"] / theirs["kv_bytes"] < 1.01  # positions
+    assert theirs["peak_kv_bytes"] > theirs["kv_bytes"]
+
+
+def asked_of(setting: Any, job: Any) -> tuple[Any, list[str]]:
+    conversation = setting.conversation(job.task, job.seed, job.tokens)
+    return conversation, [question.question for question in conversation.questions[:2]]
