@@ -24,7 +24,7 @@ NEWEST_VENV := .venv-transformers-$(subst *,x,$(NEWEST))
 LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo lint format bench compat compat-oldest compat-newest clean
+.PHONY: help install test demo lint format bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -59,6 +59,15 @@ format: $(STAMP) ## rewrite the code in the house format
 bench: $(STAMP) ## every benchmark, one JSONL file each in results/
 	mkdir -p results
 	set -e; for file in benchmarks/[a-z]*.py; do $(BIN)/python "$$file"; done
+
+studies: $(STAMP) ## measure every study anew into results/studies/ (CORPUS=FOLDER DATA=FOLDER)
+	set -e; for file in studies/*.toml; do name=$$(basename "$$file" .toml); \
+		$(BIN)/larder bench --study "$$name" --out "results/studies/$$name.jsonl" \
+		$(if $(CORPUS),--corpus "$(CORPUS)") $(if $(DATA),--data "$(DATA)"); done
+
+results: $(STAMP) ## page and figures from the committed rows in studies/results/, into results/page/
+	$(BIN)/larder report studies/results --out results/page/report.html
+	$(BIN)/larder plot studies/results --out results/page/figures
 
 compat: compat-oldest compat-newest ## tests/models on the oldest and newest transformers
 

@@ -5,21 +5,15 @@ What lies in a folder of one's own stands as a word in capitals, which rows do n
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from larder.bench.amounts import OWN, WHOLE
+from larder.bench.overview import folder_options
 from larder.bench.rows import Results, Row, files_of, results
 from larder.bench.study import CONTROLS, Study, read_study, study_names
 from larder.plots.blocks import Block, blocks
-
-# What a task that is spelled so reads from.
-FROM_CORPUS = re.compile(r"\b(bookings|mixed)\b|[\"']prose[\"']")
-FROM_DATA = re.compile(
-    r"\b(locomo|realtalk|planted|stacked|longbench(_v2)?|infinitebench)\b|[\"']files[\"']"
-)
 
 
 def commands(found: Results, paths: Sequence[Path], policies: Sequence[str] = ()) -> list[str]:
@@ -85,7 +79,7 @@ def _by_name(study: Study, rows: Sequence[Row]) -> Iterator[str]:
         words += map(_model, models if tuple(models) != study.models else ())
         files = 1 + max(row["seed"] for row in own) - study.first_seed
         words += [f"--files {files}"] if files != study.files else []
-        yield " ".join([*words, *_device(*place), *_folders({row["task"] for row in own})])
+        yield " ".join([*words, *_device(*place), *folder_options({row["task"] for row in own})])
 
 
 def _device(device: str, dtype: str) -> Iterator[str]:
@@ -94,14 +88,6 @@ def _device(device: str, dtype: str) -> Iterator[str]:
         yield f"--device {device}"
     if dtype != ("float32" if device == "cpu" else "bfloat16"):
         yield f"--dtype {dtype}"
-
-
-def _folders(tasks: Collection[str]) -> Iterator[str]:
-    told = " ".join(tasks)
-    if FROM_CORPUS.search(told):
-        yield "--corpus FOLDER"
-    if FROM_DATA.search(told):
-        yield "--data FOLDER"
 
 
 def _model(name: str) -> str:
@@ -127,4 +113,4 @@ def _spelled(study: str, block: Block) -> str:
     ):
         words += [f"{option} {shlex.quote(str(value))}" for value in values]
     words += _device(str(block["device"][0]), str(block["dtype"][0]))
-    return " ".join([*words, f"--name {shlex.quote(study)}", *_folders(tasks)])
+    return " ".join([*words, f"--name {shlex.quote(study)}", *folder_options(tasks)])

@@ -128,10 +128,11 @@ def _caption(row: Row) -> str:
     chart = row["map"]
     return (
         f"{scores.several(len(row['segments']), 'segment')} of a conversation of "
-        f"{row['context_tokens']:,} tokens on a map by {chart['method']} (perplexity {chart['perplexity']:g}, seed {chart['seed']}) of "
-        f"their embeddings ({row['embedder']}); color and shape are the episode. Framed marks are "
-        "the segments that make its prompt, the one nearest to the centroid is quoted. Distances "
-        "between groups say nothing."
+        f"{row['context_tokens']:,} tokens on a map by {chart['method']} (perplexity "
+        f"{chart['perplexity']:g}, seed {chart['seed']}) of their embeddings "
+        f"({row['embedder']}); color and shape are the episode. Framed marks are the segments that "
+        "make its prompt, the one nearest to the centroid is quoted. Distances between groups say "
+        "nothing."
     )
 
 
