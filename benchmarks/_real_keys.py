@@ -12,6 +12,7 @@ from torch import Tensor
 from larder import read_conversation
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.conversation import Conversation
+from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
 from larder.core.types import Mode
 from larder.models.loading import load
@@ -19,6 +20,7 @@ from larder.models.passes import Recorded, Row
 from larder.session.transcript import Scribe
 
 BLOCK = 512
+ENDS = 32  # sinks, and as many of the latest, that are never parked
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,13 @@ def _exchanges(
         (scribe.question(question.question), scribe.answer(question.answer))
         for question in conversation.questions[::step][:asked]
     ]
+
+
+def parked(keys: Float[Tensor, "K S D"]) -> Entries:
+    """All entries but the ends, as a slow tier holds them; values do not matter."""
+    flat = keys[:, ENDS : keys.shape[1] - ENDS].contiguous()
+    heads, length, head_dim = flat.shape
+    rows = flat.view(-1, head_dim)
+    starts = tuple(head * length for head in range(heads))
+    nowhere = torch.zeros(len(rows), dtype=torch.int32)
+    return Entries(rows, rows, nowhere, starts, (length,) * heads)

@@ -1,9 +1,10 @@
 """What a search costs: a query step of 8 kv heads of 128 dimensions, two query heads to each.
 
-    python benchmarks/recall_search.py FILE... [--sizes 16384,65536,262144] [--rounds 7] [--peers 2]
+    python benchmarks/recall_search.py FILE... [--tokens 32400] [--sizes 16384,65536,262144]
 
-Keys are real ones of the seed model, out of what recall_quality.py keeps (FILE is one of it): two
-of its heads of 64 dimensions side by side make one of 128, texts follow each other, turned to the
+FILE is a conversation, which the seed model reads to so many tokens (--tokens), over and over if it
+is shorter; what it made of it is kept in results/recall_keys. Keys are these real ones: two of its
+heads of 64 dimensions side by side make one of 128, texts follow each other, turned to the
 positions where they then stand. Where there are too few, they come again with noise of a fifth of
 their spread. Queries are those of answers to the last text. Independent random numbers would say
 nothing: nothing is near anything among them. On a machine that others use, look at the least times.
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _recalled import parked
+from _real_keys import kept, parked
 from _timing import environment, write
 from jaxtyping import Float
 from torch import Tensor
@@ -39,13 +40,14 @@ from larder.recall.flat import Flat
 
 HEADS, GROUP, COUNT, STEPS, DENSE, THETA = 8, 2, 12, 8, 2, 1e6
 BREADTHS = (16, 32, 64, 128, 256, 512, 1024)
-OUT = Path("results/recall_search.jsonl")
+OUT, KEYS = Path("results/recall_search.jsonl"), Path("results/recall_keys")
 LAYER = LayerSpec(0, HEADS * GROUP, HEADS, 128, 128**-0.5)
 
 
 def main() -> None:
     options = _options()
-    texts = [torch.load(file, weights_only=False) for file in options.files]
+    heard = [kept(file, options.tokens, COUNT, KEYS) for file in options.files]
+    texts = [[vars(layer) for layer in text] for text in heard]
     for size in map(int, options.sizes.split(",")):
         keys, queries = _stream(texts, size)
         entries = parked(keys)
@@ -205,6 +207,7 @@ def _turned(rows: Float[Tensor, "K S E"], by: int) -> Float[Tensor, "K S E"]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--tokens", type=int, default=32400)
     parser.add_argument("--sizes", default="16384,65536,262144")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peers", type=int, default=2, help="kv heads that HNSW is built for")

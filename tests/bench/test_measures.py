@@ -127,3 +127,26 @@ def test_reading_is_told_apart_by_what_it_is_for(bench: Workbench, tmp_path: Pat
     assert parts["keydiff"]["prompts"] == 0 < parts["epicache"]["prompts"]
     assert 0 < keydiff["policy_share"] < 1 and epicache["prefill_seconds"] > 0
     assert sum(parts["keydiff"].values()) == pytest.approx(keydiff["prefill_seconds"], abs=1e-3)
+
+
+def test_exact_search_over_single_entries_recalls_what_is_largest(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    asked = dict(measure=("recall(questions=2, steps=3)",), budgets=("64",))
+    paged = PARKED.replace("dense=0", "dense=0, page=4")
+    exact, pages = (
+        run(bench, tmp_path / f"{number}.jsonl", (policy,), **asked)[0]
+        for number, policy in enumerate((PARKED, paged))
+    )
+    assert [item["kind"] for item in exact["items"]] == ["layer 0", "layer 1"] * 2
+    for item in exact["items"]:
+        assert item["recall_1"] == item["recall_3"] == item["recall_5"] == 1.0
+    for item in (*exact["items"], *pages["items"]):
+        assert item["mass"] < item["possible"] < 1  # two query heads share what is fetched
+    assert min(item["recall_5"] for item in pages["items"]) < 1
+    assert pages["page_fill"] > 0.8 and pages["index_bytes_per_key"] > 0
+    shown = results([tmp_path / "0.jsonl"]).shown("recall")
+    places = {(row["layer"], row["step"]) for row in shown}
+    assert places == {(None, None), *((layer, step) for layer in (0, 1) for step in (1, 2, 3))}
+    [refused] = run(bench, tmp_path / "2.jsonl", ("h2o",), **asked)
+    assert "h2o parks nothing" in refused["refused"]

@@ -75,7 +75,11 @@ SCALES = (
     Scale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
     Scale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
     Scale("same", "Likeliest token is the same", digits=3),
+    Scale("recall_1", "Recall@1: the largest product is among what was fetched", digits=3),
+    Scale("recall_3", "Recall@3", digits=3),
+    Scale("recall_5", "Recall@5", digits=3),
     Scale("mass", "Attention kept", digits=3),
+    Scale("possible", "Attention kept, had as many been fetched one by one", digits=3),
     *COSTS,
 )
 

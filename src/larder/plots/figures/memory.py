@@ -1,7 +1,8 @@
 """How many bytes reading takes, or leaves, as inputs get longer; EpiCache's figure 1c (top).
 
-A panel for each task and budget. The full cache's own bytes are the dashed line: a policy under it
-saves memory, one that runs level with it has to hold everything first.
+A panel for each task and budget; two where a slow tier holds anything: the fast one, and both. The
+full cache's own bytes are the dashed line: a policy under it saves memory, one that runs level with
+it has to hold everything first.
 """
 
 from __future__ import annotations
@@ -72,12 +73,18 @@ class Memory(Figure):
                 own = [row for row in others if row["budget"] == budget]
                 if len({row["tokens"] for row in own}) < 2:
                     continue
-                lines = [
-                    line for policy in looks if (line := _line(policy, own, self.bytes.key)).xs
-                ]
                 full = _line(FULL, [row | {"policy": FULL} for row in rows], "full_kv_bytes")
-                found.append(Panel(f"{titles[group]}, budget {budget}", (*lines, full)))
+                for tier, key in self._tiers(own):
+                    lines = [line for policy in looks if (line := _line(policy, own, key)).xs]
+                    title = f"{titles[group]}, budget {budget}{tier}"
+                    found.append(Panel(title, (*lines, full)))
         return found
+
+    def _tiers(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
+        """What panels show: the fast tier by itself where a slow one holds anything."""
+        if not any(row.get("slow_kv_bytes") for row in rows):
+            return [("", self.bytes.key)]
+        return [(", fast tier", Bytes.ACTIVE.key), (", both tiers", self.bytes.key)]
 
     def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
         order: dict[str, Look] = {policy: looks[policy] for policy in controls_last(list(looks))}

@@ -13,6 +13,7 @@ from enum import Enum
 
 import numpy as np
 
+from larder.bench.amounts import by_size
 from larder.bench.rows import Results, Row
 from larder.plots import scores
 from larder.plots.figures.base import Figure, Looks, numbered
@@ -67,16 +68,22 @@ class Recall(Figure):
         """What is drawn, in numbers: a sheet for each study and model."""
         key = self.along.value
         rows = [r for r in results.shown("recall") if r["policy"] in looks and r[key] is not None]
+        if self.along is not Along.STEP and (whole := [r for r in rows if r["layer"] is None]):
+            rows = whole  # beside them are layers and steps one by one
         return [(label, self._panels(own)) for label, own in scores.families(rows).items()]
 
     def _panels(self, rows: Sequence[Row]) -> list[Panel]:
         ranks = sorted({int(rank) for row in rows for rank in row["recall"]})
         layers = list(dict.fromkeys(row["layer"] for row in rows))
+        # Budgets lie along the entries that are fetched; anywhere else they are apart.
+        is_apart = self.along is not Along.FETCHED and len({row["budget"] for row in rows}) > 1
+        budgets = by_size(list({row["budget"] for row in rows})) if is_apart else [""]
         return [
-            Panel(f"recall@{rank}" + ("" if layer is None else f", layer {layer}"), lines)
+            Panel(scores.joined(f"recall@{rank}", _of_layer(layer), budget), lines)
+            for budget in budgets
             for layer in layers
             for rank in ranks
-            if (lines := self._lines([r for r in rows if r["layer"] == layer], str(rank)))
+            if (lines := self._lines(_those(rows, layer, budget), str(rank)))
         ]
 
     def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
@@ -103,6 +110,15 @@ class Recall(Figure):
             return doublings(label, values, _count)
         room = 0.04 * (max(values) - min(values) or 1.0)
         return even(label, min(values) - room, max(values) + room)
+
+
+def _of_layer(layer: int | None) -> str:
+    return "" if layer is None else f"layer {layer}"
+
+
+def _those(rows: Sequence[Row], layer: int | None, budget: str) -> list[Row]:
+    own = [row for row in rows if row["layer"] == layer]
+    return [row for row in own if budget in ("", row["budget"])]
 
 
 def _count(power: int) -> str:
