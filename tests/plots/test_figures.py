@@ -170,31 +170,6 @@ def test_memory_runs_over_lengths_beside_the_full_cache(results: Path) -> None:
     assert found["full"] == [(1000, 100_000), (2000, 200_000)]
 
 
-def test_a_slow_tier_has_a_panel_of_its_own(tmp_path: Path) -> None:
-    held = {"active_kv_bytes": 40_000, "slow_kv_bytes": 90_000, "peak_kv_bytes": 130_000}
-    rows = [cell("icecache", tokens=tokens) | held for tokens in (1000, 2000)]
-    path = write_rows(tmp_path, [*rows, *(cell("h2o", tokens=n) for n in (1000, 2000))])
-    [(_, panels)] = figure_of("memory").charts(*read([path]))  # pyright: ignore
-    assert [panel.title.rpartition(", ")[2] for panel in panels] == ["fast tier", "both tiers"]
-    ys = [{line.name: line.ys for line in panel.lines}["icecache"] for panel in panels]
-    assert ys == [(40_000, 40_000), (130_000, 130_000)]
-
-
-def test_recall_by_step_keeps_layers_and_budgets_apart(tmp_path: Path) -> None:
-    rows = [
-        exhibit("recall", "dci", budget=budget, fetched_tokens=64, layer=layer, step=step)
-        | {"recall": {"1": 0.5 + 0.1 * step if layer else 0.0}}
-        for budget in ("256", "128")
-        for layer, step in ((None, None), (2, 1), (2, 2))
-    ]
-    results = read([write_rows(tmp_path, rows)])
-    [(_, panels)] = figure_of("recall(along='step')").charts(*results)  # pyright: ignore
-    assert [panel.title for panel in panels] == [f"recall@1, layer 2, {n}" for n in (256, 128)]
-    assert panels[0].lines[0].ys == (0.6, 0.7)
-    [(_, [whole])] = figure_of("recall").charts(*results)  # pyright: ignore
-    assert whole.title == "recall@1" and whole.lines[0].ys == (0.0,)
-
-
 def test_latency_takes_the_longest_and_its_parts_stand_end_to_end(results: Path) -> None:
     dots, stacks = drawn("latency", results, "snapkv")
     assert "2,000 tokens" in dots.title

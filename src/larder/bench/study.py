@@ -3,7 +3,7 @@
     name = "needles"
     claim = "Scores by the keys alone find needles that scores by past attention lose."
     models = ["seed"]
-    measure = "forced"            # or generated, fidelity, decode; one or a list
+    measure = "forced"            # or another; see bench/measures; one or a list
     matched = ["bytes", "tokens"] # or total; one or a list
     budgets = ["1/4", "1/8"]
     files = 9

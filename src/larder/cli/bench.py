@@ -66,7 +66,10 @@ class BenchOptions(Output):
     ] = None
     measure: Annotated[
         Names | None,
-        typer.Option(metavar="SPELLING", help="forced, generated, fidelity, decode."),
+        typer.Option(
+            metavar="SPELLING",
+            help="forced, generated, fidelity, prompts, recall, decode, reading.",
+        ),
     ] = None
     name: Annotated[str | None, typer.Option(help="Of the study.  Default: bench.")] = None
     model: Annotated[
