@@ -10,3 +10,9 @@ import pytest
 @pytest.fixture(autouse=True)
 def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four tokens, so that short texts have several."""
+    monkeypatch.setattr("larder.store.chunks.TOKENS", 4)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import Damaged, InputError, LarderError, Refused, StoreFull, Superseded
+from larder.store.holdings import Holdings
 from larder.store.leases import acquire, release
 from larder.store.manifest import Manifest, move_aside
 from larder.store.records import record_of, session_key, spelled
@@ -60,7 +61,7 @@ def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:
     with pytest.raises(Superseded):
         heads.commit(a_record(1), expected=0)
     assert heads.head(*OWN) == a_record(2)
-    assert heads.manifest.live() == {a_record(n).tokens.digest for n in (1, 2)}
+    assert Holdings(heads.manifest).live() == {a_record(n).tokens.digest for n in (1, 2)}
 
 
 def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from types import MappingProxyType, TracebackType
 from larder.core.errors import BadParameter, BudgetError
 
 UNLIMITED = 2**62
+NOBODY = ""  # whose an index is, and what belongs to nobody who is known
 
 
 class Tier(Enum):
@@ -112,7 +113,7 @@ class ByteLedger:
         if count < 0:
             raise BadParameter(f"{count} bytes were to be reserved: take 0 or more.")
         with self._freed:
-            is_hopeless = count > min(self.limit(tier), self.tenant_limit(tier))
+            is_hopeless = count > min(self.limit(tier), self.tenant_limit(tier, tenant))
             if is_hopeless or not self._freed.wait_for(
                 lambda: self.room(tier, tenant) >= count, wait_seconds
             ):
@@ -120,10 +121,14 @@ class ByteLedger:
             self._add(tier, tenant, count)
         return Reservation(self, tier, tenant, count)
 
-    def charge(self, tier: Tier, tenant: str, count: int) -> None:
-        """Count bytes that are there already, found at the start; they may exceed the budget."""
-        with self.lock:
-            self._add(tier, tenant, count)
+    def set(self, tier: Tier, counts: Mapping[str, int]) -> None:
+        """Set what tenants hold to what was found there; it may exceed the budget."""
+        with self._freed:
+            for _, tenant in [key for key in self._of if key[0] is tier]:
+                self._add(tier, tenant, -self._of[tier, tenant])
+            for tenant, count in counts.items():
+                self._add(tier, tenant, count)
+            self._freed.notify_all()
 
     def discharge(self, tier: Tier, tenant: str, count: int) -> None:
         """Bytes are gone."""
@@ -149,9 +154,9 @@ class ByteLedger:
         """Bytes that a tier may hold."""
         return self._total.get(tier, UNLIMITED)
 
-    def tenant_limit(self, tier: Tier) -> int:
-        """Bytes of it that may be one tenant's."""
-        return self._tenant.get(tier, UNLIMITED)
+    def tenant_limit(self, tier: Tier, tenant: str) -> int:
+        """Bytes of it that may be one tenant's; `NOBODY` has a limit with all others alone."""
+        return UNLIMITED if tenant == NOBODY else self._tenant.get(tier, UNLIMITED)
 
     def used(self, tier: Tier, tenant: str | None = None) -> int:
         """Bytes that are held or on their way, a tenant's or all."""
@@ -162,7 +167,7 @@ class ByteLedger:
         """Bytes that a tenant could reserve now; below 0 where a budget was lowered."""
         with self.lock:
             total = self.limit(tier) - self._used[tier]
-            return min(total, self.tenant_limit(tier) - self._of[tier, tenant])
+            return min(total, self.tenant_limit(tier, tenant) - self._of[tier, tenant])
 
     def _add(self, tier: Tier, tenant: str, count: int) -> None:
         self._used[tier] += count
@@ -175,7 +180,7 @@ class ByteLedger:
         whose, limit = (
             ("all tenants together", self.limit(tier))
             if of_all
-            else ("this tenant", self.tenant_limit(tier))
+            else ("this tenant", self.tenant_limit(tier, tenant))
         )
         held = self._used[tier] if of_all else self._of[tier, tenant]
         return BudgetError(

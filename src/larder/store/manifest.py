@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from larder.core.errors import Damaged, StoreError, StoreSlow, Superseded
-from larder.store.blobs import Ref
 from larder.store.records import Record, record_of, spelled
 from larder.store.tables import BUSY_SECONDS, SCHEMA, TABLES, errors
 
@@ -79,17 +78,14 @@ class Manifest:
             )
         return self._record(found[0][0], tenant, session, epoch) if found else None
 
-    def commit(
-        self, record: Record, expected: int, after: Callable[[Any], None] | None = None
-    ) -> None:
+    def commit(self, record: Record, expected: int) -> None:
         """Make a record the head of its session.
 
         Args:
             expected: the epoch that is the head now; 0 for a new session.
-            after: carried out in the same step, with a function that takes SQL.
 
         Raises:
-            Superseded: another epoch is the head, or `after` says so; nothing has changed.
+            Superseded: another epoch is the head; nothing has changed.
         """
         own = record.tenant, record.session
         with self.writing() as rows:
@@ -97,8 +93,6 @@ class Manifest:
             head = found[0][0] if found else 0
             if head != expected:
                 raise superseded(record.name, expected, head)
-            if after is not None:
-                after(rows)
             self._insert(rows, record)
             now = self.clock()
             rows(
@@ -139,12 +133,6 @@ class Manifest:
                 for table in ("epochs", "spans"):
                     rows(f"DELETE FROM {table} WHERE tenant=? AND session=? AND epoch=?", own)
 
-    def forget_session(self, tenant: str, session: str) -> None:
-        """Drop all of a session, its lease excepted: a late writer must still find it lost."""
-        with self.writing() as rows:
-            for table in ("epochs", "spans", "sessions"):
-                rows(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
-
     def epochs(self, tenant: str, session: str) -> list[int]:
         """Every epoch of a session that is kept, oldest first."""
         with self.reading() as rows:
@@ -166,32 +154,6 @@ class Manifest:
                 "UPDATE sessions SET last_used = ?, uses = uses + 1 "
                 "WHERE tenant = ? AND session = ?",
                 (self.clock(), tenant, session),
-            )
-
-    def kept(self, ref: Ref, tenant: str) -> None:
-        """A blob is there, or is about to be."""
-        with self.writing() as rows:
-            rows(
-                "INSERT INTO blobs VALUES (?, ?, ?, ?) "
-                "ON CONFLICT DO UPDATE SET written = excluded.written",
-                (ref.digest, ref.bytes, tenant, self.clock()),
-            )
-
-    def live(self) -> set[str]:
-        """Digests of every blob that something needs."""
-        with self.reading() as rows:
-            found = rows("SELECT digest FROM spans UNION SELECT digest FROM chunks")
-        return {digest for (digest,) in found}
-
-    def needed(self, digest: str) -> bool:
-        """Whether anything needs a blob."""
-        with self.reading() as rows:
-            return bool(
-                rows(
-                    "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks "
-                    "WHERE digest = ?",
-                    (digest, digest),
-                )
             )
 
     @property

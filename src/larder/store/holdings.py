@@ -1,0 +1,66 @@
+"""Which blobs there are, in whose name, and what needs them."""
+
+from __future__ import annotations
+
+from larder.store.blobs import Ref
+from larder.store.manifest import Manifest
+
+
+class Holdings:
+    """The manifest's word on blobs. Safe from threads and processes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def kept(self, ref: Ref, tenant: str) -> None:
+        """A blob is there, or is about to be."""
+        with self._manifest.writing() as rows:
+            rows(
+                "INSERT INTO blobs VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET written = excluded.written",
+                (ref.digest, ref.bytes, tenant, self._manifest.clock()),
+            )
+
+    def live(self) -> set[str]:
+        """Digests of every blob that something needs."""
+        with self._manifest.reading() as rows:
+            found = rows("SELECT digest FROM spans UNION SELECT digest FROM chunks")
+        return {digest for (digest,) in found}
+
+    def needed(self, digest: str) -> bool:
+        """Whether anything needs a blob."""
+        with self._manifest.reading() as rows:
+            return bool(
+                rows(
+                    "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks "
+                    "WHERE digest = ?",
+                    (digest, digest),
+                )
+            )
+
+    def gone(self, digest: str) -> None:
+        """A blob was deleted."""
+        with self._manifest.writing() as rows:
+            rows("DELETE FROM blobs WHERE digest = ?", (digest,))
+
+    def whose(self, digest: str) -> tuple[str, float]:
+        """In whose name a blob was kept, and when; nobody's and never where it was not."""
+        with self._manifest.reading() as rows:
+            found = rows("SELECT tenant, written FROM blobs WHERE digest = ?", (digest,))
+        return found[0] if found else ("", 0.0)
+
+    def owners(self) -> dict[str, str]:
+        """In whose name each blob was kept, by digest."""
+        with self._manifest.reading() as rows:
+            return dict(rows("SELECT digest, tenant FROM blobs"))
+
+    def spend(self, day: int, count: int, limit: int | None) -> int | None:
+        """Count bytes written on a day; where that is too many, what was written before."""
+        with self._manifest.writing() as rows:
+            found = rows("SELECT bytes FROM written WHERE day = ?", (day,))
+            written = found[0][0] if found else 0
+            if limit is not None and written + count > limit:
+                return written
+            rows("DELETE FROM written WHERE day < ?", (day,))
+            rows("INSERT OR REPLACE INTO written VALUES (?, ?)", (day, written + count))
+        return None

@@ -1,0 +1,101 @@
+"""What a store consists of, opened together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from larder.core.errors import Damaged
+from larder.store.blobs import Blobs
+from larder.store.chunks import Chunks
+from larder.store.deadline import Guard, Patience
+from larder.store.digests import tenant_of
+from larder.store.heads import KEPT_EPOCHS, Heads
+from larder.store.ledger import Budgets, ByteLedger
+from larder.store.loading import Reader
+from larder.store.manifest import Manifest, move_aside
+from larder.store.places import Place, place_at
+from larder.store.rates import Rates
+from larder.store.refusals import Refusals
+from larder.store.saving import Writer
+from larder.store.secret import secret_at
+from larder.store.shelves import Shelves
+
+MANIFEST = "manifest.sqlite"
+
+
+class Parts:
+    """The parts of a store. Safe from threads and processes, as each of them is.
+
+    A damaged index is moved aside and built again from what lies beside the blobs.
+
+    Args:
+        url: a folder, or any address that fsspec knows; or a place.
+        home: where the index and the secret are, on this machine.
+        secret: 32 bytes that machines which share a store must share; else it is made in `home`.
+        budgets: bytes of each tier.
+        patience: with the disk.
+        written_bytes: that may be written to the disk in a day; None for no limit.
+        kept_epochs: how many states of a session are kept, 1 or more.
+        clock: seconds since 1970.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        url: str | Place,
+        home: Path,
+        *,
+        secret: bytes | None = None,
+        budgets: Budgets = Budgets(),  # noqa: B008, frozen
+        patience: Patience = Patience(),  # noqa: B008, frozen
+        written_bytes: int | None = None,
+        kept_epochs: int = KEPT_EPOCHS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.place = place_at(url) if isinstance(url, str) else url
+        self.refusals, self.rates, self.ledger = Refusals(), Rates(), ByteLedger(budgets)
+        self.clock, self.kept_epochs = clock, kept_epochs
+        self.secret = secret_at(home) if secret is None else secret
+        self.guard = Guard("disk", patience)
+        self.blobs = Blobs(self.place, self.guard, clock)
+        self.manifest, is_new = self._manifest(home / MANIFEST)
+        own = self.place, self.guard, self.manifest, self.secret
+        self.heads = Heads(*own, self._damaged)
+        self.chunks = Chunks(self.manifest, self.place, self.guard, self.secret)
+        if is_new:
+            self._rebuild()
+        told = self.blobs, self.guard, self.manifest, self.ledger, written_bytes
+        self.shelves = Shelves(*told)
+        self.writer = Writer(self.shelves, self.chunks)
+        self.reader = Reader(self.blobs, self.ledger, self.rates)
+
+    def tenant(self, principal: str) -> str:
+        """What a principal is called in keys and paths."""
+        return tenant_of(self.secret, principal)
+
+    def close(self) -> None:
+        """Give the index back."""
+        self.manifest.close()
+
+    def _manifest(self, path: Path) -> tuple[Manifest, bool]:
+        """The index, and whether it was begun anew."""
+        is_new = not path.exists()
+        try:
+            return Manifest(path, self.secret, self.clock), is_new
+        except Damaged as error:
+            self._damaged(str(error))
+            move_aside(path)
+            return Manifest(path, self.secret, self.clock), True
+
+    def _rebuild(self) -> None:
+        """Index what lies beside the blobs."""
+        for record in self.heads.all_written():
+            self.manifest.adopt(record)
+        self.chunks.rebuild()
+
+    def _damaged(self, said: str) -> None:
+        self.refusals.note("manifest", said)

@@ -1,0 +1,67 @@
+"""Beginnings of texts that a tenant's sessions share: kept once, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import Damaged, LarderError, Refused
+from larder.core.spec import ModelSpec
+from larder.store.chunks import Shared
+from larder.store.identity import Identity
+from larder.store.ledger import Tier
+from larder.store.parts import Parts
+from larder.store.rates import Way
+from larder.store.saving import Snapshot, check
+
+
+class Prefixes:
+    """Caches of beginnings, by the tokens they hold. Safe from threads and processes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def save(
+        self, principal: str, ids: Sequence[int], cache: SequenceCache, identity: Identity
+    ) -> int:
+        """Keep the beginning of a text for the tenant's other sessions; the tokens that are kept.
+
+        Only a cache that holds everything it has read is good for that; of others nothing is kept.
+
+        Raises:
+            BudgetError, StoreFull, StoreSlow: it cannot be kept.
+        """
+        check(ids, Snapshot(cache, identity, ""))
+        tenant = self._parts.tenant(principal)
+        with self._parts.shelves.saving(tenant) as saving:
+            return self._parts.writer.chunks(saving, tenant, ids, cache, identity)
+
+    def longest(
+        self, principal: str, ids: Sequence[int], identity: Identity, spec: ModelSpec
+    ) -> SequenceCache | None:
+        """The cache of the longest beginning of a text that the tenant has kept; None of nothing.
+
+        The text's last token is left out: it must be read for what comes next.
+        """
+        parts, tenant = self._parts, self._parts.tenant(principal)
+
+        def unusable(each: Shared, error: LarderError) -> None:
+            parts.refusals.note_error(error)
+            if isinstance(error, Damaged | Refused):
+                gone = parts.chunks.drop(each.chunk, tenant)
+                parts.shelves.drop(chunk.ref for chunk in gone)
+
+        try:
+            shared = parts.chunks.longest(tenant, identity.key, ids[: max(len(ids) - 1, 0)])
+            if not shared:
+                return None
+            stored = sum(each.chunk.ref.bytes for each in shared)
+            tokens = sum(each.tokens for each in shared)
+            if parts.rates.quicker(Tier.DISK, stored, tokens) is not Way.LOAD:
+                raise Refused("Reading the text again is quicker than loading it.", "slower")
+            cache = parts.reader.prefix(tenant, shared, ids, identity, spec, unusable)
+            parts.chunks.used(shared)
+        except LarderError as error:
+            parts.refusals.note_error(error)
+            return None
+        return cache

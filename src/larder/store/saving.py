@@ -1,0 +1,143 @@
+"""A session's state on its way to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import InputError
+from larder.store import chunks as chunk_index
+from larder.store.blobs import Ref
+from larder.store.chunks import Chunk, Chunks, spelled
+from larder.store.coding import RAW, nbytes
+from larder.store.envelopes import chunk_blob, is_lossless, snapshot_blob
+from larder.store.identity import Identity
+from larder.store.ledger import Tier
+from larder.store.pieces import chunk_of, is_whole, parts_of, rest_of
+from larder.store.shelves import Saving, Shelves
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A cache that is to outlive the process, and what made it.
+
+    Args:
+        cache: it is read, not changed.
+        identity: of the model.
+        policy: canonical spelling, sizes filled in.
+        codec: how keys and values are spelled; a file in `store/codecs`.
+    """
+
+    cache: SequenceCache
+    identity: Identity
+    policy: str
+    codec: str = RAW
+
+
+def check(ids: Sequence[int], snapshot: Snapshot | None) -> None:
+    """See that a cache is that of its tokens.
+
+    Raises:
+        InputError: it has read more or fewer.
+        UnknownName: there is no such codec.
+    """
+    if snapshot is None:
+        return
+    is_lossless(snapshot.codec)
+    if snapshot.cache.next_position != len(ids):
+        raise InputError(
+            f"The cache has read {snapshot.cache.next_position} tokens, but {len(ids)} are to be "
+            "saved with it: give exactly those that it has read."
+        )
+
+
+@dataclass(frozen=True)
+class Written:
+    """A cache as blobs.
+
+    Args:
+        spans: its blobs, in order.
+        cache_bytes: of its tensors.
+        lossless: whether it comes back to the bit.
+    """
+
+    spans: tuple[Ref, ...]
+    cache_bytes: int
+    lossless: bool
+
+
+class Writer:
+    """Writes caches as blobs. Safe from threads."""
+
+    def __init__(self, shelves: Shelves, chunks: Chunks) -> None:
+        self._shelves, self._chunks = shelves, chunks
+
+    def snapshot(
+        self, saving: Saving, tenant: str, ids: Sequence[int], snapshot: Snapshot
+    ) -> Written:
+        """Write a cache. What is whole goes as chunks first, which are shared.
+
+        Raises:
+            BudgetError, StoreError: they cannot be kept.
+        """
+        cache = snapshot.cache
+        with self._shelves.ledger.reserve(Tier.HOST, tenant, _needed(cache)):
+            state, lossless = cache.state(), is_lossless(snapshot.codec)
+            count, refs = nbytes(state), []
+            if lossless and is_whole(cache):
+                shared = self._chunked(saving, tenant, ids, state, snapshot.identity)
+                refs = [chunk.ref for chunk in shared]
+                state = rest_of(state, shared[-1].stop if shared else 0)
+            layers = len(cache.spec.layers)
+            own = tenant, snapshot.identity, snapshot.policy, snapshot.codec, layers
+            refs += [saving.put(snapshot_blob(part, *own)) for part in parts_of(state)]
+        return Written(tuple(refs), count, lossless)
+
+    def chunks(
+        self, saving: Saving, tenant: str, ids: Sequence[int], cache: SequenceCache, who: Identity
+    ) -> int:
+        """Keep the beginning of a whole cache for other sessions; the tokens that are kept.
+
+        Raises:
+            BudgetError, StoreError: they cannot be kept.
+        """
+        if not is_whole(cache):
+            return 0
+        with self._shelves.ledger.reserve(Tier.HOST, tenant, _needed(cache)):
+            made = self._chunked(saving, tenant, ids, cache.state(), who)
+        return made[-1].stop if made else 0
+
+    def _chunked(
+        self,
+        saving: Saving,
+        tenant: str,
+        ids: Sequence[int],
+        state: Mapping[str, Tensor],
+        identity: Identity,
+    ) -> list[Chunk]:
+        """The chunks of a text; those that are kept already are not written again."""
+        size = chunk_index.TOKENS
+        shared = self._chunks.longest(tenant, identity.key, ids)
+        whole = (each.chunk for each in shared if each.tokens == size)
+        found = list(takewhile(lambda chunk: saving.stays(chunk.ref), whole))
+        for start in range(size * len(found), len(ids) - size + 1, size):
+            stop = start + size
+            span = {
+                "start": start,
+                "n_tokens": size,
+                "tokens": chunk_index.ids_of(spelled(ids[start:stop])),
+                "prefix": chunk_index.prefix_of(ids[:stop]),
+            }
+            ref = saving.put(chunk_blob(chunk_of(state, start, stop), tenant, identity, span))
+            above = found[-1] if found else None
+            found.append(self._chunks.add(tenant, identity.key, above, ids[:stop], ref))
+        return found
+
+
+def _needed(cache: SequenceCache) -> int:
+    """Bytes that saving holds beside the cache: a copy of its state, and the blob in the making."""
+    return 2 * cache.nbytes

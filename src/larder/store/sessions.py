@@ -1,0 +1,287 @@
+"""Conversations that outlive the process.
+
+Whatever is wrong with a saved cache, its session is not lost: the log of its tokens is kept apart,
+and the text is read again. Why that was necessary is logged, and counted by reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import (
+    BudgetError,
+    InputError,
+    LarderError,
+    Refused,
+    StoreFull,
+    StoreSlow,
+)
+from larder.core.spec import ModelSpec
+from larder.store.envelopes import ids_of, token_log
+from larder.store.identity import Identity
+from larder.store.leases import Lease
+from larder.store.ledger import Tier
+from larder.store.parts import Parts
+from larder.store.rates import Way
+from larder.store.records import Record, session_key, spelled
+from larder.store.saving import Snapshot, check
+from larder.store.shelves import Saving
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Who asks for a session: a cache that others made is not used.
+
+    Args:
+        policy: canonical spelling, sizes filled in.
+    """
+
+    identity: Identity
+    policy: str
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A session as it came back.
+
+    Args:
+        record: what is written of it.
+        ids: every token that it has read.
+        transcript: what was said as text, where that was saved.
+        cache: None where the text must be read again.
+        reason: one word for why; empty where there is a cache.
+    """
+
+    record: Record
+    ids: tuple[int, ...]
+    transcript: bytes | None
+    cache: SequenceCache | None
+    reason: str = ""
+
+
+class Sessions:
+    """The sessions of all tenants, who know nothing of each other. Safe from threads, processes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def save(
+        self,
+        principal: str,
+        name: str,
+        ids: Sequence[int],
+        snapshot: Snapshot | None = None,
+        *,
+        transcript: bytes | None = None,
+        expected: int | None = None,
+        lease: Lease | None = None,
+    ) -> Record:
+        """Make this the session's newest state; a cache that cannot be kept is left out.
+
+        Args:
+            ids: every token that was read.
+            snapshot: of the cache that has read them; None keeps the tokens alone.
+            expected: the epoch that this state follows, 0 for a new session; None for whichever
+                is the newest. Saving the same state twice is saving it once.
+            lease: of the session, where one was taken.
+
+        Raises:
+            Superseded: another state is the newest, or the lease is another's.
+            BudgetError, StoreFull, StoreSlow: not even the tokens can be kept; what was saved
+                before is untouched.
+        """
+        check(ids, snapshot)
+        tenant, session = self._keys(principal, name)
+        newest = self._parts.heads.newest(tenant, session)
+        expected = _expected(expected, newest)
+        with self._parts.shelves.saving(tenant) as saving:
+            record = Record(
+                tenant,
+                session,
+                name,
+                expected + 1,
+                tokens=saving.put(token_log(ids)),
+                num_tokens=len(ids),
+                previous=expected,
+                transcript=None if transcript is None else saving.put(transcript),
+                made=self._parts.clock(),
+            )
+            if snapshot is not None:
+                record = self._with_cache(saving, record, ids, snapshot)
+            if newest is not None and _is_again(record, newest):
+                return newest
+            return self._committed(record, lease)
+
+    def load(
+        self, principal: str, name: str, asking: Asking, ids: Sequence[int] | None = None
+    ) -> Loaded | None:
+        """A session as it was saved; None where there is none of that name.
+
+        Args:
+            ids: the text to go on with, where it is known: it must begin with the session's.
+
+        Raises:
+            Refused: not even the tokens can be had; the reason says why.
+        """
+        parts, (tenant, session) = self._parts, self._keys(principal, name)
+        try:
+            record = parts.heads.head(tenant, session)
+            if record is None:
+                return None
+            known = ids_of(parts.blobs.get(record.tokens), record.num_tokens)
+            said = None if record.transcript is None else parts.blobs.get(record.transcript)
+        except LarderError as error:
+            reason = parts.refusals.note_error(error)
+            raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
+        try:
+            self._check(record, known, asking, ids)
+            cache = parts.reader.cache(record, known, asking.identity, asking.spec)
+            parts.manifest.used(tenant, session)
+        except LarderError as error:
+            return Loaded(record, known, said, None, parts.refusals.note_error(error))
+        return Loaded(record, known, said, cache)
+
+    def fork(self, principal: str, name: str, new_name: str, epoch: int | None = None) -> Record:
+        """A second session that begins where the first one is, or was; nothing is copied.
+
+        Raises:
+            InputError: there is no such session or state, or the new name is taken.
+        """
+        tenant, session = self._keys(principal, new_name)
+        source = self._state(principal, name, epoch)
+        newest = self._parts.heads.newest(tenant, session)
+        if newest is not None and not newest.removed:
+            raise InputError(f"There is a session {new_name!r} already: take another name.")
+        number = 0 if newest is None else newest.epoch
+        own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
+        return self._committed(replace(source, **own, made=self._parts.clock()), None)
+
+    def roll_back(
+        self, principal: str, name: str, epoch: int, lease: Lease | None = None
+    ) -> Record:
+        """Have a session be again what it was; the states in between stay for a while.
+
+        Raises:
+            InputError: there is no such session, or that state is not kept any more.
+            Superseded: somebody else has written the session meanwhile.
+        """
+        head, source = self._state(principal, name, None), self._state(principal, name, epoch)
+        number = {"epoch": head.epoch + 1, "previous": head.epoch}
+        return self._committed(replace(source, **number, made=self._parts.clock()), lease)
+
+    def remove(self, principal: str, name: str) -> int:
+        """Forget a session; what only it needed is deleted. The bytes that are freed.
+
+        Whoever still writes it finds it gone. Others that share its chunks are not touched.
+
+        Raises:
+            InputError: there is no such session.
+        """
+        head = self._state(principal, name, None)
+        parts, own = self._parts, (head.tenant, head.session)
+        gone = Record(
+            *own, name, head.epoch + 1, head.tokens, 0, head.epoch, made=parts.clock(), removed=True
+        )
+        self._write(gone, None)
+        dropped = parts.heads.prune(*own, keep=1)
+        return parts.shelves.drop(ref for record in dropped for ref in record.refs)
+
+    def heads(self, principal: str | None = None) -> list[Record]:
+        """The newest state of every session, the one that was used last first.
+
+        Args:
+            principal: whose; None for everybody's.
+        """
+        parts = self._parts
+        wanted = None if principal is None else parts.tenant(principal)
+        found: list[Record] = []
+        for tenant, session in parts.manifest.sessions():
+            if wanted not in (None, tenant):
+                continue
+            try:
+                record = parts.heads.head(tenant, session)
+            except LarderError as error:
+                parts.refusals.note_error(error)
+                continue
+            if record is not None:
+                found.append(record)
+        return found
+
+    def _keys(self, principal: str, name: str) -> tuple[str, str]:
+        tenant = self._parts.tenant(principal)
+        return tenant, session_key(tenant, name)
+
+    def _state(self, principal: str, name: str, epoch: int | None) -> Record:
+        own = self._keys(principal, name)
+        head = self._parts.heads.head(*own)
+        if head is None:
+            raise InputError(f"There is no session {name!r}: 'larder cache list' names all.")
+        record = head if epoch is None else self._parts.heads.epoch(*own, epoch)
+        if record is None or record.removed:
+            kept = ", ".join(map(str, self._parts.manifest.epochs(*own)))
+            raise InputError(f"Session {name!r} has no state {epoch}: it has {kept}.")
+        return record
+
+    def _with_cache(
+        self, saving: Saving, record: Record, ids: Sequence[int], snapshot: Snapshot
+    ) -> Record:
+        """The record with the cache's blobs; without, if they cannot be kept."""
+        try:
+            written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
+        except (BudgetError, StoreFull, StoreSlow) as error:
+            self._parts.refusals.note_error(error)
+            return record
+        return replace(
+            record,
+            identity=snapshot.identity.told(),
+            policy=snapshot.policy,
+            codec=snapshot.codec,
+            cache=snapshot.cache.meta(),
+            spans=written.spans,
+            cache_bytes=written.cache_bytes,
+            lossless=written.lossless,
+        )
+
+    def _committed(self, record: Record, lease: Lease | None) -> Record:
+        parts = self._parts
+        self._write(record, lease)
+        dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
+        parts.shelves.drop(ref for old in dropped for ref in old.refs)
+        return record
+
+    def _write(self, record: Record, lease: Lease | None) -> None:
+        parts = self._parts
+        with parts.shelves.indexing(len(spelled(record, parts.secret))):
+            parts.heads.commit(record, record.previous, lease)
+
+    def _check(
+        self, record: Record, known: Sequence[int], asking: Asking, ids: Sequence[int] | None
+    ) -> None:
+        """Raises: Refused: the cache is not for who asks, or reading is quicker."""
+        if not record.spans:
+            raise Refused("Only the session's tokens were kept.", "tokens only")
+        differing = asking.identity.differences(Identity.of(record.identity))
+        if differing:
+            raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
+        if record.policy != asking.policy:
+            raise Refused(f"The cache was made by {record.policy}.", "policy")
+        if ids is not None and tuple(ids[: len(known)]) != tuple(known):
+            raise Refused("The text does not begin as the session does.", "tokens")
+        stored = sum(ref.bytes for ref in record.spans)
+        if self._parts.rates.quicker(Tier.DISK, stored, len(known)) is not Way.LOAD:
+            raise Refused("Reading the text again is quicker than loading the cache.", "slower")
+
+
+def _expected(expected: int | None, newest: Record | None) -> int:
+    """The epoch that a state follows; a session that was removed goes on as a new one."""
+    if newest is None:
+        return expected or 0
+    return newest.epoch if expected is None or (not expected and newest.removed) else expected
+
+
+def _is_again(record: Record, newest: Record) -> bool:
+    """Whether a state was saved before by somebody who did not hear that it was."""
+    return record == replace(newest, made=record.made)

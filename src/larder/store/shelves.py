@@ -1,0 +1,200 @@
+"""Blobs under the disk's budget: counted before they are written, until they are gone."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from larder.core.errors import BudgetError, StoreError, StoreSlow
+from larder.store.blobs import FOLDER as BLOBS
+from larder.store.blobs import Blobs, Ref, named
+from larder.store.deadline import Guard
+from larder.store.digests import digest_of
+from larder.store.holdings import Holdings
+from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
+from larder.store.manifest import Manifest
+from larder.store.places import Entry
+
+DAY_SECONDS = 86400
+GRACE_SECONDS = 600.0  # how long what another process writes may be in the making
+METADATA_BYTES = 128 * 1024  # by which the manifest may grow in one change, at most
+
+
+class Shelves:
+    """What a store holds on its disk. Safe from threads; of processes each counts what it knows.
+
+    Args:
+        written_bytes: that may be written in a day; None for no limit.
+    """
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        guard: Guard,
+        manifest: Manifest,
+        ledger: ByteLedger,
+        written_bytes: int | None = None,
+    ) -> None:
+        self.blobs, self.ledger = blobs, ledger
+        self.holdings = Holdings(manifest)
+        self._manifest = manifest
+        self.make_room: Callable[[str, int], None] = lambda tenant, count: None
+        self._guard, self._written_bytes = guard, written_bytes
+        self._lock = threading.RLock()
+        self._making: Counter[str] = Counter()  # digests that are not to be deleted now
+        self._own: set[str] = set()  # that this process has written
+        self._index_bytes = 0
+        self._count()
+
+    @contextmanager
+    def saving(self, tenant: str) -> Iterator[Saving]:
+        """While something is saved: what it has put stays; if it fails, what is in vain goes."""
+        made = Saving(self, tenant)
+        try:
+            yield made
+        finally:
+            with self._lock:
+                self._making.subtract(ref.digest for ref in made.refs)
+                self._making = +self._making
+            self._drop_quietly(made.refs)
+
+    @contextmanager
+    def indexing(self, count: int) -> Iterator[None]:
+        """While the manifest changes and a file of `count` bytes is written beside it."""
+        with self.reserved(NOBODY, METADATA_BYTES + count) as reservation:
+            yield
+            with self._lock:
+                now = self._manifest.nbytes
+                grown, self._index_bytes = now - self._index_bytes, now
+                reservation.shrink(max(grown, 0) + count)
+                reservation.keep()
+                self.ledger.discharge(Tier.DISK, NOBODY, max(-grown, 0))
+
+    def reserved(self, tenant: str, count: int) -> Reservation:
+        """Room on the disk; others leave for it, if that helps.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        try:
+            return self.ledger.reserve(Tier.DISK, tenant, count)
+        except BudgetError:
+            self.make_room(tenant, count)
+        return self.ledger.reserve(Tier.DISK, tenant, count)
+
+    def drop(self, refs: Iterable[Ref]) -> int:
+        """Delete what nothing needs any more, if nobody is about to; the bytes that are freed."""
+        return sum(self._drop(ref) for ref in dict.fromkeys(refs))
+
+    def sweep(self, live: Iterable[str], grace_seconds: float = GRACE_SECONDS) -> int:
+        """Delete what nothing refers to, found by looking at every blob.
+
+        Args:
+            live: digests that something refers to; what the manifest needs is added.
+        """
+        with self._lock:
+            keep = {*live, *self.holdings.live(), *self._making}
+            freed = self.blobs.sweep(keep, grace_seconds)
+            self._count()
+        return freed
+
+    def hold(self, ref: Ref, tenant: str, data: bytes) -> None:
+        """Write a blob, under its budget, unless it is there."""
+        if self.blobs.has(ref):
+            self.holdings.kept(ref, tenant)
+            self.blobs.put(data)
+            return
+        with self.reserved(tenant, ref.bytes) as reservation:
+            self._spend(ref.bytes)
+            self.holdings.kept(ref, tenant)
+            try:
+                self.blobs.put(data)
+            except StoreSlow:
+                reservation.keep()  # it may yet be written; a sweep counts anew
+                raise
+            reservation.keep()
+
+    def pin(self, digest: str) -> None:
+        """Have a blob stay until the saving that puts it is over."""
+        with self._lock:
+            self._making[digest] += 1
+            self._own.add(digest)
+
+    def _drop(self, ref: Ref) -> int:
+        with self._lock:
+            if self._making[ref.digest] or self.holdings.needed(ref.digest):
+                return 0
+            whose, written = self.holdings.whose(ref.digest)
+            if ref.digest not in self._own and written > self._manifest.clock() - GRACE_SECONDS:
+                return 0
+            there = self.blobs.has(ref)
+            self.blobs.delete(ref.digest)
+            self.holdings.gone(ref.digest)
+            if there:
+                self.ledger.discharge(Tier.DISK, whose, ref.bytes)
+            return ref.bytes if there else 0
+
+    def _drop_quietly(self, refs: Iterable[Ref]) -> None:
+        """After a failure: a disk that takes nothing gives nothing back either; a sweep does."""
+        try:
+            self.drop(ref for ref in refs if not self.holdings.needed(ref.digest))
+        except (StoreError, OSError):
+            return
+
+    def _spend(self, count: int) -> None:
+        """Count what is written today.
+
+        Raises:
+            BudgetError: it is too much for the disk's wear.
+        """
+        day = int(self._manifest.clock() // DAY_SECONDS)
+        written = self.holdings.spend(day, count, self._written_bytes)
+        if written is not None:
+            raise BudgetError(
+                f"{count} bytes more were to be written, but today's writes are {written} of "
+                f"{self._written_bytes}: save less often or in fewer bits, or raise the budget of "
+                "writes."
+            )
+
+    def _count(self) -> None:
+        """Count everything that is there, and set the accounts to that."""
+        whose = self.holdings.owners()
+        self._index_bytes = self._manifest.nbytes
+        counts: Counter[str] = Counter({NOBODY: self._index_bytes})
+        for entry in self._guard.call(self._everything):
+            digest = named(entry.path) if entry.path.startswith(BLOBS) else ""
+            counts[whose.get(digest, NOBODY)] += entry.bytes
+        self.ledger.set(Tier.DISK, counts)
+
+    def _everything(self) -> list[Entry]:
+        return list(self.blobs.place.listing(""))
+
+
+class Saving:
+    """What is being saved for one tenant."""
+
+    def __init__(self, shelves: Shelves, tenant: str) -> None:
+        self._shelves, self._tenant = shelves, tenant
+        self.refs: list[Ref] = []
+
+    def put(self, data: bytes) -> Ref:
+        """Keep bytes.
+
+        Raises:
+            BudgetError: there is no room, also not by having others leave; or too much was
+                written today.
+            StoreFull, StoreSlow: the disk takes no more, or does not answer.
+        """
+        ref = Ref(digest_of(data), len(data))
+        self._shelves.pin(ref.digest)
+        self.refs.append(ref)
+        self._shelves.hold(ref, self._tenant, data)
+        return ref
+
+    def stays(self, ref: Ref) -> bool:
+        """Whether a blob is there; it stays until the saving is over."""
+        self._shelves.pin(ref.digest)
+        self.refs.append(ref)
+        return self._shelves.blobs.has(ref)

@@ -1,0 +1,105 @@
+"""Caches whose numbers follow from their tokens, and stores that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from builders import a_layer, a_spec
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.plan import Plan
+from larder.core.spec import ModelSpec
+from larder.core.types import Mode
+from larder.store.coding import same_state
+from larder.store.deadline import Patience
+from larder.store.identity import Identity, identity_of
+from larder.store.places import Place
+from larder.store.saving import Snapshot
+from larder.store.sessions import Asking, Loaded
+from larder.store.store import Store
+
+SPEC = a_spec(a_layer(), a_layer(index=1))
+POLICY = "full"
+WHO = "somebody"
+TALK = "talk"
+IDS = tuple(range(10, 31))  # with chunks of 4: five of them, and one token more
+SECRET = b"s" * 32
+
+
+def identity(spec: ModelSpec = SPEC, **changes: Any) -> Identity:
+    told = {"config": {}, "weights": "w", "tokenizer": "t"} | changes
+    return identity_of(spec, **told)
+
+
+def read(ids: Sequence[int], form: Form = Form.DENSE, spec: ModelSpec = SPEC) -> SequenceCache:
+    """A cache of a text: each number depends on every token up to its own."""
+    cache = SequenceCache(spec, form)
+    go_on(cache, ids)
+    return cache
+
+
+def go_on(cache: SequenceCache, ids: Sequence[int], before: Sequence[int] = ()) -> None:
+    text = torch.tensor([*before, *ids], dtype=torch.float64)
+    sums = (text * torch.arange(1, len(text) + 1)).cumsum(0)[len(before) :]
+    start = cache.next_position
+    for layer in cache.spec.layers:
+        size = (layer.kv_heads, len(ids), layer.head_dim)
+        waves = torch.arange(1.0, 1 + layer.kv_heads * layer.head_dim).reshape(size[0], 1, size[2])
+        keys = torch.sin(sums[None, :, None] * waves / 7 + layer.index).float()
+        queries = torch.zeros(layer.query_heads, len(ids), layer.head_dim)
+        positions = torch.arange(start, start + len(ids))
+        cache.attend(layer.index, queries, keys, keys.cos(), positions, Mode.APPEND, (len(ids),))
+    cache.advance(len(ids))
+
+
+def compressed(ids: Sequence[int]) -> SequenceCache:
+    """A cache of which a policy has dropped every third entry."""
+    cache = read(ids, Form.RAGGED)
+    for layer in SPEC.layers:
+        held = cache.lengths()[layer.index]
+        stays = torch.arange(sum(held)) % 3 != 1
+        cache.apply(layer.index, Plan.from_mask(stays, held))
+    return cache
+
+
+def snapshot(cache: SequenceCache, codec: str = "raw", policy: str = POLICY) -> Snapshot:
+    return Snapshot(cache, identity(), policy, codec)
+
+
+def asking(policy: str = POLICY, **changes: Any) -> Asking:
+    return Asking(identity(**changes), policy, SPEC)
+
+
+def store_at(folder: Path, place: Place | None = None, home: str = "home", **options: Any) -> Store:
+    told = {"secret": SECRET, "patience": Patience(seconds=5.0)} | options
+    return Store(str(folder / "store") if place is None else place, folder / home, **told)
+
+
+def save(store: Store, ids: Sequence[int] = IDS, codec: str = "raw", name: str = TALK) -> None:
+    store.sessions.save(WHO, name, ids, snapshot(read(ids), codec))
+
+
+def load(store: Store, name: str = TALK, **changes: Any) -> Loaded:
+    found = store.sessions.load(WHO, name, asking(**changes))
+    assert found is not None
+    return found
+
+
+def is_exact(loaded: Loaded, ids: Sequence[int] = IDS) -> bool:
+    """Whether a session came back as it was, or can be read again from all of its tokens."""
+    if loaded.ids != tuple(ids):
+        return False
+    if loaded.cache is None:
+        return bool(loaded.reason)
+    return not loaded.reason and same_state(loaded.cache.state(), read(ids).state())
+
+
+def files(folder: Path, below: str = "store") -> list[Path]:
+    return sorted(path for path in (folder / below).rglob("*") if path.is_file())
+
+
+def blob_files(folder: Path) -> list[Path]:
+    return [path for path in files(folder, "store/blobs")]
