@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Question
@@ -71,6 +73,30 @@ def parts_of(forced: Forced, scribe: Scribe, spans: Sequence[tuple[int, int]]) -
     return [forced.part(*border) for border in borders]
 
 
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """What was expected at each token of an answer.
+
+    Args:
+        place: of the question among those asked.
+        answer: its tokens, end of turn included.
+        logits: before each of them.
+        episode: the cache that answered.
+    """
+
+    place: int
+    answer: tuple[int, ...]
+    logits: Float[Tensor, "N V"]
+    episode: int | None
+
+    def forced(self, question: Question) -> Forced:
+        """How the answer fared."""
+        expected = torch.tensor(self.answer, device=self.logits.device)
+        likelihoods = self.logits.log_softmax(-1).gather(1, expected[:, None])[:, 0]
+        hits = self.logits.argmax(-1) == expected
+        return Forced(question, tuple(hits.tolist()), tuple(likelihoods.tolist()), self.episode)
+
+
 @dataclass(frozen=True)
 class _Section:
     place: int
@@ -83,10 +109,19 @@ class _Section:
 
 def force(engine: Engine, memory: Memory, questions: Sequence[Question]) -> list[Forced]:
     """Score the expected answers; results in the order of the questions."""
+    return _in_order(questions, answered(engine, memory, questions))
+
+
+def force_slowly(engine: Engine, memory: Memory, questions: Sequence[Question]) -> list[Forced]:
+    """The same, as `answered_slowly`."""
+    return _in_order(questions, answered_slowly(engine, memory, questions))
+
+
+def answered(engine: Engine, memory: Memory, questions: Sequence[Question]) -> Iterator[Answered]:
+    """What is expected at the tokens of all answers; those of one episode side by side."""
     wrap = memory.conversation.question_prompt
     matches = [memory.router.route(question.question) for question in questions]
     episodes = [None if match is None else match.episode for match in matches]
-    results: dict[int, Forced] = {}
     for episode in sorted(set(episodes), key=lambda number: number or 0):
         cache = memory.shelf.activate(episode or 0)
         sections = [
@@ -99,32 +134,34 @@ def force(engine: Engine, memory: Memory, questions: Sequence[Question]) -> list
             if episodes[place] == episode
         ]
         for group in _groups(sections):
-            for section, hits, likelihoods in _pass(engine, cache, group):
-                question = questions[section.place]
-                results[section.place] = Forced(question, hits, likelihoods, episode)
-    return [results[place] for place in range(len(questions))]
+            for section, logits in _pass(engine, cache, group):
+                yield Answered(section.place, section.answer, logits, episode)
 
 
-def force_slowly(engine: Engine, memory: Memory, questions: Sequence[Question]) -> list[Forced]:
+def answered_slowly(
+    engine: Engine, memory: Memory, questions: Sequence[Question]
+) -> Iterator[Answered]:
     """The same token by token, each question on a fork, as where entries are recalled for each.
 
     A question is read in one pass. Nothing is dropped on the way.
     """
-    wrap, results = memory.conversation.question_prompt, list[Forced]()
-    for question in questions:
+    wrap = memory.conversation.question_prompt
+    for place, question in enumerate(questions):
         cache, match = memory.recall(question.question)
-        fork = cache.fork()
+        fork, rows = cache.fork(), list[Tensor]()
         given = engine.scribe.question(wrap.format(question=question.question))
-        hits, likelihoods = list[bool](), list[float]()
-        for token in _ending(engine, question.answer):
+        answer = _ending(engine, question.answer)
+        for token in answer:
             row = Row(fork, given)
-            logits = engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0]
-            hits.append(int(logits.argmax()) == token)
-            likelihoods.append(float(logits.log_softmax(0)[token]))
+            rows.append(engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0])
             given = (token,)
         episode = None if match is None else match.episode
-        results.append(Forced(question, tuple(hits), tuple(likelihoods), episode))
-    return results
+        yield Answered(place, answer, torch.stack(rows), episode)
+
+
+def _in_order(questions: Sequence[Question], found: Iterator[Answered]) -> list[Forced]:
+    results = {one.place: one.forced(questions[one.place]) for one in found}
+    return [results[place] for place in range(len(questions))]
 
 
 def _ending(engine: Engine, answer: str) -> tuple[int, ...]:
@@ -145,7 +182,7 @@ def _groups(sections: Sequence[_Section]) -> Iterator[list[_Section]]:
 
 def _pass(
     engine: Engine, cache: SequenceCache, group: Sequence[_Section]
-) -> Iterator[tuple[_Section, tuple[bool, ...], tuple[float, ...]]]:
+) -> Iterator[tuple[_Section, Float[Tensor, "N V"]]]:
     """Read a group over one cache; the last token of an answer is only predicted."""
     ids = tuple(token for section in group for token in (section.prompt + section.answer)[:-1])
     row, wanted, first = Row(cache, ids, tuple(map(len, group))), list[int](), 0
@@ -155,8 +192,4 @@ def _pass(
         first = stop
     logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, wanted)
     parts = logits.split([len(section.answer) for section in group])
-    for section, part in zip(group, parts, strict=True):
-        expected = torch.tensor(section.answer, device=part.device)
-        likelihoods = part.log_softmax(-1).gather(1, expected[:, None])[:, 0]
-        hits = part.argmax(-1) == expected
-        yield section, tuple(hits.tolist()), tuple(likelihoods.tolist())
+    yield from zip(group, parts, strict=True)

@@ -73,6 +73,7 @@ SCALES = (
     Scale("f1_stemmed", "F1 of stemmed words, as LoCoMo scores", digits=2),
     Scale("own", "Score of the data set", digits=2),
     Scale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
+    Scale("similarity", "Cosine of keys with and without block-wise eviction", digits=3),
     Scale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
     Scale("same", "Likeliest token is the same", digits=3),
     Scale("recall_1", "Recall@1: the largest product is among what was fetched", digits=3),

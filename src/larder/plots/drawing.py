@@ -88,6 +88,7 @@ ORDER = (
     "memory",
     "latency",
     "budgets",
+    "similarity",
     "prompt_curve",
     "clusters",
     "recall",
