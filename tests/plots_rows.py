@@ -20,6 +20,8 @@ def cell(
         {"kind": "needle", "depth": n / 4, "exact": n < right, "f1": None, "counts": True}
         for n in range(4)
     ]
+    if policy == "full":  # layers of a profile
+        items = [{**item, "question": n, "similarity": 1 - n / 8} for n, item in enumerate(items)]
     full = tokens * 100
     held = full if policy == "full" else full // 4
     return {

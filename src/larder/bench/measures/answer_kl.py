@@ -24,6 +24,7 @@ from larder.bench.sittings import Readings, sit
 from larder.bench.task import Style
 from larder.bench.workbench import Workbench
 from larder.core.errors import UsageError
+from larder.core.spelling import name_of
 from larder.engine.engine import Engine
 from larder.session.memory import Memory
 
@@ -35,8 +36,8 @@ class AnswerKl(Measure):
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
         if cell.task.style not in (Style.INDEPENDENT, Style.RECITAL):
             raise UsageError(
-                f"Questions of {cell.head('')['kind']} stand behind each other, and answer_kl asks "
-                "each by itself: take a task whose questions stand alone, or forced."
+                f"Questions of {name_of(type(cell.task))} stand behind each other, and answer_kl "
+                "asks each by itself: take a task whose questions stand alone, or forced."
             )
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
         told = cell.amount, cell.matched, guess

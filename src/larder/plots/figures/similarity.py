@@ -56,7 +56,8 @@ class Similarity(Figure):
 def _panel(rows: Sequence[Row]) -> Panel:
     groups = scores.grouped(rows)
     titles = scores.titles(list(groups))
-    return Panel("", tuple(_line(titles[group], own) for group, own in groups.items()))
+    names = {group: titles[group].replace(" tokens", "") for group in groups}  # within a column
+    return Panel("", tuple(_line(names[group], own) for group, own in groups.items()))
 
 
 def _line(name: str, rows: Sequence[Row]) -> Line:

@@ -1,0 +1,21 @@
+"""The profile of a model by layer, from cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from larder.plots.drawing import draw, figure_of, read
+from plots_rows import cell, write_rows
+
+
+def test_layers_lie_side_by_side_with_bars_over_texts(tmp_path: Path) -> None:
+    less = [item | {"similarity": item["similarity"] / 2} for item in cell("full")["items"]]
+    path = write_rows(tmp_path, [cell("full"), cell("full", seed=1, items=less), cell("h2o")])
+    [(label, panel)] = figure_of("similarity").charts(*read([path]))  # pyright: ignore
+    [line] = panel.lines
+    assert (label, line.name, line.xs) == ("", "needles, 1,000", (0.0, 1.0, 2.0, 3.0))
+    assert (line.lows[1], line.ys[1], line.highs[1]) == (0.4375, 0.65625, 0.875)
+    one = write_rows(tmp_path, [cell("full")])
+    [drawing] = draw([figure_of("similarity")], *read([one]))
+    [shown] = [line.get_data() for line in drawing.figure.axes[0].lines[:1]]
+    assert list(shown[1]) == [1.0, 0.875, 0.75, 0.625]
