@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from larder.core.errors import BadParameter, StoreSlow
+from larder.core.errors import BadParameter, StoreError, StoreSlow
 from larder.store.deadline import Guard, Patience
 
 SHORT = 0.02
@@ -52,7 +52,7 @@ def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
     now = [0.0]
     guard = Guard("disk", Patience(failures=2, rest_seconds=10.0), clock=lambda: now[0])
     for _ in range(2):
-        with pytest.raises(OSError, match="broken"):
+        with pytest.raises(StoreError, match="disk tier fails .broken."):
             guard.call(fail)
     ended: list[int] = []
     with pytest.raises(StoreSlow, match="rests"):

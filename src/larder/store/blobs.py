@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from larder.core.errors import Damaged, StoreError, StoreFull
+from larder.core.errors import Damaged, StoreError
 from larder.store.deadline import Guard, nothing
 from larder.store.digests import digest_of, is_digest, same
 from larder.store.places import TEMPORARY, Entry, Place
@@ -54,14 +54,11 @@ class Blobs:
             ended: as in `Guard.call`.
 
         Raises:
-            StoreFull: there is no room, no permission, or no working disk.
+            StoreFull, StoreError: the disk takes no more, or fails.
             StoreSlow: it took too long; the bytes may be there later.
         """
         ref = Ref(digest_of(data), len(data))
-        try:
-            self._guard.call(self._put, path_of(ref.digest), data, ended=ended)
-        except OSError as error:
-            raise unwritable(self.place.url, error) from error
+        self._guard.call(self._put, path_of(ref.digest), data, ended=ended)
         return ref
 
     def get(self, ref: Ref) -> bytes:
@@ -78,11 +75,6 @@ class Blobs:
         except FileNotFoundError as error:
             raise Damaged(
                 f"Blob {ref.digest[:12]} is missing: what it held must be computed again."
-            ) from error
-        except OSError as error:
-            raise StoreError(
-                f"Blob {ref.digest[:12]} cannot be read ({error.strerror or error}): see whether "
-                "the store's disk is well."
             ) from error
         if same(digest_of(data), ref.digest):
             return data
@@ -131,7 +123,7 @@ class Blobs:
     def _set_aside(self, path: str) -> None:
         try:
             self._guard.call(self.place.set_aside, path)
-        except OSError:
+        except StoreError:
             return  # a disk that takes no writing: what is damaged is refused again next time
 
 
@@ -150,11 +142,3 @@ def named(path: str) -> str:
     """The digest in a blob's path; empty where it is no blob's."""
     name = path.rpartition("/")[2].removesuffix(SUFFIX)
     return name if is_digest(name) and path == path_of(name) else ""
-
-
-def unwritable(where: str, error: OSError) -> StoreFull:
-    """What to say when a disk takes no more."""
-    return StoreFull(
-        f"Nothing can be written to {where} ({error.strerror or error}): make room, see to its "
-        "permissions, or take another store. What was saved before is untouched."
-    )

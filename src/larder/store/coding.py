@@ -73,6 +73,8 @@ def decoded(
     """
     state = {key: tensor for key, tensor in tensors.items() if ":" not in key}
     room = max_bytes - sum(tensor.nbytes for tensor in state.values())
+    if room < 0:
+        raise Damaged("A part of the saved cache is larger than all of it was.")
     for key, how in told.items():
         try:
             part = key.partition(".")[2]

@@ -6,18 +6,21 @@ under way is bounded, and what they hold is given back when they really end.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from larder.core.errors import BadParameter, StoreSlow
+from larder.core.errors import BadParameter, StoreError, StoreFull, StoreSlow
 
 Result = TypeVar("Result")
 
 # What a working disk answers, too.
 ORDINARY = (FileNotFoundError, FileExistsError)
+# Of a disk that takes no more.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 def nothing() -> None:
@@ -110,6 +113,9 @@ class Guard:
 
         Raises:
             StoreSlow: it took too long, or the tier rests.
+            StoreFull: the tier takes no more.
+            StoreError: it fails.
+            FileNotFoundError, FileExistsError: as the function says.
         """
         if self.breaker.is_open:
             ended()
@@ -132,11 +138,22 @@ class Guard:
     def _told(self, call: _Call) -> Any:
         if isinstance(call.error, OSError) and not isinstance(call.error, ORDINARY):
             self.breaker.failed()
-        else:
-            self.breaker.succeeded()
+            raise self._failure(call.error) from call.error
+        self.breaker.succeeded()
         if call.error is not None:
             raise call.error
         return call.result
+
+    def _failure(self, error: OSError) -> StoreError:
+        if error.errno in FULL:
+            return StoreFull(
+                f"The {self.tier} tier takes no more ({error.strerror}): make room, see to its "
+                "permissions, or take another store. What was saved before is untouched."
+            )
+        return StoreError(
+            f"The {self.tier} tier fails ({error.strerror or error}): see whether its disk or "
+            "server is well. What was saved before is untouched."
+        )
 
     def _late(self, function: Callable[..., Any]) -> StoreSlow:
         return StoreSlow(

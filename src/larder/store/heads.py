@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from larder.core.errors import Damaged, Refused
-from larder.store.blobs import unwritable
 from larder.store.deadline import Guard
 from larder.store.leases import Lease, fence
 from larder.store.manifest import Manifest, superseded
@@ -91,8 +90,6 @@ class Heads:
             self._guard.call(self._place.create, record.path, spelled(record, self._secret))
         except FileExistsError as error:
             raise superseded(record.name, expected, record.epoch) from error
-        except OSError as error:
-            raise unwritable(self._place.url, error) from error
         self.manifest.commit(record, expected)
 
     def prune(self, tenant: str, session: str, keep: int) -> list[Record]:
@@ -105,6 +102,11 @@ class Heads:
         for epoch in old:
             self._guard.call(self._place.remove, path_of(tenant, session, epoch))
         return [record for record in records if record is not None]
+
+    def forget(self, record: Record) -> None:
+        """Drop what says that a session was removed: from now on its name is as new."""
+        self.manifest.forget_session(record.tenant, record.session)
+        self._guard.call(self._place.remove, record.path)
 
     def all_written(self) -> list[Record]:
         """Every record beside the blobs that is whole and can be read."""

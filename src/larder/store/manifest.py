@@ -133,6 +133,12 @@ class Manifest:
                 for table in ("epochs", "spans"):
                     rows(f"DELETE FROM {table} WHERE tenant=? AND session=? AND epoch=?", own)
 
+    def forget_session(self, tenant: str, session: str) -> None:
+        """Drop all of a session."""
+        with self.writing() as rows:
+            for table in ("epochs", "spans", "sessions", "leases"):
+                rows(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
+
     def epochs(self, tenant: str, session: str) -> list[int]:
         """Every epoch of a session that is kept, oldest first."""
         with self.reading() as rows:

@@ -15,8 +15,7 @@ from larder.core.errors import (
     InputError,
     LarderError,
     Refused,
-    StoreFull,
-    StoreSlow,
+    StoreError,
 )
 from larder.core.spec import ModelSpec
 from larder.store.envelopes import ids_of, token_log
@@ -90,8 +89,8 @@ class Sessions:
 
         Raises:
             Superseded: another state is the newest, or the lease is another's.
-            BudgetError, StoreFull, StoreSlow: not even the tokens can be kept; what was saved
-                before is untouched.
+            BudgetError, StoreError: not even the tokens can be kept; what was saved before is
+                untouched.
         """
         check(ids, snapshot)
         tenant, session = self._keys(principal, name)
@@ -231,7 +230,7 @@ class Sessions:
         """The record with the cache's blobs; without, if they cannot be kept."""
         try:
             written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
-        except (BudgetError, StoreFull, StoreSlow) as error:
+        except (BudgetError, StoreError) as error:
             self._parts.refusals.note_error(error)
             return record
         return replace(

@@ -140,7 +140,7 @@ class Shelves:
         """After a failure: a disk that takes nothing gives nothing back either; a sweep does."""
         try:
             self.drop(ref for ref in refs if not self.holdings.needed(ref.digest))
-        except (StoreError, OSError):
+        except StoreError:
             return
 
     def _spend(self, count: int) -> None:

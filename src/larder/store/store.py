@@ -9,6 +9,7 @@ from larder.store.parts import Parts
 from larder.store.places import Place
 from larder.store.prefixes import Prefixes
 from larder.store.sessions import Sessions
+from larder.store.upkeep import Upkeep
 
 
 class Store:
@@ -22,6 +23,7 @@ class Store:
         self.parts = Parts(url, home, **options)
         self.sessions = Sessions(self.parts)
         self.prefixes = Prefixes(self.parts)
+        self.upkeep = Upkeep(self.parts)
 
     def close(self) -> None:
         """Give the index back."""

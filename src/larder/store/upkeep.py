@@ -1,0 +1,98 @@
+"""Looking after a store: is everything whole, and what can go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from larder.core.errors import LarderError
+from larder.store.blobs import Ref
+from larder.store.container import unpack
+from larder.store.envelopes import ids_of
+from larder.store.parts import Parts
+from larder.store.places import ASIDE
+from larder.store.records import Record, record_of, spelled
+from larder.store.shelves import GRACE_SECONDS
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found of a session.
+
+    Args:
+        record: its newest state.
+        problems: one sentence each; empty where everything is whole.
+    """
+
+    record: Record
+    problems: tuple[str, ...]
+
+
+class Upkeep:
+    """What an operator asks of a store. Safe while others use it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def verify(self, records: Iterable[Record]) -> list[Checked]:
+        """Read every blob of some sessions and compare it with its digests.
+
+        What is damaged is set aside, so that the next saving writes it anew. A record that is
+        missing or damaged beside the blobs is written again.
+        """
+        return [Checked(record, tuple(self._problems(record))) for record in records]
+
+    def sweep(self, grace_seconds: float = GRACE_SECONDS) -> int:
+        """Delete what nothing refers to: what crashes left, and what was removed.
+
+        Args:
+            grace_seconds: how long what another process writes may be in the making.
+
+        Returns:
+            the bytes of blobs that were freed.
+        """
+        parts = self._parts
+        written = parts.heads.all_written()
+        live = {ref.digest for record in written for ref in record.refs}
+        live |= {chunk.ref.digest for _, _, chunk in parts.chunks.all()}
+        before = parts.clock() - grace_seconds
+        for record in written:
+            if record.removed and record.made <= before:
+                parts.heads.forget(record)
+        for path in parts.guard.call(self._aside, before):
+            parts.guard.call(parts.place.remove, path)
+        return parts.shelves.sweep(live, grace_seconds)
+
+    def _problems(self, record: Record) -> list[str]:
+        found = [said for ref in record.spans if (said := self._damage(ref))]
+        try:
+            ids_of(self._parts.blobs.get(record.tokens), record.num_tokens)
+        except LarderError as error:
+            found.append(f"The log of tokens is lost: {error}")
+        if record.transcript is not None:
+            try:
+                self._parts.blobs.get(record.transcript)
+            except LarderError as error:
+                found.append(f"The transcript is lost: {error}")
+        return found + self._mended(record)
+
+    def _damage(self, ref: Ref) -> str:
+        try:
+            unpack(self._parts.blobs.get(ref))
+        except LarderError as error:
+            return str(error)
+        return ""
+
+    def _mended(self, record: Record) -> list[str]:
+        parts = self._parts
+        try:
+            data = parts.guard.call(parts.place.read, record.path)
+            if record_of(data, parts.secret) == record:
+                return []
+        except (FileNotFoundError, LarderError):
+            pass
+        parts.guard.call(parts.place.replace, record.path, spelled(record, parts.secret))
+        return ["Its record beside the blobs was damaged and is written again."]
+
+    def _aside(self, before: float) -> list[str]:
+        return [e.path for e in self._parts.place.listing(ASIDE) if e.modified <= before]

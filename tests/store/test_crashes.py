@@ -1,0 +1,169 @@
+"""Processes that are killed while they save: what was committed is there, and nothing dangles."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from larder.core.errors import LarderError
+from larder.store.blobs import named
+from larder.store.holdings import Holdings
+from larder.store.places import TEMPORARY
+from store.caches import WHO, asking, blob_files, files, is_exact, load, save, store_at
+
+pytestmark = [
+    pytest.mark.usefixtures("small_chunks"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked"),
+]
+TEXTS = tuple(tuple(range(100 + turn, 112 + 3 * turn)) for turn in range(4))
+STEPS = 400  # more than a saving has
+
+
+def in_a_child(run: Callable[[], None], patience: float = 60.0) -> int:
+    """The signal that ended a process which ran this; 0 where it came to its end."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            run()
+        except LarderError:
+            pass
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the process did not end")
+
+
+def killed_at(step: int, run: Callable[[], None]) -> Callable[[], None]:
+    """The same, killed at one of the steps by which it changes the disk, or the index."""
+    count = [0]
+
+    def passing(*_: Any) -> None:
+        count[0] += 1
+        if count[0] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10)
+
+    def wrapped(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **named: Any) -> Any:
+            passing()
+            made = inner(*args, **named)
+            passing()
+            return made
+
+        return changed
+
+    class Traced(sqlite3.Connection):
+        def execute(self, text: str, *rest: Any) -> Any:
+            is_change = text.split(" ", 1)[0] in ("BEGIN", "COMMIT", "INSERT", "DELETE", "UPDATE")
+            return (wrapped(super().execute) if is_change else super().execute)(text, *rest)
+
+    def change() -> None:
+        connect = sqlite3.connect
+        sqlite3.connect = lambda *args, **told: connect(*args, factory=Traced, **told)  # pyright: ignore
+        for name in ("fsync", "replace", "link", "unlink"):
+            setattr(os, name, wrapped(getattr(os, name)))
+        run()
+
+    return change
+
+
+def turn(folder: Path, number: int) -> Callable[[], None]:
+    """A process that opens the store and saves the session's state of a turn."""
+    return lambda: save(store_at(folder, kept_epochs=2), TEXTS[number])
+
+
+def check(folder: Path, may_be: set[int]) -> int:
+    """See that the session is whole and nothing dangles; the turn that it is at."""
+    store = store_at(folder, kept_epochs=2)
+    assert not store.parts.refusals.counts()
+    found = store.sessions.load(WHO, "talk", asking())
+    at = -1
+    if found is not None:
+        at = TEXTS.index(found.ids)
+        assert is_exact(found, TEXTS[at]) and found.cache is not None
+    assert at in may_be
+    live = Holdings(store.parts.manifest).live()
+    there = {named(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)}
+    assert live <= there, "something refers to a blob that is not there"
+    store.upkeep.sweep(grace_seconds=-1.0)
+    there = {named(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)}
+    assert there == Holdings(store.parts.manifest).live()
+    assert not files(folder, f"store/{TEMPORARY}")
+    store.close()
+    return at
+
+
+def killed_everywhere(folder: Path, steps: range) -> int:
+    """Save turn after turn, each killed at the next step and then saved in peace; the kills."""
+    kills = 0
+    for number, step in enumerate(steps):
+        own = folder / str(number)
+        save(store_at(own, kept_epochs=2), TEXTS[0])
+        for each in (1, 2):
+            ended = in_a_child(killed_at(step, turn(own, each)))
+            kills += ended == signal.SIGKILL
+            check(own, {each - 1, each} if ended else {each})
+            turn(own, each)()
+        save(store_at(own), TEXTS[3])
+        assert is_exact(load(store_at(own)), TEXTS[3])
+        if not ended:
+            break
+    return kills
+
+
+def test_3_killed_at_some_steps_of_a_saving(tmp_path: Path) -> None:
+    assert killed_everywhere(tmp_path, range(5, STEPS, 37)) >= 4
+
+
+@pytest.mark.stress
+def test_3_killed_at_every_step_of_a_saving(tmp_path: Path) -> None:
+    assert killed_everywhere(tmp_path, range(1, STEPS)) >= 100
+
+
+def killed_at_random(folder: Path, times: int) -> int:
+    """Keep a process saving, killed at any time; the kills."""
+    source, kills, at = random.Random(7), 0, -1
+
+    def talk() -> None:
+        for number in range(max(at, 0), len(TEXTS) * 50):
+            save(store_at(folder, kept_epochs=2), TEXTS[number % len(TEXTS)])
+
+    for _ in range(times):
+        child = os.fork()
+        if not child:
+            try:
+                talk()
+            finally:
+                os._exit(0)
+        time.sleep(source.uniform(0.01, 0.3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        kills += 1
+        at = check(folder, {-1, 0, 1, 2, 3} if at < 0 else {0, 1, 2, 3})
+    return kills
+
+
+def test_3_killed_at_any_time(tmp_path: Path) -> None:
+    assert killed_at_random(tmp_path, 4) == 4
+
+
+@pytest.mark.stress
+def test_3_killed_two_hundred_times(tmp_path: Path) -> None:
+    assert killed_at_random(tmp_path, 200) == 200
