@@ -208,7 +208,7 @@ def jobs_of(
             for seed in range(options.first_seed, options.first_seed + options.files):
                 for budget in budgets:
                     for pair in pairs:
-                        size = WHOLE if pair.is_whole else budget
+                        size = pair.share or budget
                         place = task, length, seed
                         jobs[Job(*place, pair.peer, size, made=pair.made)] = None
                         jobs[Job(*place, pair.name, size, written=pair.ours)] = None

@@ -13,7 +13,6 @@ from larder.core.family import unknown
 
 KVPRESS, TRANSFORMERS, LARDER = "kvpress", "transformers", "larder"
 _READ = "whole() > protect(sinks=0, recent=0)"
-_ALL = f"{_READ} > sinks_and_window() > unlimited()"
 
 
 @dataclass(frozen=True)
@@ -25,22 +24,24 @@ class Pair:
         made: how it is made, as its package has it, the share that it removes left out.
         name: of ours.
         ours: a policy with its budget open, or a preset.
-        is_whole: whether both keep every entry.
+        share: of the full cache's bytes that the peer takes by itself; empty where it is told.
     """
 
     peer: str
     made: str
     name: str
     ours: str
-    is_whole: bool = False
+    share: str = ""
 
 
-def _cache(name: str, made: str, ours: str, policy: str) -> Pair:
-    return Pair(f"{TRANSFORMERS}:{name}", made, ours, policy, is_whole=True)
+def _cache(name: str, made: str, ours: str, policy: str, share: str = "1/1") -> Pair:
+    return Pair(f"{TRANSFORMERS}:{name}", made, ours, policy, share)
 
 
 def _rounded(name: str, made: str, bits: int) -> Pair:
-    return _cache(name, made, f"{LARDER}:int{bits}", f"{_ALL} > quantized(bits={bits})")
+    """Both at the same bytes: a float32 scale and a zero point for 64 numbers are one bit each."""
+    policy = f"{_READ} > sinks_and_window() > uniform() > quantized(bits={bits})"
+    return _cache(name, made, f"{LARDER}:int{bits}", policy, f"{bits + 1}/32")
 
 
 def _press(name: str, made: str, ours: str, policy: str) -> Pair:

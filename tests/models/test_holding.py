@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.types import Mode
 from larder.models.decoder import Decoder
+from larder.models.passes import Row
 from larder.models.tiny import tiny
 from reading import own_logits, some_ids
 
@@ -34,3 +37,27 @@ def test_layers_are_found_where_a_class_names_a_part_that_it_has_not() -> None:
     with Decoder(module) as decoder:
         assert decoder.body is module.model
         assert torch.allclose(decoder._head.logits(hidden), module.lm_head(hidden))
+
+
+def test_attention_may_be_wrapped_as_kvpress_wraps_it() -> None:
+    """What it takes is then handed on by its place, as transformers' own functions have it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    decoder, called = Decoder(tiny("qwen3")), list[int]()
+    inner, ids = ALL_ATTENTION_FUNCTIONS["larder"], some_ids(12)
+
+    def wrapper(module, query, key, value, attention_mask, dropout, **rest):
+        called.append(module.layer_idx)
+        return inner(module, query, key, value, attention_mask, dropout, **rest)
+
+    def logits() -> torch.Tensor:
+        row = Row(SequenceCache(decoder.spec, Form.DENSE), ids)
+        return decoder.predict([row], Mode.APPEND, range(len(ids)))
+
+    expected = logits()
+    ALL_ATTENTION_FUNCTIONS["larder"] = wrapper
+    try:
+        assert torch.equal(logits(), expected)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["larder"]  # what is registered shows again
+    assert called == [0, 1]

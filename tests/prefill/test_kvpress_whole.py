@@ -11,8 +11,10 @@ import torch
 from packaging.version import Version
 
 from builders import runnable
+from larder.cache.sequence import Form, SequenceCache
 from larder.core.needs import Need
 from larder.core.observation import Seen
+from larder.core.recall import Parking
 from larder.core.types import Packed
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
@@ -23,8 +25,12 @@ from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
 from larder.policy.scorers.kvpress import Kvpress
 from larder.prefill.base import silent
+from larder.prefill.reader import Lane
 from larder.prefill.schedules import whole as whole_module
+from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
+from larder.recall.flat import Flat
+from larder.session.policy import Policy
 from reading import some_ids
 
 CONTEXT, KEPT = 80, 20
@@ -85,6 +91,33 @@ def test_a_press_keeps_here_what_it_keeps_there(architecture, press, reader_for,
             nearest = torch.cdist(keys, entries.head_keys(head)).amin(1)
             assert nearest.shape == (KEPT,)
             assert nearest.amax() < 1e-3
+
+
+@pytest.mark.skipif(not runnable(["kvpress"]), reason="kvpress is not installed")
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "pooled() > drop()",
+        "pyramid() > fold_ema()",
+        "ada() > cam()",
+        "uniform() > drop() > compact()",
+        "pooled() > park() > flat(tokens=8, page=4, dense=0)",
+    ],
+)
+@pytest.mark.parametrize("press", ["SnapKVPress(window_size=4)", "KeyDiffPress()", "CURPress()"])
+def test_presses_go_with_budgets_folding_and_recall(
+    press, rest, watched, reader_for, lane_for
+) -> None:
+    """Read in blocks, so that heads of different lengths are judged again."""
+    sentence = f"protect(sinks=0, recent=2) > kvpress(press='{press}') > {rest}"
+    planner = Policy.parse(f"blockwise(tokens=16) > {sentence}").planner
+    reader, lane = reader_for(watched, planner, KEPT, CONTEXT), lane_for(watched, planner)
+    if "park" in rest:
+        parking = Parking(Flat(tokens=8, page=4, dense=0))
+        lane = Lane(SequenceCache(watched.spec, Form.TIERED, planner.ledger, parking=parking), {})
+    Blockwise(16).read(reader, [lane], IDS, silent)
+    assert reader.wrong == []
+    assert 0 < lane.cache.managed_entries <= 3 * 2 * KEPT
 
 
 @dataclass(frozen=True)

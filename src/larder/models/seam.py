@@ -75,8 +75,8 @@ def attend(
     key: Float[Tensor, "B K Q D"],
     value: Float[Tensor, "B K Q D"],
     attention_mask: Tensor | None = None,
+    dropout: float = 0.0,  # sixth, as in transformers' own: who wraps it hands it on by its place
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     larder: Layers | None = None,
     **rest: object,
