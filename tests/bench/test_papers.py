@@ -10,7 +10,7 @@ from larder.bench.beside import beside, in_numbers, written
 from larder.bench.bootstrap import Bootstrap
 from larder.bench.papers import Paper, Reported
 from larder.bench.rows import Row, results
-from larder.bench.study import Study, TaskAt, read_study
+from larder.bench.study import Study, TaskAt, changed, read_study
 from larder.bench.studying import Studying, check
 from larder.core.errors import BadParameter, LarderError, UnknownName, UsageError
 from larder.plots.report import render
@@ -75,6 +75,19 @@ def test_it_is_read_with_its_study(tmp_path: Path) -> None:
     assert paper.row("tiny")["values"][1] == {
         "policy": "full", "budget": "1/1", "scale": "exact", "paper": "more", "measure": "forced",
     }  # fmt: skip
+
+
+def test_what_is_not_run_any_more_is_left_out(tmp_path: Path) -> None:
+    study = read(tmp_path, 'scale = "exact"', 'scale = "exact"\ntokens = 300')
+    tasks = {"tasks": (TaskAt("passkey()", (400,)),)}
+    for fields, left in ((tasks, ["full"]), ({"budgets": ("1/8",)}, ["full"]), ({}, None)):
+        paper = changed(study, fields).paper
+        assert paper is not None
+        assert [one.policy for one in paper.values] == (left or ["snapkv", "full"])
+    paper = changed(study, {"measure": ("generated",)}).paper
+    assert paper is not None and not paper.values and paper.cite
+    with pytest.raises(UsageError, match="files must be 1 or more"):
+        changed(study, {"files": 0})
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,13 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
     assert not out.exists()
     line = complaint(run(*words, "--policy", "snapkv"), 2)
     assert "contradicts" in line and "--policy" in line
-    assert "contradicts" in complaint(run(*words[:3], "passkey"), 2)
+    others = ("lookup", "--tokens", "300", "--budget", "32", "--measure", "generated")
+    told = document(run(*words, *others, "--files", "1", "--estimate", "--json"))
+    assert {(p["task"].partition("(")[0], p["tokens"], p["measure"]) for p in told["parts"]} == {
+        ("lookup", 300, "generated")
+    }
+    told = document(run(*words, "--tokens", "190,200", "--files", "1", "--estimate", "--json"))
+    assert [part["tokens"] for part in told["parts"]] == [190, 190, 200, 200]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
         (("passkey", "--tokens", "many"), 2, "--tokens 1500,4000"),
         (("passkey", "--budget", "2/1"), 2, "is no size"),
         (("passkey", "--measure", "fored"), 2, "Did you mean 'forced'"),
-        (("passkey", "--study", "none_such"), 2, "contradicts"),
+        (("passkey", "--study", "none_such"), 2, "No study named"),
         (("--study", "none_such"), 2, "No study named"),
         (("--study", "none_such.toml"), 1, "name a file, or one of the studies "),
         (("bookings", *TINY, "--control", "full", "--estimate"), 2, "--corpus FOLDER"),

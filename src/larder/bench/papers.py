@@ -33,6 +33,7 @@ from larder.core.family import unknown
 
 MIB = float(2**20)
 THAN = ("against", "above")  # name another policy
+CHOSEN = ("measure", "matched")  # must be said where a study has several
 FULL = "full"  # how the budget of what keeps everything is written here
 
 
@@ -94,6 +95,17 @@ class Reported:
     against: str | None = None
     above: str | None = None
 
+    def is_among(self, known: Mapping[str, Sequence[Any]]) -> bool:
+        """Whether a study has all that it names, and it says which of several.
+
+        Args:
+            known: what a study names, by the fields here.
+        """
+        own = {name: asdict(self)[name] for name in known}
+        unsaid = [n for n in CHOSEN if own[n] is None and len(known[n]) > 1]
+        named = (str(one) in map(str, known[n]) for n, one in own.items() if one is not None)
+        return not unsaid and all(named)
+
     @property
     def on(self) -> Scale | Cost:
         """The scale of ours."""
@@ -135,7 +147,7 @@ class Paper:
                     what = f"{word} of the study" if name in known else name
                     told = unknown(what, str(own), [budget_name(one) for one in choices])
                     raise UnknownName(f"{place}: {told}")
-                if own is None and name in ("measure", "matched") and len(names) > 1:
+                if own is None and name in CHOSEN and len(names) > 1:
                     raise UsageError(f"{place} must say {name}: {' or '.join(choices)}.")
             if value.against and value.above:
                 raise UsageError(f"{place} has against and above: take one of the two.")

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,20 @@ class Study:
             "measure": self.measure,
             "matched": self.matched,
         }
+
+
+def changed(study: Study, fields: Mapping[str, Any]) -> Study:
+    """The study with other fields; what its paper reports of what is not run any more is left out.
+
+    Raises:
+        UsageError, UnknownName: a value is not what its field takes.
+    """
+    other = replace(study, paper=None, **fields)
+    if study.paper is None:
+        return other
+    named = other._named()
+    kept = tuple(one for one in study.paper.values if one.is_among(named))
+    return replace(other, paper=replace(study.paper, values=kept))
 
 
 def read_study(name: str) -> Study:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,8 +24,8 @@ Names = list[str]
 RESULTS = Path("results")
 NO_CONTROLS = "none"
 # What a study's file says, and the options that may say otherwise.
-CHANGEABLE = {"model": "models", "files": "files"}
-NAMES = {"policy": "policies", "control": "controls", "budget": "budgets", **CHANGEABLE}
+CHANGEABLE = {"model": "models", "files": "files", "budget": "budgets", "measure": "measure"}
+NAMES = {"policy": "policies", "control": "controls", **CHANGEABLE}
 
 
 @dataclass(frozen=True)
@@ -136,24 +136,34 @@ def study_of(tasks: list[str], options: BenchOptions) -> Study:
     Raises:
         UsageError: none is, or both a file and words say what it is.
     """
-    from larder.bench.study import Study, TaskAt, read_study
+    from larder.bench.study import Study, TaskAt, changed, read_study
 
     said = _said(options)
     if options.study is not None:
-        wrong = [name for name in said if name not in CHANGEABLE.values()]
-        if tasks or wrong:
-            what = tasks[0] if tasks else _option(wrong[0])
+        if wrong := [name for name in said if name not in CHANGEABLE.values()]:
             raise UsageError(
-                f"--study {options.study} says what is run, so {what} contradicts it: give one of "
-                "the two."
+                f"--study {options.study} says what is compared, so {_option(wrong[0])} "
+                "contradicts it: give one of the two."
             )
-        return replace(read_study(options.study), **said)
+        written = read_study(options.study)
+        return changed(written, said | _other_tasks(written, tasks, options.tokens))
     if not tasks:
         raise UsageError(f"Nothing to run: name a task or --study. {_known()}")
     lengths = _numbers(options.tokens or "1500")
     wanted = tuple(TaskAt(task, lengths) for task in tasks)
     values: dict[str, Any] = {"name": "bench", "tasks": wanted} | said
     return Study(**values)
+
+
+def _other_tasks(study: Study, tasks: list[str], tokens: str | None) -> dict[str, Any]:
+    """Those that are named in the place of a study's, or its own at other lengths."""
+    from larder.bench.study import TaskAt
+
+    if not tasks and tokens is None:
+        return {}
+    lengths = _numbers(tokens or "1500")
+    own = tasks or [task.spelling for task in study.tasks]
+    return {"tasks": tuple(TaskAt(task, lengths) for task in own)}
 
 
 def _option(field: str) -> str:
@@ -165,14 +175,12 @@ def _option(field: str) -> str:
 def _said(options: BenchOptions) -> dict[str, Any]:
     """The fields of a study that options give."""
     told: dict[str, Any] = {}
-    for option in ("name", "first_seed", "matched", "measure", *NAMES):
+    for option in ("name", "first_seed", "matched", *NAMES):
         value = getattr(options, option)
         if value is not None:
             told[NAMES.get(option, option)] = tuple(value) if isinstance(value, list) else value
     if told.get("controls") == (NO_CONTROLS,):
         told["controls"] = ()
-    if options.study is not None and options.tokens is not None:
-        told["tokens"] = options.tokens
     return told
 
 
