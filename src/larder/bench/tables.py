@@ -58,11 +58,18 @@ class Entry:
 
 # Names of what took seconds, with their titles.
 TIMES = {
+    "embed_seconds": "embedding",
+    "cluster_seconds": "clustering",
     "prefill_seconds": "prefill",
     "first_token_p50": "first token, median",
     "first_token_p95": "first token, p95",
     "token_p50": "token, median",
     "token_p95": "token, p95",
+    "match_seconds": "matching",
+    "retrieve_seconds": "fetching a cache",
+    "decode_seconds": "answering",
+    "turn_seconds": "a turn, all shared out",
+    "uncached_turn_seconds": "a turn read anew",
 }
 SPEED = Scale("tokens_per_second", "Tokens per second", digits=1)
 SHARE = Scale("policy_share", "Share of the time that the policy takes", digits=3)
@@ -100,7 +107,7 @@ def entry(row: Row) -> Entry:
 
 def seconds_of(row: Row) -> dict[str, float]:
     """What a cell took, as far as it was timed."""
-    told = {"prefill_seconds": row["prefill_seconds"]} if "prefill_seconds" in row else {}
+    told = {name: row[name] for name in TIMES if name in row}
     for what, shares in row.get("latency", {}).items():
         told |= {f"{what}_{share}": seconds for share, seconds in shares.items()}
     return told
