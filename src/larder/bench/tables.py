@@ -164,8 +164,7 @@ class Table:
 
     def times(self) -> list[str]:
         """A line per policy and budget of seconds, means over what was read; nothing if untimed."""
-        entries = list(self._entries.values())
-        timed = [name for name in TIMES if any(name in one.seconds for one in entries)]
+        timed = self.timed()
         if not timed:
             return []
         lines = [_line("policy", "budget", *(TIMES[name] for name in timed))]
@@ -176,6 +175,11 @@ class Table:
                     cells = (f"{took[one]:.4f}" if one in took else "" for one in timed)
                     lines.append(_line(name, budget, *cells))
         return ["### Seconds", "", *lines, ""]
+
+    def timed(self) -> list[str]:
+        """Those of `TIMES` that any entry has."""
+        entries = self._entries.values()
+        return [name for name in TIMES if any(name in one.seconds for one in entries)]
 
     def seconds(self, name: str, budget: str) -> dict[str, float]:
         """What a policy took at a budget: by the names of `TIMES`, means over what was read."""

@@ -15,7 +15,7 @@ from string import Template
 from larder.bench.papers import Paper
 from larder.bench.rows import Results, Row
 from larder.bench.study import read_study, study_names
-from larder.bench.tables import SPEED
+from larder.bench.tables import SPEED, seconds_of
 from larder.core.errors import UnknownName
 from larder.core.family import unknown
 from larder.plots import scores
@@ -141,7 +141,8 @@ def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
 
 def _is_told(row: Row) -> bool:
     """Whether a table has anything of it."""
-    return bool(row.get("items")) or SPEED.key in row or "refused" in row
+    has_scores = bool(row.get("items")) or SPEED.key in row
+    return has_scores or bool(seconds_of(row)) or "refused" in row
 
 
 def _claim(study: str) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from larder.bench.amounts import OWN, WHOLE
 from larder.bench.bootstrap import Interval
 from larder.bench.rows import Row
-from larder.bench.tables import SCALES, Scale, Table, entry
+from larder.bench.tables import SCALES, TIMES, Scale, Table, entry
 from larder.plots.looks import FULL, short
 
 
@@ -26,12 +26,31 @@ def group_tables(title: str, rows: Sequence[Row], bases: Sequence[str]) -> Itera
         for base in bases:
             if base in table.names:
                 yield from _differences(table, scale, base)
+    yield from _times(table)
     yield "</section>"
 
 
 def markup(text: str) -> str:
     """Text that stays text wherever it stands on the page, in ASCII."""
     return escape(text).encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+def _times(table: Table) -> Iterator[str]:
+    """What was timed, a line per policy and budget."""
+    if not (timed := table.timed()):
+        return
+    head = "".join(f"<th scope=col>{TIMES[name]}</th>" for name in timed)
+    lines: list[str] = []
+    for name in table.names:
+        for budget in table.budgets:
+            if took := table.seconds(name, budget):
+                cells = "".join(f"<td>{took[t]:.4f}</td>" if t in took else "<td>" for t in timed)
+                place = f"<th scope=row>{markup(short(name))}</th><td>{markup(budget)}</td>"
+                lines.append(f"<tr>{place}{cells}</tr>")
+    shown = html_table("", f"<th scope=col>policy</th><th scope=col>budget</th>{head}", lines)
+    if table.held(SCALES):
+        shown = f"<details><summary>Seconds</summary>{shown}</details>"
+    yield shown
 
 
 def _means(table: Table, scale: Scale) -> str:

@@ -137,7 +137,7 @@ def _arranged(engine: Engine, memory: Memory) -> Row:
             memory.conversation, desk.embedder, desk.scribe.length
         )
     )
-    embedded = sum(sum(one.seconds) for one in found.values())
+    embedded = float(sum(sum(one.seconds) for one in found.values()))
     return {"embed": embedded, "cluster": seconds - embedded if found else 0.0}
 
 

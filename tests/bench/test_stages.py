@@ -1,0 +1,64 @@
+"""The stages of a long conversation add up, and only episodes have those of episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.bench.measures.stages import Stages
+from larder.bench.models import open_model
+from larder.bench.rows import results
+from larder.bench.sources import Sources
+from larder.bench.study import Study, TaskAt
+from larder.bench.studying import Studying
+from larder.bench.tables import entry, report
+from larder.bench.workbench import Workbench
+from larder.core.errors import BadParameter
+from larder.engine.engine import Engine
+from larder.plots.report import render
+
+EPISODES = (
+    'episodes(count=2, embedder="tokens") > blockwise() > patched(prompt="episode") > pooled()'
+)
+
+
+def test_stages(tmp_path: Path) -> None:
+    engine = Engine(open_model("random:qwen3-tiny"), "full")
+    bench = Workbench(engine, Sources(engine.scribe.length))
+    study = Study(
+        "tiny",
+        (TaskAt('lifelog(questions=2, kinds="single")', (260,)),),
+        models=("random:qwen3-tiny",),
+        policies=(EPISODES, "keydiff", "exact_question"),
+        controls=("full",),
+        budgets=("1/2",),
+        matched=("tokens",),
+        files=1,
+        measure=("stages(turns=10, stays=4, timed=2, answer=2)",),
+    )
+    out = tmp_path / "rows.jsonl"
+    running = Studying(study, out, lambda model: bench, 1)
+    running.go()
+    episodes, keydiff, asked, full = running.rows()
+    for row in (episodes, keydiff, full):
+        once = [row[f"{name}_seconds"] for name in ("embed", "cluster", "prefill")]
+        each = row["match_seconds"] + row["decode_seconds"] + row["retrieve_seconds"] / 4
+        assert row["turn_seconds"] == pytest.approx(sum(once) / 10 + each, abs=1e-4)
+        anew = row["prefill_seconds"] + row["decode_seconds"]
+        assert row["uncached_turn_seconds"] == pytest.approx(anew, abs=1e-4)
+        assert row["decode_seconds"] > 0 and row["kv_bytes"] > 0
+        is_episodic = row is episodes
+        assert (row["embed_seconds"] > 0) == (row["retrieve_seconds"] > 0) == is_episodic
+    assert "reads anew for each question" in asked["refused"]
+    shown = results([out]).shown("breakdown")
+    names = [part["name"] for part in shown[0]["parts"]]
+    assert names == ["embed", "cluster", "prefill", "match", "retrieve", "decode"]
+    assert "| a turn, all shared out |" in report({"all": [entry(episodes), entry(full)]})
+    assert "<th scope=col>a turn read anew</th>" in render([out])
+
+
+@pytest.mark.parametrize("told", [{"turns": 0}, {"timed": 0}, {"answer": 0}, {"stays": 0.5}])
+def test_what_is_out_of_range(told: dict[str, int]) -> None:
+    with pytest.raises(BadParameter, match=f"stages.{next(iter(told))} must be 1 or more"):
+        Stages(**told)
