@@ -96,6 +96,20 @@ EXHIBITS = [
         for part in ("dci", "flat")
         for n in (16, 32)
     ),
+    *(
+        exhibit(
+            "eviction",
+            rule,
+            budget=str(share),
+            needed_share=share,
+            hit_tokens=share * 80,
+            known_tokens=100,
+            hit_seconds=share,
+            known_seconds=2.0,
+        )
+        for rule in ("lru", "clairvoyant")
+        for share in (0.25, 0.5)
+    ),
     exhibit(
         "breakdown",
         step="token",

@@ -30,12 +30,16 @@ HEAD = ("study", "model", "task", "tokens", "seed", "policy", "spelling", "budge
 #               `percentile` of utterances' nearness to the question; None is the question itself
 #   recall      `recall`: share of the true k nearest that are found among `fetched_tokens`, by k;
 #               `layer` and `step` may be None: the mean over all
+#   eviction    what a rule of eviction saves of a trace (`task`, of so many events: `tokens`) on
+#               a tier whose budget is that share of the bytes that the trace needs: `hit_tokens` of
+#               `known_tokens`, `hit_seconds` of `known_seconds`, and what it takes
 #   breakdown   `parts`: seconds (`p50`, `p95`) of what a `step` consists of, in order
 EXHIBITS: dict[str, tuple[str, ...]] = {
     "budgets": ("episode",),
     "clusters": (),
     "prompt": ("percentile",),
     "recall": ("fetched_tokens", "layer", "step"),
+    "eviction": (),
     "breakdown": ("step",),
 }
 SHOWN = "exhibits"  # where a row that was just measured has its exhibits

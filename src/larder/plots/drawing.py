@@ -92,4 +92,5 @@ ORDER = (
     "prompt_curve",
     "clusters",
     "recall",
+    "eviction",
 )

@@ -1,0 +1,139 @@
+"""Rules of eviction compared on traces of agents, workflows and people.
+
+    python benchmarks/store_eviction.py [--traces agents,chat] [--forms whole,parts]
+        [--budgets 1/16,1/8,1/4,1/2] [--events 20000] [--seeds 3]
+        [--rules 'lru();marconi(alpha=0.1)'] [--out results/store_eviction.jsonl]
+
+A budget is a share of the bytes that a trace needs: with those somebody who knows the future never
+computes anything twice. Beside the rules stand `clairvoyant`, which knows the future and lets go
+what saves least per byte and second until its next read (`belady`: what is read last),
+`marconi tuned`, with alpha found on the first tenth of the trace, and `bound`, which nothing can
+pass. Nothing is timed: seconds are those of a device with 2e14 operations a second, in the shape of
+Llama 3.1 8B.
+
+One JSONL line per trace, seed, budget and rule; `larder plot FILE --figure eviction` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from larder.bench.foresight import Belady, Clairvoyant, Foresight, Held
+from larder.bench.replaying import Counts, replay, tuned
+from larder.bench.rows import Row, append
+from larder.bench.surroundings import environment
+from larder.bench.traces.base import TRACES, Crowd, Form, Trace
+from larder.core.spelling import build, parse, spell
+from larder.store.eviction.base import EVICTIONS, Eviction, Superseded
+from larder.store.eviction.marconi import Marconi
+
+ALPHAS = (0.0, 0.01, 0.1, 0.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace, and all that is known of it at once."""
+
+    crowd: Crowd
+    seed: int
+    trace: Trace
+    held: Held
+    foresight: Foresight
+
+    @staticmethod
+    def of(crowd: Crowd, seed: int, events: int) -> Case:
+        trace = crowd.make(seed, events)
+        return Case(crowd, seed, trace, Held.of(trace), Foresight.of(trace))
+
+    def row(self, policy: str, spelling: str, budget: Fraction, told: Row) -> Row:
+        head: Row = {"schema": 1, "row": "eviction", "study": "store eviction"}
+        return {
+            **head,
+            "model": self.crowd.model.value,
+            "task": f"{spell(self.crowd).partition('(')[0]}, {self.crowd.form.value}",
+            "trace": spell(self.crowd),
+            "tokens": len(self.trace.events),
+            "seed": self.seed,
+            "policy": policy,
+            "spelling": spelling,
+            "budget": str(budget),
+            "budget_bytes": int(self.held.needed_bytes() * budget),
+            "needed_share": float(budget),
+            **told,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", default="agents,workflows,chat,mixed")
+    parser.add_argument("--forms", default="whole,parts")
+    parser.add_argument("--budgets", default="1/16,1/8,1/4,1/2")
+    parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rules", default="", help="with ; between.  Default: all, and tuned")
+    parser.add_argument("--out", type=Path, default=Path("results/store_eviction.jsonl"))
+    options = parser.parse_args()
+    surroundings = environment(1)
+    append(options.out, [surroundings])
+    for name in options.traces.split(","):
+        for form in map(Form, options.forms.split(",")):
+            for seed in range(options.seeds):
+                case = Case.of(TRACES.load(name)(form=form), seed, options.events)
+                for budget in map(Fraction, options.budgets.split(",")):
+                    for row in _rows(case, budget, options.rules):
+                        append(options.out, [row | {"environment": surroundings["id"]}])
+                        _show(row)
+
+
+def _rows(case: Case, budget: Fraction, rules: str) -> Iterator[Row]:
+    size = int(case.held.needed_bytes() * budget)
+    for policy, rule in _rules(case, size, rules):
+        counts = replay(case.trace, rule, size)
+        yield case.row(policy, spell(rule), budget, asdict(counts))
+    for policy, kind in (("belady", Belady), ("clairvoyant", Clairvoyant)):
+        rule = kind(superseded=Superseded.ALIKE)
+        counts = replay(case.trace, rule, size, case.foresight)
+        yield case.row(policy, policy, budget, asdict(counts))
+    yield case.row("bound", "bound", budget, _bound(case, size, counts))
+
+
+def _rules(case: Case, size: int, spelled: str) -> Iterator[tuple[str, Eviction]]:
+    if spelled:
+        for rule in spelled.split(";"):
+            call = parse(rule, "rule")[0]
+            yield rule, build(EVICTIONS.load(call.name), call.parameters)
+        return
+    for name in EVICTIONS.names():
+        yield name, EVICTIONS.load(name)()
+    found = tuned(case.trace, [Marconi(alpha=alpha) for alpha in ALPHAS], size)
+    yield "marconi tuned", found
+
+
+def _bound(case: Case, size: int, counts: Counts) -> Row:
+    known = {name: value for name, value in asdict(counts).items() if name.startswith("known_")}
+    prompts = {"prompt_tokens": counts.prompt_tokens, "prompt_seconds": counts.prompt_seconds}
+    return {
+        "hit_tokens": min(case.held.most_tokens(size), counts.known_tokens),
+        "hit_seconds": min(case.held.most_seconds(size), counts.known_seconds),
+        **known,
+        **prompts,
+    }
+
+
+def _show(row: Row) -> None:
+    print(
+        f"{row['task']:18} seed {row['seed']}  {row['budget']:>5} "
+        f"({row['budget_bytes'] / 2**30:6.1f} GiB)  {row['policy']:14} "
+        f"tokens {row['hit_tokens'] / row['prompt_tokens']:.3f}  "
+        f"seconds {row['hit_seconds'] / row['known_seconds']:.3f}  "
+        f"evictions {row.get('evictions', 0):7}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

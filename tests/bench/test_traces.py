@@ -1,0 +1,111 @@
+"""Traces say the same again, in order, and in the sizes of a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.bench.traces._diary import Diary
+from larder.bench.traces.base import NONE, TRACES, Form, Model, Piece, Read, Trace, Write
+from larder.bench.traces.chat import Chat
+from larder.core.errors import BadParameter
+from larder.models.shape import LLAMA_3_1_8B, Held
+
+NAMES = sorted(TRACES.own())
+CROWDS = pytest.mark.parametrize("name", NAMES)
+FORMS = pytest.mark.parametrize("form", list(Form))
+EACH = LLAMA_3_1_8B.bytes_per_token(Held.ENTRIES)
+
+
+def made(name: str, form: Form = Form.WHOLE, seed: int = 0, events: int = 400) -> Trace:
+    return TRACES.load(name)(form=form).make(seed, events)
+
+
+def start(trace: Trace, piece: Piece) -> int:
+    return trace.pieces[piece.before].tokens if piece.before != NONE else 0
+
+
+@CROWDS
+def test_equal_seeds_make_equal_traces(name: str) -> None:
+    assert made(name) == made(name)
+    assert made(name).events != made(name, seed=1).events
+
+
+@CROWDS
+@FORMS
+def test_events_come_in_order_and_every_turn_is_read_and_written(name: str, form: Form) -> None:
+    trace = made(name, form)
+    times = [event.time for event in trace.events]
+    assert len(times) == 400 and times == sorted(times)
+    written = dict[int, float]()
+    for event in trace.events:
+        if isinstance(event, Write):
+            written[event.piece] = event.time
+        elif isinstance(event, Read):
+            piece = trace.pieces[event.piece]
+            assert piece.session in (NONE, event.session) and event.tokens > piece.tokens
+            assert piece.session == NONE or written[event.piece] <= event.time
+
+
+@CROWDS
+def test_a_state_has_its_share_of_the_bytes_and_replaces_one_of_its_session(name: str) -> None:
+    trace = made(name)
+    for number, piece in enumerate(trace.pieces):
+        share = 1.0 if piece.session == NONE else 0.25
+        assert piece.bytes == int(share * EACH * piece.tokens) and piece.parent == NONE
+        assert piece.seconds == pytest.approx(trace.seconds_of(piece.tokens))
+        assert piece.before < number
+        if piece.replaces != NONE:
+            assert trace.pieces[piece.replaces].session == piece.session
+
+
+@CROWDS
+def test_parts_add_up_to_the_text(name: str) -> None:
+    trace = made(name, Form.PARTS)
+    for piece in trace.pieces:
+        assert piece.parent == piece.before
+        assert piece.bytes == EACH * (piece.tokens - start(trace, piece))
+        spared = trace.seconds_of(piece.tokens) - trace.seconds_of(start(trace, piece))
+        assert piece.seconds == pytest.approx(spared)
+
+
+def test_shapes_are_those_of_models() -> None:
+    sizes = {Chat(model=model).make(0, 50).pieces[0].bytes for model in Model}
+    assert len(sizes) == 3 and 400 * EACH in sizes
+
+
+def test_a_second_answer_goes_from_the_state_before_and_replaces_the_first() -> None:
+    diary = Diary(Chat())
+    session = diary.begin(diary.prompt(100))
+    time = diary.turn(session, 0.0, 10, 20, "person")
+    time = diary.turn(session, time + 5, 10, 20, "person")
+    diary.again(session, time + 5, 10, 30, "person")
+    first, refused, newest = diary.pieces[1:]
+    assert newest.before == 1 and newest.replaces == 2 and newest.tokens == refused.tokens + 10
+    assert refused.replaces == 1 and first.replaces == NONE
+    reads = diary.trace(100).reads
+    assert [read.piece for read in reads] == [0, 1, 1]
+
+
+def test_everything_is_what_nothing_replaces() -> None:
+    diary = Diary(Chat(kept=1.0))
+    session = diary.begin(diary.prompt(100))
+    diary.turn(session, diary.turn(session, 0.0, 10, 20, "person"), 10, 20, "person")
+    assert diary.trace(9).everything_bytes == (100 + 160) * EACH
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "said"),
+    [
+        ("agents", {"turns": 0}, "agents.turns"),
+        ("workflows", {"agents": 7}, "workflows.agents must be from 1 to 6"),
+        ("workflows", {"pause": 0.0}, "workflows.pause"),
+        ("chat", {"again": 2.0}, "chat.again"),
+        ("chat", {"turns": 0.5}, "chat.turns"),
+        ("chat", {"talks_per_hour": 0.0}, "talks_per_hour"),
+        ("mixed", {"kept": 0.0}, "mixed.kept"),
+        ("mixed", {"operations_per_second": 0.0}, "mixed.operations_per_second"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(name: str, told: dict, said: str) -> None:
+    with pytest.raises(BadParameter, match=said):
+        TRACES.load(name)(**told)
