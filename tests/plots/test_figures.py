@@ -294,10 +294,3 @@ def test_text_is_wrapped_to_its_width() -> None:
     with styled():
         found = wrapped("one two three four", text_width("one two ", 6.0), 6.0, most=2)
         assert found == ["one two", "three…"]
-
-
-def test_eviction_shows_what_is_saved_of_what_could_be(results: Path) -> None:
-    (seconds,) = drawn("eviction", results)
-    assert lines(seconds.figure)["lru"] == [(0.25, 0.125), (0.5, 0.25)]
-    (tokens,) = drawn('eviction(saved="tokens")', results)
-    assert lines(tokens.figure)["lru"] == [(0.25, 0.2), (0.5, 0.4)]

@@ -1,0 +1,22 @@
+"""The figure of rules of eviction shows shares of what could be saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from larder.plots.drawing import draw, figure_of, read
+from plots_rows import EXHIBITS, write_rows
+
+
+def points(spelling: str, path: Path) -> list[tuple[float, float]]:
+    [one] = draw([figure_of(spelling)], *read([path], ()))
+    figure: Any = one.figure
+    found = [line for axes in figure.axes for line in axes.lines if line.get_label() == "lru"]
+    return [point for line in found for point in zip(*line.get_data(), strict=True)]
+
+
+def test_eviction_shows_what_is_saved_of_what_could_be(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, EXHIBITS)
+    assert points("eviction", path) == [(0.25, 0.125), (0.5, 0.25)]
+    assert points('eviction(saved="tokens")', path) == [(0.25, 0.2), (0.5, 0.4)]
