@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from larder.plots.drawing import figure_of, read
+from larder.plots.drawing import draw, figure_of, read
 from plots_rows import cell, exhibit, write_rows
 
 
@@ -31,3 +31,15 @@ def test_recall_by_step_keeps_layers_and_budgets_apart(tmp_path: Path) -> None:
     assert panels[0].lines[0].ys == (0.6, 0.7)
     [(_, [whole])] = figure_of("recall").charts(*results)  # pyright: ignore
     assert whole.title == "recall@1" and whole.lines[0].ys == (0.0,)
+
+
+def test_parts_of_steps_stand_in_one_order(tmp_path: Path) -> None:
+    steps = {"h2o": ("attention", "model"), "d2o": ("attention", "evict", "model")}
+    rows = [
+        exhibit("breakdown", policy, step="step")
+        | {"parts": [{"name": name, "p50": 0.25} for name in names]}
+        for policy, names in steps.items()
+    ]
+    [one] = draw([figure_of("latency")], *read([write_rows(tmp_path, rows)]))
+    words = [text.get_text() for axes in one.figure.axes for text in axes.texts]
+    assert [w for w in words if w in steps["d2o"]] == list(steps["d2o"])

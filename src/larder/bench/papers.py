@@ -58,6 +58,7 @@ COSTS = (
     Cost("bytes_share", "share of the full cache's bytes", digits=3),
     Cost("kv_bytes", "MiB of all caches", digits=2, unit=MIB),
     Cost("active_kv_bytes", "MiB of the active cache", digits=2, unit=MIB),
+    Cost("slow_kv_bytes", "MiB of the slow tier", digits=2, unit=MIB),
     Cost("peak_kv_bytes", "MiB of caches at their peak", digits=2, unit=MIB),
     Cost("batch", "sequences at once", digits=0),
     *(Cost(key, f"seconds: {title}", digits=4) for key, title in TIMES.items()),

@@ -204,7 +204,7 @@ def _dots(rows: Sequence[Timed], looks: Looks) -> Any:
 
 def _stacks(rows: Sequence[Broken]) -> Any:
     names = _names(rows)
-    kinds = list(dict.fromkeys(name for row in rows for name, _ in row.parts))
+    kinds = _in_order([[name for name, _ in row.parts] for row in rows])
     colors = {kind: COLORS[number % len(COLORS)][0] for number, kind in enumerate(kinds)}
     left = max(text_width(name, SMALL) for name in names) + 0.12
     factor, unit = _unit([sum(value for _, value in row.parts) for row in rows])
@@ -231,6 +231,18 @@ def _stacks(rows: Sequence[Broken]) -> Any:
         axes.set_xlabel(unit)
         _draw_key(figure, lines, colors, left)
     return figure
+
+
+def _in_order(lists: Sequence[Sequence[str]]) -> list[str]:
+    """All names, each behind those that stand before it in any list, as far as lists agree."""
+    order: list[str] = []
+    for names in lists:
+        place = 0
+        for name in names:
+            if name not in order:
+                order.insert(place, name)
+            place = order.index(name) + 1
+    return order
 
 
 def _across(axes: Any, most: float) -> None:

@@ -25,6 +25,7 @@ _TITLES = {
     Bytes.HELD: "bytes held after reading",
     Bytes.PEAK: "peak bytes while reading",
 }
+_FAST = ", fast tier"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Memory(Figure):
         """What panels show: the fast tier by itself where a slow one holds anything."""
         if not any(row.get("slow_kv_bytes") for row in rows):
             return [("", self.bytes.key)]
-        return [(", fast tier", Bytes.ACTIVE.key), (", both tiers", self.bytes.key)]
+        return [(_FAST, Bytes.ACTIVE.key), (", both tiers", self.bytes.key)]
 
     def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
         order: dict[str, Look] = {policy: looks[policy] for policy in controls_last(list(looks))}
@@ -92,7 +93,10 @@ class Memory(Figure):
         lines = [line for panel in panels for line in panel.lines]
         with styled():
             x = doublings("tokens read", [x for line in lines for x in line.xs], _tokens)
-            y = doublings(_TITLES[self.bytes], [y for line in lines for y in line.ys], size)
+            label = (
+                "bytes" if any(_FAST in panel.title for panel in panels) else _TITLES[self.bytes]
+            )
+            y = doublings(label, [y for line in lines for y in line.ys], size)
             return draw(panels, order, x, y)
 
 
