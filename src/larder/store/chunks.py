@@ -154,11 +154,13 @@ class Chunks:
                     (now, each.chunk.row),
                 )
 
-    def all(self) -> list[tuple[str, str, Chunk]]:
-        """Tenant, identity and chunk of every row, parents first."""
+    def all(self) -> list[tuple[str, Chunk, float, int]]:
+        """Tenant, chunk, last use and uses of every row, parents first."""
         with self._manifest.reading() as rows:
-            found = rows(f"SELECT tenant, identity, {_COLUMNS} FROM chunks ORDER BY start, id")
-        return [(row[0], row[1], _chunk(row[2:])) for row in found]
+            found = rows(
+                f"SELECT tenant, {_COLUMNS}, last_used, uses FROM chunks ORDER BY start, id"
+            )
+        return [(row[0], _chunk(row[1:9]), row[9], row[10]) for row in found]
 
     def rebuild(self) -> None:
         """Index what is told of beside the blobs."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from larder.store.blobs import Ref
 from larder.store.manifest import Manifest
+from larder.store.records import Record
 
 
 class Holdings:
@@ -26,6 +29,21 @@ class Holdings:
         with self._manifest.reading() as rows:
             found = rows("SELECT digest FROM spans UNION SELECT digest FROM chunks")
         return {digest for (digest,) in found}
+
+    def release(self, refs: Iterable[Ref]) -> None:
+        """Have no session need these any more, though its records name them."""
+        with self._manifest.writing() as rows:
+            for ref in refs:
+                rows("DELETE FROM spans WHERE digest = ?", (ref.digest,))
+
+    def has_left(self, record: Record) -> bool:
+        """Whether a part of a session's state was released."""
+        with self._manifest.reading() as rows:
+            [(count,)] = rows(
+                "SELECT count(*) FROM spans WHERE tenant = ? AND session = ? AND epoch = ?",
+                (record.tenant, record.session, record.epoch),
+            )
+        return count < len({ref.digest for ref in record.refs})
 
     def needed(self, digest: str) -> bool:
         """Whether anything needs a blob."""

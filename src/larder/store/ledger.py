@@ -121,6 +121,12 @@ class ByteLedger:
             self._add(tier, tenant, count)
         return Reservation(self, tier, tenant, count)
 
+    def charge(self, tier: Tier, tenant: str, count: int) -> None:
+        """Count bytes that are there already, or below 0 that are gone, reserved or not."""
+        with self._freed:
+            self._add(tier, tenant, max(count, -self._of[tier, tenant]))
+            self._freed.notify_all()
+
     def set(self, tier: Tier, counts: Mapping[str, int]) -> None:
         """Set what tenants hold to what was found there; it may exceed the budget."""
         with self._freed:

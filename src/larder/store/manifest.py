@@ -19,6 +19,7 @@ from larder.core.errors import Damaged, StoreError, StoreSlow, Superseded
 from larder.store.records import Record, record_of, spelled
 from larder.store.tables import BUSY_SECONDS, SCHEMA, TABLES, errors
 
+LOG_BYTES = 320 * 1024  # that the log beside the database reaches, checkpoints and all
 CHECKPOINT_PAGES = 64  # of 4 KiB: how long the log beside the database becomes
 
 
@@ -164,9 +165,10 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the database and of the log beside it."""
+        """Bytes of the database and of the log beside it, which counts as if it were full."""
         files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
-        return sum(file.stat().st_size for file in files if file.exists())
+        database, log = (file.stat().st_size if file.exists() else 0 for file in files)
+        return database + max(log, LOG_BYTES)
 
     @contextmanager
     def reading(self) -> Iterator[Callable[..., list[Any]]]:

@@ -9,8 +9,12 @@ from pathlib import Path
 from larder.core.errors import Damaged
 from larder.store.blobs import Blobs
 from larder.store.chunks import Chunks
+from larder.store.counted import Counted
 from larder.store.deadline import Guard, Patience
 from larder.store.digests import tenant_of
+from larder.store.evicting import Evicting
+from larder.store.eviction.base import Eviction
+from larder.store.eviction.lru import Lru
 from larder.store.heads import KEPT_EPOCHS, Heads
 from larder.store.ledger import Budgets, ByteLedger
 from larder.store.loading import Reader
@@ -38,6 +42,7 @@ class Parts:
         patience: with the disk.
         written_bytes: that may be written to the disk in a day; None for no limit.
         kept_epochs: how many states of a session are kept, 1 or more.
+        eviction: who leaves a full disk first.
         clock: seconds since 1970.
 
     Raises:
@@ -54,9 +59,10 @@ class Parts:
         patience: Patience = Patience(),  # noqa: B008, frozen
         written_bytes: int | None = None,
         kept_epochs: int = KEPT_EPOCHS,
+        eviction: Eviction = Lru(),  # noqa: B008, frozen
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.place = place_at(url) if isinstance(url, str) else url
+        self.place = Counted(place_at(url) if isinstance(url, str) else url)
         self.refusals, self.rates, self.ledger = Refusals(), Rates(), ByteLedger(budgets)
         self.clock, self.kept_epochs = clock, kept_epochs
         self.secret = secret_at(home) if secret is None else secret
@@ -68,8 +74,9 @@ class Parts:
         self.chunks = Chunks(self.manifest, self.place, self.guard, self.secret)
         if is_new:
             self._rebuild()
-        told = self.blobs, self.guard, self.manifest, self.ledger, written_bytes
-        self.shelves = Shelves(*told)
+        told = self.blobs, self.place, self.guard, self.manifest, self.ledger
+        self.shelves = Shelves(*told, written_bytes)
+        Evicting(eviction, self.manifest, self.heads, self.chunks, self.shelves)
         self.writer = Writer(self.shelves, self.chunks)
         self.reader = Reader(self.blobs, self.ledger, self.rates)
 

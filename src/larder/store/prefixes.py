@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
+from larder.store import chunks as chunk_index
 from larder.store.chunks import Shared
 from larder.store.identity import Identity
 from larder.store.ledger import Tier
@@ -33,7 +34,8 @@ class Prefixes:
         """
         check(ids, Snapshot(cache, identity, ""))
         tenant = self._parts.tenant(principal)
-        with self._parts.shelves.saving(tenant) as saving:
+        chunks = len(ids) // chunk_index.TOKENS
+        with self._parts.shelves.indexing(chunks), self._parts.shelves.saving(tenant) as saving:
             return self._parts.writer.chunks(saving, tenant, ids, cache, identity)
 
     def longest(

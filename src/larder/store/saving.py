@@ -70,6 +70,11 @@ class Written:
     lossless: bool
 
 
+def is_chunked(snapshot: Snapshot) -> bool:
+    """Whether a cache is kept in chunks that others may share."""
+    return is_lossless(snapshot.codec) and is_whole(snapshot.cache)
+
+
 class Writer:
     """Writes caches as blobs. Safe from threads."""
 
@@ -86,16 +91,16 @@ class Writer:
         """
         cache = snapshot.cache
         with self._shelves.ledger.reserve(Tier.HOST, tenant, _needed(cache)):
-            state, lossless = cache.state(), is_lossless(snapshot.codec)
+            state = cache.state()
             count, refs = nbytes(state), []
-            if lossless and is_whole(cache):
+            if is_chunked(snapshot):
                 shared = self._chunked(saving, tenant, ids, state, snapshot.identity)
                 refs = [chunk.ref for chunk in shared]
                 state = rest_of(state, shared[-1].stop if shared else 0)
             layers = len(cache.spec.layers)
             own = tenant, snapshot.identity, snapshot.policy, snapshot.codec, layers
             refs += [saving.put(snapshot_blob(part, *own)) for part in parts_of(state)]
-        return Written(tuple(refs), count, lossless)
+        return Written(tuple(refs), count, is_lossless(snapshot.codec))
 
     def chunks(
         self, saving: Saving, tenant: str, ids: Sequence[int], cache: SequenceCache, who: Identity

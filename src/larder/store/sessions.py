@@ -18,14 +18,15 @@ from larder.core.errors import (
     StoreError,
 )
 from larder.core.spec import ModelSpec
+from larder.store import chunks as chunk_index
 from larder.store.envelopes import ids_of, token_log
 from larder.store.identity import Identity
 from larder.store.leases import Lease
 from larder.store.ledger import Tier
 from larder.store.parts import Parts
 from larder.store.rates import Way
-from larder.store.records import Record, session_key, spelled
-from larder.store.saving import Snapshot, check
+from larder.store.records import Record, session_key
+from larder.store.saving import Snapshot, check, is_chunked
 from larder.store.shelves import Saving
 
 
@@ -96,7 +97,7 @@ class Sessions:
         tenant, session = self._keys(principal, name)
         newest = self._parts.heads.newest(tenant, session)
         expected = _expected(expected, newest)
-        with self._parts.shelves.saving(tenant) as saving:
+        with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
             record = Record(
                 tenant,
                 session,
@@ -156,7 +157,8 @@ class Sessions:
             raise InputError(f"There is a session {new_name!r} already: take another name.")
         number = 0 if newest is None else newest.epoch
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
-        return self._committed(replace(source, **own, made=self._parts.clock()), None)
+        with self._parts.shelves.indexing():
+            return self._committed(replace(source, **own, made=self._parts.clock()), None)
 
     def roll_back(
         self, principal: str, name: str, epoch: int, lease: Lease | None = None
@@ -169,7 +171,8 @@ class Sessions:
         """
         head, source = self._state(principal, name, None), self._state(principal, name, epoch)
         number = {"epoch": head.epoch + 1, "previous": head.epoch}
-        return self._committed(replace(source, **number, made=self._parts.clock()), lease)
+        with self._parts.shelves.indexing():
+            return self._committed(replace(source, **number, made=self._parts.clock()), lease)
 
     def remove(self, principal: str, name: str) -> int:
         """Forget a session; what only it needed is deleted. The bytes that are freed.
@@ -184,9 +187,11 @@ class Sessions:
         gone = Record(
             *own, name, head.epoch + 1, head.tokens, 0, head.epoch, made=parts.clock(), removed=True
         )
-        self._write(gone, None)
+        parts.heads.commit(gone, gone.previous)
         dropped = parts.heads.prune(*own, keep=1)
-        return parts.shelves.drop(ref for record in dropped for ref in record.refs)
+        freed = parts.shelves.drop(ref for record in dropped for ref in record.refs)
+        parts.shelves.settle()
+        return freed
 
     def heads(self, principal: str | None = None) -> list[Record]:
         """The newest state of every session, the one that was used last first.
@@ -228,8 +233,10 @@ class Sessions:
         self, saving: Saving, record: Record, ids: Sequence[int], snapshot: Snapshot
     ) -> Record:
         """The record with the cache's blobs; without, if they cannot be kept."""
+        chunks = len(ids) // chunk_index.TOKENS if is_chunked(snapshot) else 0
         try:
-            written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
+            with self._parts.shelves.indexing(chunks):
+                written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
         except (BudgetError, StoreError) as error:
             self._parts.refusals.note_error(error)
             return record
@@ -246,15 +253,10 @@ class Sessions:
 
     def _committed(self, record: Record, lease: Lease | None) -> Record:
         parts = self._parts
-        self._write(record, lease)
+        parts.heads.commit(record, record.previous, lease)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
         parts.shelves.drop(ref for old in dropped for ref in old.refs)
         return record
-
-    def _write(self, record: Record, lease: Lease | None) -> None:
-        parts = self._parts
-        with parts.shelves.indexing(len(spelled(record, parts.secret))):
-            parts.heads.commit(record, record.previous, lease)
 
     def _check(
         self, record: Record, known: Sequence[int], asking: Asking, ids: Sequence[int] | None
@@ -262,6 +264,8 @@ class Sessions:
         """Raises: Refused: the cache is not for who asks, or reading is quicker."""
         if not record.spans:
             raise Refused("Only the session's tokens were kept.", "tokens only")
+        if self._parts.shelves.holdings.has_left(record):
+            raise Refused("The cache has made room for others.", "evicted")
         differing = asking.identity.differences(Identity.of(record.identity))
         if differing:
             raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from larder.core.errors import BudgetError, StoreError, StoreSlow
 from larder.store.blobs import FOLDER as BLOBS
 from larder.store.blobs import Blobs, Ref, named
+from larder.store.counted import Counted
 from larder.store.deadline import Guard
 from larder.store.digests import digest_of
 from larder.store.holdings import Holdings
@@ -19,7 +20,9 @@ from larder.store.places import Entry
 
 DAY_SECONDS = 86400
 GRACE_SECONDS = 600.0  # how long what another process writes may be in the making
-METADATA_BYTES = 128 * 1024  # by which the manifest may grow in one change, at most
+# By how much index and records grow when a session is saved, and for each chunk of it, at most.
+METADATA_BYTES = 64 * 1024
+CHUNK_BYTES = 8 * 1024
 
 
 class Shelves:
@@ -32,6 +35,7 @@ class Shelves:
     def __init__(
         self,
         blobs: Blobs,
+        place: Counted,
         guard: Guard,
         manifest: Manifest,
         ledger: ByteLedger,
@@ -39,7 +43,7 @@ class Shelves:
     ) -> None:
         self.blobs, self.ledger = blobs, ledger
         self.holdings = Holdings(manifest)
-        self._manifest = manifest
+        self._manifest, self._place = manifest, place
         self.make_room: Callable[[str, int], None] = lambda tenant, count: None
         self._guard, self._written_bytes = guard, written_bytes
         self._lock = threading.RLock()
@@ -61,16 +65,22 @@ class Shelves:
             self._drop_quietly(made.refs)
 
     @contextmanager
-    def indexing(self, count: int) -> Iterator[None]:
-        """While the manifest changes and a file of `count` bytes is written beside it."""
-        with self.reserved(NOBODY, METADATA_BYTES + count) as reservation:
+    def indexing(self, chunks: int = 0) -> Iterator[None]:
+        """While something is written down of so many new chunks at most, and of a session.
+
+        Raises:
+            BudgetError: there is no room for that, also not by having others leave.
+        """
+        with self.reserved(NOBODY, METADATA_BYTES + CHUNK_BYTES * chunks):
             yield
-            with self._lock:
-                now = self._manifest.nbytes
-                grown, self._index_bytes = now - self._index_bytes, now
-                reservation.shrink(max(grown, 0) + count)
-                reservation.keep()
-                self.ledger.discharge(Tier.DISK, NOBODY, max(-grown, 0))
+        self.settle()
+
+    def settle(self) -> None:
+        """Count what index and records have become."""
+        with self._lock:
+            now = self._index()
+            self.ledger.charge(Tier.DISK, NOBODY, now - self._index_bytes)
+            self._index_bytes = now
 
     def reserved(self, tenant: str, count: int) -> Reservation:
         """Room on the disk; others leave for it, if that helps.
@@ -161,12 +171,15 @@ class Shelves:
     def _count(self) -> None:
         """Count everything that is there, and set the accounts to that."""
         whose = self.holdings.owners()
-        self._index_bytes = self._manifest.nbytes
-        counts: Counter[str] = Counter({NOBODY: self._index_bytes})
+        self._index_bytes = self._index()
+        counts: Counter[str] = Counter({NOBODY: self._manifest.nbytes})
         for entry in self._guard.call(self._everything):
             digest = named(entry.path) if entry.path.startswith(BLOBS) else ""
             counts[whose.get(digest, NOBODY)] += entry.bytes
         self.ledger.set(Tier.DISK, counts)
+
+    def _index(self) -> int:
+        return self._manifest.nbytes + self._place.beside_bytes
 
     def _everything(self) -> list[Entry]:
         return list(self.blobs.place.listing(""))

@@ -1,0 +1,57 @@
+"""A place that knows how many bytes of records and indexes it holds, blobs left out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from larder.store.blobs import FOLDER as BLOBS
+from larder.store.places import ASIDE, TEMPORARY, Entry, Place
+
+_OTHERS = (f"{BLOBS}/", f"{ASIDE}/", f"{TEMPORARY}/")
+
+
+class Counted(Place):
+    """Counts what is written and removed beside the blobs. Safe from threads.
+
+    `beside_bytes` is since it was opened, by this process.
+    """
+
+    def __init__(self, inner: Place) -> None:
+        self.inner, self.url = inner, inner.url
+        self.beside_bytes = 0
+        self._lock = threading.Lock()
+
+    def create(self, path: str, data: bytes) -> None:
+        self.inner.create(path, data)
+        self._count(path, len(data))
+
+    def replace(self, path: str, data: bytes) -> None:
+        before = 0 if path.startswith(_OTHERS) else self.inner.size(path) or 0
+        self.inner.replace(path, data)
+        self._count(path, len(data) - before)
+
+    def read(self, path: str) -> bytes:
+        return self.inner.read(path)
+
+    def size(self, path: str) -> int | None:
+        return self.inner.size(path)
+
+    def touch(self, path: str, data: bytes) -> None:
+        self.inner.touch(path, data)
+
+    def remove(self, path: str) -> None:
+        before = 0 if path.startswith(_OTHERS) else self.inner.size(path) or 0
+        self.inner.remove(path)
+        self._count(path, -before)
+
+    def set_aside(self, path: str) -> None:
+        self.inner.set_aside(path)
+
+    def listing(self, folder: str) -> Iterator[Entry]:
+        return self.inner.listing(folder)
+
+    def _count(self, path: str, count: int) -> None:
+        if not path.startswith(_OTHERS):
+            with self._lock:
+                self.beside_bytes += count

@@ -1,0 +1,128 @@
+"""Room on a full disk: saved caches leave, their sessions' tokens stay.
+
+What leaves is read again from its tokens when it is asked for. A chunk leaves after all that
+continue it, and with it go the caches of sessions that are made of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from larder.core.errors import LarderError
+from larder.store.blobs import Ref
+from larder.store.candidates import Candidate, Candidates
+from larder.store.chunks import Chunk, Chunks
+from larder.store.eviction.base import Eviction
+from larder.store.heads import Heads
+from larder.store.holdings import Holdings
+from larder.store.ledger import Tier
+from larder.store.manifest import Manifest
+from larder.store.records import Record
+from larder.store.shelves import Shelves
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """What goes together.
+
+    Args:
+        refs: blobs that nobody else has.
+        chunk: what the index must forget; None for a session's state.
+    """
+
+    tenant: str
+    refs: tuple[Ref, ...]
+    chunk: Chunk | None = None
+
+
+class Evicting:
+    """Has others leave when room is wanted. Safe from threads.
+
+    Args:
+        rule: who goes first.
+    """
+
+    def __init__(
+        self, rule: Eviction, manifest: Manifest, heads: Heads, chunks: Chunks, shelves: Shelves
+    ) -> None:
+        self._rule, self._manifest, self._heads = rule, manifest, heads
+        self._chunks, self._shelves = chunks, shelves
+        self._holdings = Holdings(manifest)
+        self._clock = 0.0
+        shelves.make_room = self.make_room
+
+    def make_room(self, tenant: str, count: int) -> None:
+        """Have caches leave until so many bytes can be reserved for a tenant, or none are left.
+
+        Where all tenants together have room, only the tenant's own leave.
+        """
+        ledger = self._shelves.ledger
+        wanted = count - ledger.room(Tier.DISK, tenant)
+        if wanted <= 0 or count > ledger.limit(Tier.DISK):
+            return
+        is_own = ledger.limit(Tier.DISK) - ledger.used(Tier.DISK) >= count
+        found = self._candidates(tenant if is_own else None)
+        told = [candidate for candidate, _ in found]
+        order = self._rule.leaving(Candidates.of(told), self._manifest.clock(), wanted)
+        self._clock = order.clock
+        for row in order.rows:
+            self._leave(found[row][1])
+
+    def _candidates(self, tenant: str | None) -> list[tuple[Candidate, _Leaving]]:
+        chunks, states = self._chunks.all(), self._states()
+        holders = Counter(ref.digest for record, *_ in states for ref in set(record.spans))
+        shared = {chunk.ref.digest for _, chunk, *_ in chunks}
+        found: list[tuple[Candidate, _Leaving]] = []
+        for whose, chunk, last_used, uses in chunks:
+            one = Candidate(
+                name=f"chunk {chunk.row}",
+                bytes=chunk.ref.bytes,
+                seconds=float(chunk.stop - chunk.start),
+                last_used=last_used,
+                uses=uses,
+                clock=self._clock,
+                parent=f"chunk {chunk.parent}" if chunk.parent else "",
+            )
+            found.append((one, _Leaving(whose, (chunk.ref,), chunk)))
+        for record, is_head, last_used, uses in states:
+            own = [
+                r for r in set(record.spans) if r.digest not in shared and holders[r.digest] == 1
+            ]
+            if not own:
+                continue
+            one = Candidate(
+                name=f"state {record.session} {record.epoch}",
+                bytes=max(sum(ref.bytes for ref in own), 1),
+                seconds=float(record.num_tokens),
+                last_used=last_used,
+                uses=uses,
+                clock=self._clock,
+                session=record.session,
+                superseded=not is_head,
+            )
+            found.append((one, _Leaving(record.tenant, tuple(own))))
+        return [pair for pair in found if tenant in (None, pair[1].tenant)]
+
+    def _states(self) -> list[tuple[Record, bool, float, int]]:
+        """Every state whose cache is kept, whether it is the newest, and its session's use."""
+        with self._manifest.reading() as rows:
+            found = rows(
+                "SELECT tenant, session, epoch, epoch = head, last_used, uses "
+                "FROM epochs JOIN sessions USING (tenant, session)"
+            )
+        states = []
+        for tenant, session, epoch, is_head, last_used, uses in found:
+            try:
+                record = self._heads.epoch(tenant, session, epoch)
+            except LarderError:
+                continue
+            if record is not None and record.spans and not self._holdings.has_left(record):
+                states.append((record, bool(is_head), last_used, uses))
+        return states
+
+    def _leave(self, leaving: _Leaving) -> None:
+        if leaving.chunk is not None:
+            self._chunks.drop(leaving.chunk, leaving.tenant)
+        self._holdings.release(leaving.refs)
+        self._shelves.drop(leaving.refs)

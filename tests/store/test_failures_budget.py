@@ -1,0 +1,189 @@
+"""Byte budgets of a store: nothing is kept beyond them, and no conversation is lost by them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from larder.core.errors import BudgetError, LarderError
+from larder.store.ledger import Budgets, Tier
+from larder.store.rates import Rates, Way
+from store.caches import (
+    IDS,
+    SPEC,
+    TALK,
+    WHO,
+    asking,
+    compressed,
+    files,
+    load,
+    read,
+    save,
+    snapshot,
+    store_at,
+)
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+KIB = 1024
+INDEX = 520 * KIB  # what an index and its growth take of a budget
+LONGER = tuple(range(1000, 1160))
+
+
+def disk(count: int) -> dict[str, Budgets]:
+    return {"budgets": Budgets({Tier.DISK: count})}
+
+
+def on_disk(folder: Path) -> int:
+    logs = [p for p in files(folder, "home") if p.name.startswith("manifest.sqlite")]
+    index = [path for path in logs if not path.name.endswith("-shm")]
+    return sum(path.stat().st_size for path in [*files(folder), *index])
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["save", "save int4", "load", "fork", "remove", "chunks", "lower"]),
+    st.integers(0, 2),
+    st.integers(1, 60),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3)
+@given(st.lists(OPERATION, min_size=4, max_size=9))
+def test_23_no_budget_is_exceeded_whatever_happens(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    limit = INDEX + 160 * KIB
+    budgets = Budgets({Tier.DISK: limit, Tier.HOST: 400 * KIB})
+    store = store_at(folder, budgets=budgets)
+    texts: dict[str, tuple[int, ...]] = {}
+    for what, number, length in operations:
+        name, ids = f"s{number}", tuple(range(length, 3 * length))
+        try:
+            if what.startswith("save"):
+                codec = "int4" if "int4" in what else "raw"
+                store.sessions.save(WHO, name, ids, snapshot(read(ids), codec))
+                texts[name] = ids
+            elif what == "fork":
+                store.sessions.fork(WHO, name, "s0")
+                texts["s0"] = texts[name]
+            elif what == "remove":
+                store.sessions.remove(WHO, name)
+                del texts[name]
+            elif what == "chunks":
+                store.prefixes.save(WHO, ids, read(ids), asking().identity)
+            elif what == "lower":
+                limit = max(limit - KIB, on_disk(folder))
+                store.parts.ledger.lower(Tier.DISK, limit)
+        except LarderError:
+            pass
+        for own, ids in texts.items():
+            loaded = load(store, own)
+            assert loaded.ids == ids
+        assert on_disk(folder) <= limit
+        assert store.parts.ledger.used(Tier.DISK) <= limit
+        assert store.parts.ledger.used(Tier.HOST) == 0
+        assert on_disk(folder) <= store.parts.ledger.used(Tier.DISK)
+
+
+def test_24_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:
+    store = store_at(tmp_path, **disk(INDEX - 20 * KIB))
+    record = store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)))
+    assert record.spans == () and store.parts.refusals.counts() == {"budget": 1}
+    loaded = load(store)
+    assert loaded.ids == LONGER and loaded.cache is None
+    small = store.sessions.save(WHO, TALK, LONGER[:40], snapshot(read(LONGER[:40]), "int4"))
+    assert small.spans and load(store).cache is not None
+
+
+def test_24_a_budget_of_nothing(tmp_path: Path) -> None:
+    store = store_at(tmp_path, **disk(0))
+    with pytest.raises(BudgetError, match="raise the budget"):
+        save(store)
+    assert store.sessions.load(WHO, TALK, asking()) is None
+    assert files(tmp_path, "store/blobs") == []
+
+
+def test_24_a_budget_of_host_memory(tmp_path: Path) -> None:
+    save(store_at(tmp_path))
+    store = store_at(tmp_path, budgets=Budgets({Tier.HOST: KIB}))
+    loaded = load(store)
+    assert loaded.reason == "budget" and loaded.ids == IDS
+    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+    record = store.sessions.save(WHO, "new", LONGER, snapshot(read(LONGER)))
+    assert record.spans == () and load(store, "new").ids == LONGER
+
+
+def test_24_a_budget_that_is_lowered_while_it_is_used(tmp_path: Path) -> None:
+    store = store_at(tmp_path, **disk(INDEX + 900 * KIB))
+    for number in range(3):
+        ids = tuple(range(1000 * number, 1000 * number + 1500))
+        store.sessions.save(WHO, f"s{number}", ids, snapshot(read(ids), "int8"))
+    before = store.parts.ledger.used(Tier.DISK)
+    over = store.parts.ledger.lower(Tier.DISK, before - 5 * KIB)
+    assert over == 5 * KIB
+    ids = tuple(range(500, 520))
+    store.sessions.save(WHO, "new", ids, snapshot(read(ids), "int8"))
+    assert store.parts.ledger.used(Tier.DISK) <= before - 5 * KIB
+    reasons = [load(store, f"s{number}").reason for number in range(3)]
+    assert reasons[0] == "evicted" and all(load(store, f"s{n}").ids for n in range(3))
+
+
+def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def later() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    store = store_at(tmp_path, clock=later)
+    texts = {name: tuple(range(n * 1000, n * 1000 + 800)) for n, name in enumerate("abc")}
+    for name, ids in texts.items():
+        for stop in (799, 800):
+            store.sessions.save(WHO, name, ids[:stop], snapshot(compressed(ids[:stop])))
+    ledger, state = store.parts.ledger, sum(ref.bytes for ref in load(store, "a").record.spans)
+    for leaves, left in ((3, set()), (1, {"a"}), (1, {"a", "b"})):
+        used = ledger.used(Tier.DISK)
+        ledger.lower(Tier.DISK, used)
+        store.parts.shelves.reserved("", (leaves - 1) * state + 1).release()
+        gone = {name for name in texts if load(store, name).reason == "evicted"}
+        assert gone == left
+
+
+def test_25_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
+    now = [0.0]
+    store = store_at(tmp_path, written_bytes=30 * KIB, clock=lambda: now[0])
+    save(store)
+    assert load(store).cache is not None
+    record = store.sessions.save(WHO, "new", LONGER, snapshot(read(LONGER)))
+    assert record.spans == () and "budget" in store.parts.refusals.counts()
+    assert load(store, "new").ids == LONGER
+    now[0] = 86400.0
+    again = store_at(tmp_path, written_bytes=300 * KIB, clock=lambda: now[0])
+    assert again.sessions.save(WHO, "new", LONGER, snapshot(read(LONGER))).spans
+
+
+def test_26_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    rates = store.parts.rates
+    rates.read(10**6, 1.0)
+    for _ in range(30):
+        rates.loaded(Tier.DISK, 10, 1.0)
+    assert rates.quicker(Tier.DISK, 1000, 10) is Way.RECOMPUTE
+    loaded = load(store)
+    assert loaded.reason == "slower" and loaded.ids == IDS
+    assert store.prefixes.longest(WHO, IDS, asking().identity, SPEC) is None
+    assert Rates().quicker(Tier.DISK, 1000, 10) is Way.LOAD
+
+
+def test_22_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:
+    store, source = store_at(tmp_path), random.Random(0)
+    for number in range(20):
+        ids = tuple(source.choices(range(99), k=9))
+        store.sessions.save(WHO, f"s{number}", ids)
+    assert store.parts.ledger.used(Tier.HOST) == 0
+    assert len(store.sessions.heads(WHO)) == 20
