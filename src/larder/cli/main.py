@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import larder
-from larder.cli import ask, bench, chat, eval, plot, policy, report
+from larder.cli import ask, bench, cache, chat, eval, plot, policy, report
 from larder.cli.demo import command as demo
 from larder.cli.failing import Unwritable, tell
 from larder.cli.groups import OneLineGroup
@@ -29,6 +29,7 @@ app.command("bench")(bench.bench)
 app.command("plot")(plot.plot)
 app.command("report")(report.report)
 app.add_typer(policy.app, name="policy")
+app.add_typer(cache.app, name="cache")
 
 
 def _show_version(wanted: bool) -> bool:

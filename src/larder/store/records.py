@@ -139,10 +139,10 @@ def record_of(data: bytes, secret: bytes) -> Record:
             f"reads {SCHEMA}: it is left as it is, for the larder that wrote it.",
             "format",
         )
-    return _record(told)
+    return told_record(told)
 
 
-def _record(told: Mapping[str, Any]) -> Record:
+def told_record(told: Mapping[str, Any]) -> Record:
     """Keys of a later larder are left out; what is sealed has the others."""
     known = {name: told[name] for name in Record.__dataclass_fields__ if name in told}
     known["tokens"] = Ref(**told["tokens"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from larder.store.exporting import Exchange
 from larder.store.parts import Parts
 from larder.store.places import Place
 from larder.store.prefixes import Prefixes
@@ -24,6 +25,7 @@ class Store:
         self.sessions = Sessions(self.parts)
         self.prefixes = Prefixes(self.parts)
         self.upkeep = Upkeep(self.parts)
+        self.exchange = Exchange(self.parts)
 
     def close(self) -> None:
         """Give the index back."""

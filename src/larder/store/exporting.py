@@ -1,0 +1,139 @@
+"""A session as one file: to be carried elsewhere, or kept aside.
+
+The file is a container like a blob. It holds the session's record and, under their digests, all of
+its blobs. Whoever takes it in becomes its owner: blobs are spelled anew for the new tenant, after
+each has been verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from larder.core.errors import Damaged, InputError, LarderError, Refused
+from larder.store.blobs import Ref
+from larder.store.container import canonical, pack, parsed, raw_bytes, unpack
+from larder.store.digests import digest_of, same
+from larder.store.envelopes import CHUNK, SNAPSHOT, ids_of
+from larder.store.parts import Parts
+from larder.store.records import SCHEMA, Record, session_key
+from larder.store.records import told_record as record_of_told
+from larder.store.shelves import Saving
+
+EXPORT = "session_export"
+
+
+class Exchange:
+    """Sessions that leave and come."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def export(self, record: Record) -> bytes:
+        """All of a session as the bytes of a file.
+
+        Raises:
+            Damaged: something of it is; save it anew first.
+        """
+        tensors = {ref.digest: _bytes(self._parts.blobs.get(ref)) for ref in set(record.refs)}
+        return pack(tensors, {"kind": EXPORT, "record": canonical(asdict(record))})
+
+    def take_in(self, data: bytes, principal: str, name: str) -> Record:
+        """Make a session of a file that `export` wrote.
+
+        Raises:
+            InputError: it is none, or the name is taken.
+            Refused: it is of another version.
+            BudgetError, StoreError: it cannot be kept.
+        """
+        tenant = self._parts.tenant(principal)
+        session = session_key(tenant, name)
+        record, blobs = _opened(data)
+        newest = self._parts.heads.newest(tenant, session)
+        if newest is not None and not newest.removed:
+            raise InputError(f"There is a session {name!r} already: take another name.")
+        number = 0 if newest is None else newest.epoch
+        shelves = self._parts.shelves
+        with shelves.indexing(len(record.spans)), shelves.saving(tenant) as saving:
+            spans = tuple(_rehomed(saving, blobs[ref.digest], tenant) for ref in record.spans)
+            own = {"tenant": tenant, "session": session, "name": name, "previous": number}
+            made = replace(
+                record,
+                **own,
+                epoch=number + 1,
+                spans=spans,
+                tokens=saving.put(blobs[record.tokens.digest]),
+                transcript=None
+                if record.transcript is None
+                else saving.put(blobs[record.transcript.digest]),
+                made=self._parts.clock(),
+            )
+            self._parts.heads.commit(made, number)
+        return made
+
+
+def _opened(data: bytes) -> tuple[Record, dict[str, bytes]]:
+    """The record in an exported file, and its blobs, verified.
+
+    Raises:
+        InputError: it is no such file, or a damaged one.
+        Refused: it is of another version.
+    """
+    try:
+        tensors, told = unpack(data)
+        if told.get("kind") != EXPORT or not isinstance(told.get("record"), str):
+            raise Damaged("It is a saved cache, but no exported session.")
+        record = _record(parsed(told["record"]))
+        blobs = {ref.digest: _blob(tensors, ref) for ref in record.refs}
+        ids_of(blobs[record.tokens.digest], record.num_tokens)
+    except Damaged as error:
+        raise InputError(
+            f"This is no session that larder has exported, or a damaged one: {error}"
+        ) from error
+    return record, blobs
+
+
+def _record(told: Any) -> Record:
+    if not isinstance(told, dict) or told.get("schema") != SCHEMA:
+        raise Refused("The exported session was written by another larder.", "format")
+    try:
+        record = record_of_told(told)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged("Its record lacks something.") from error
+    counts = (record.num_tokens, record.cache_bytes, *(ref.bytes for ref in record.refs))
+    if record.removed or not all(type(count) is int and count >= 0 for count in counts):
+        raise Damaged("Its record has counts that are none.")
+    return record
+
+
+def _blob(tensors: Mapping[str, Tensor], ref: Ref) -> bytes:
+    tensor = tensors.get(ref.digest)
+    if tensor is None or tensor.dtype is not torch.uint8:
+        raise Damaged("A blob is missing.")
+    data = bytes(raw_bytes(tensor))
+    if not same(digest_of(data), ref.digest):
+        raise Damaged("A blob does not match its digest.")
+    return data
+
+
+def _rehomed(saving: Saving, data: bytes, tenant: str) -> Ref:
+    """The same blob, told to be the new tenant's.
+
+    Raises:
+        InputError: it holds no part of a cache.
+    """
+    try:
+        tensors, told = unpack(data)
+    except LarderError as error:
+        raise InputError(f"A part of the exported session cannot be used: {error}") from error
+    if told.get("kind") not in (CHUNK, SNAPSHOT):
+        raise InputError("A part of the exported session is none of a cache.")
+    return saving.put(pack(tensors, told | {"tenant": tenant}))
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

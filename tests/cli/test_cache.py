@@ -1,0 +1,94 @@
+"""`larder cache`: sessions that are kept, seen from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Run, complaint, document
+from larder.cli.cache import LOCAL
+from larder.core.settings import home
+from larder.store.store import Store
+from store.caches import IDS, asking, blob_files, is_exact, read, snapshot
+
+
+@pytest.fixture
+def kept(larder_home: Path) -> Path:
+    """A session called talk, saved in two states."""
+    store = Store(str(home() / "store"), home())
+    for ids in (IDS[:9], IDS):
+        store.sessions.save(LOCAL, "talk", ids, snapshot(read(ids)))
+    store.close()
+    return larder_home
+
+
+def loaded(name: str) -> Any:
+    store = Store(str(home() / "store"), home())
+    found = store.sessions.load(LOCAL, name, asking())
+    store.close()
+    return found
+
+
+def test_nothing_is_kept(run: Run) -> None:
+    assert run("cache", "list").stdout == "No sessions are kept.\n"
+    assert document(run("cache", "list", "--json"))["sessions"] == []
+    assert "no session 'x'" in complaint(run("cache", "show", "x"), 1)
+    assert "0 sessions are whole" in run("cache", "verify").stdout
+
+
+def test_list_and_show(run: Run, kept: Path) -> None:
+    shown = run("cache", "list").stdout
+    assert "talk" in shown and "full" in shown and "21" in shown
+    [told] = document(run("cache", "list", "--json"))["sessions"]
+    assert (told["session"], told["tokens"], told["epoch"]) == ("talk", 21, 2)
+    told = document(run("cache", "show", "talk", "--json"))
+    assert told["states"] == [1, 2] and told["lossless"] and told["identity"]["weights"] == "w"
+    assert "identity weights" in run("cache", "show", "talk").stdout
+    assert document(run("cache", "list", "--owner", "x", "--json"))["sessions"] == []
+
+
+def test_verify_finds_damage(run: Run, kept: Path) -> None:
+    assert "1 sessions are whole" in run("cache", "verify").stdout
+    assert document(run("cache", "verify", "talk", "--json"))["sessions"] == [
+        {"session": "talk", "problems": []}
+    ]
+    for path in blob_files(kept):
+        path.write_bytes(path.read_bytes()[:-1])
+    failed = run("cache", "verify")
+    assert failed.exit_code == 1 and "log of tokens is lost" in failed.stdout
+    assert "1 of 1 sessions are damaged" in failed.stderr
+
+
+def test_a_session_travels_in_a_file(run: Run, kept: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.larder"
+    assert run("cache", "export", "talk", str(file)).exit_code == 0
+    assert "exists" in complaint(run("cache", "export", "talk", str(file)), 1)
+    assert run("cache", "import", str(file), "copy").exit_code == 0
+    assert "already" in complaint(run("cache", "import", str(file), "copy"), 1)
+    there = loaded("copy")
+    assert is_exact(there) and there.cache is not None
+    run("cache", "import", str(file), "theirs", "--owner", "somebody")
+    assert loaded("theirs") is None
+    assert document(run("cache", "remove", "talk", "--json"))["session"] == "talk"
+    assert loaded("talk") is None and loaded("copy").cache is not None
+    assert "no session" in complaint(run("cache", "remove", "talk"), 1)
+
+
+def test_30_a_file_that_is_no_session_is_refused(run: Run, kept: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.larder"
+    run("cache", "export", "talk", str(file))
+    data = file.read_bytes()
+    bad = tmp_path / "bad"
+    for content in (data[:-1], data[:100], b"", b"\x80\x04}.", data[: len(data) // 2] + b"!" * 9):
+        bad.write_bytes(content)
+        assert "no session that larder has exported" in complaint(
+            run("cache", "import", str(bad), "bad"), 1
+        )
+    bad.write_bytes(blob_files(kept)[0].read_bytes())
+    assert complaint(run("cache", "import", str(bad), "bad"), 1)
+    assert "cannot be read" in complaint(run("cache", "import", str(tmp_path / "no"), "bad"), 1)
+    assert "1 to 255 printable" in complaint(run("cache", "import", str(file), "a\x01b"), 1)
+    names = [each["session"] for each in document(run("cache", "list", "--json"))["sessions"]]
+    assert names == ["talk"]
