@@ -133,9 +133,9 @@ def test_the_table_of_studies_is_whole(tmp_path: Path) -> None:
     assert renewed(told, lines) == told, "run: python -m larder.bench.overview studies/README.md"
     assert len(lines) == 2 + len(study_names())
     path = tmp_path / "other.md"
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nbehind\n")
+    path.write_text(f"before\n{BEGIN}\nstale line\n{END}\nbehind\n")
     main(path)
-    assert path.read_text().splitlines()[2:-2] == lines and "old" not in path.read_text()
+    assert path.read_text().splitlines()[2:-2] == lines and "stale line" not in path.read_text()
     with pytest.raises(InputError, match="has no <!-- studies: begin -->"):
         renewed("nothing", lines)
 

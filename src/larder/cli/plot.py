@@ -32,8 +32,8 @@ def plot(
         list[str] | None,
         typer.Option(
             metavar="FIGURE",
-            help="quality, grid, memory, latency, budgets, prompt_curve, clusters, recall or "
-            "eviction, with parameters as in 'quality(score=\"f1\")'; give it several times.  "
+            help="quality, grid, memory, latency, budgets, similarity, prompt_curve, clusters, "
+            "recall or eviction, with parameters as in 'quality(score=\"f1\")'; give it several times.  "
             "Default: all that RESULTS suffice for.",
         ),
     ] = None,
