@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from larder.bench.clocks import Spent, clocks
+from larder.bench.measures.decode import Timed
 from larder.bench.models import open_model
 from larder.bench.rows import Row, results
 from larder.bench.sources import Sources
@@ -133,7 +134,7 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
     bench: Workbench, tmp_path: Path
 ) -> None:
     asked = dict(measure=("recall(questions=2, steps=3)",), budgets=("64",))
-    paged = PARKED.replace("dense=0", "dense=0, page=4")
+    paged = PARKED.replace("dense=0", "dense=0, page=16")
     exact, pages = (
         run(bench, tmp_path / f"{number}.jsonl", (policy,), **asked)[0]
         for number, policy in enumerate((PARKED, paged))
@@ -150,3 +151,13 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
     assert places == {(None, None), *((layer, step) for layer in (0, 1) for step in (1, 2, 3))}
     [refused] = run(bench, tmp_path / "2.jsonl", ("h2o",), **asked)
     assert "h2o parks nothing" in refused["refused"]
+
+
+def test_a_mean_step_is_that_of_a_whole_window() -> None:
+    parts = [{"policy": 0.25, "model": 0.75}, {"model": 1.0}, {"policy": 1.0, "evict": 3.0}]
+    timed = Timed(8, [1.0, 1.0, 4.0], [False, False, True], parts)
+    assert timed.mean == (7 * 1.0 + 4.0) / 8
+    assert timed.share == pytest.approx((7 * 0.125 + 4.0) / (7 * 1.0 + 4.0))
+    assert [row["step"] for row in timed.exhibits()] == ["step", "step in which entries go"]
+    always = Timed(1, [1.0, 2.0, 4.0], [True, True, True], parts)
+    assert always.mean == 2.0 and len(always.exhibits()) == 1

@@ -106,7 +106,7 @@ class Decode(Measure):
 
 
 @dataclass
-class _Timed:
+class Timed:
     """Steps that were taken.
 
     Args:
@@ -163,14 +163,14 @@ class _Steps:
         self._said = 0
 
     @torch.no_grad()
-    def go(self, steps: int, clock: Clock, spent: Spent | None = None) -> _Timed:
+    def go(self, steps: int, clock: Clock, spent: Spent | None = None) -> Timed:
         """Time steps behind one that is not timed; the last is one in which entries go."""
         window = (self._policy.timing.excess() or 0) + 1
         if window > steps + 1:
             pile(self._decoder, self._caches, window - 1 - steps)
         for cache in self._caches:
             cache.allocate(steps + 2)
-        timed, step = _Timed(window), self._stepper(spent)
+        timed, step = Timed(window), self._stepper(spent)
         step()
         for _ in range(steps):
             before, started = self._held, clock()
