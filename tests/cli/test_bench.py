@@ -67,6 +67,7 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
         (("paskey",), 2, "Did you mean 'passkey'"),
         (("passkey", "--tokens", "many"), 2, "--tokens 1500,4000"),
         (("passkey", "--budget", "2/1"), 2, "is no size"),
+        (("passkey", *TINY, "--control", "full", "--device", "xpu"), 1, "cannot be used: "),
         (("passkey", "--measure", "fored"), 2, "Did you mean 'forced'"),
         (("passkey", "--study", "none_such"), 2, "No study named"),
         (("--study", "none_such"), 2, "No study named"),
@@ -93,6 +94,7 @@ def test_interrupted(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Running, "go", stopped)
     result = run(*ONE, "--out", out, "--json")
     assert (result.exit_code, document(result)["cells"]) == (130, 1)
+    assert "Stopped at 1 of 2 cells: the same command goes on" in result.stderr
     assert [row["row"] for row in rows_of(out)][1:] == ["budgets", "cell"]
     monkeypatch.setattr(Running, "go", lambda self, tell: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(*ONE, "--out", out.with_name("other.jsonl")).exit_code == 130

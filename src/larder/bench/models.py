@@ -11,7 +11,7 @@ from typing import Any
 
 from larder.core.errors import UnknownName
 from larder.core.family import unknown
-from larder.models.loading import Loaded, adopt, load, seed_tokenizer, torch_dtype
+from larder.models.loading import Loaded, adopt, load, move, seed_tokenizer, torch_dtype
 
 RANDOM = "random:"
 _SHAPES: Mapping[str, Mapping[str, int]] = {
@@ -46,7 +46,7 @@ def open_model(name: str, device: str = "cpu", dtype: str | None = None) -> Load
     if not name.startswith(RANDOM):
         return load(name, device, dtype)
     config = random_config(name.removeprefix(RANDOM))
-    module = _random(config).to(device, torch_dtype(dtype, device))
+    module = move(_random(config).to(torch_dtype(dtype, device)), device)
     return Loaded(adopt(module), seed_tokenizer(), name)
 
 

@@ -76,6 +76,13 @@ class Study:
     paper: Paper | None = None
 
     def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise UsageError(
+                f"A study's name must be a word that a file can have, got {self.name!r}: write "
+                "letters, digits and signs such as _ and -."
+            )
+        if self.first_seed < 0:
+            raise UsageError(f"first_seed must be 0 or more, got {self.first_seed}.")
         if not self.tasks or not all(task.tokens for task in self.tasks):
             raise UsageError(f"The study {self.name!r} has no tasks: name one with its tokens.")
         if not self.policies and not self.controls:

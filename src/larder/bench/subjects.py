@@ -14,15 +14,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import Enum
 
 from larder.bench.amounts import OWN, WHOLE, Matched
 from larder.bench.cases import Case, case
 from larder.bench.retrievals.base import Retrieval
+from larder.bench.study import CONTROLS
 from larder.bench.workbench import Workbench
 from larder.core.conversation import Conversation, Question
-from larder.core.errors import SpellingError
-from larder.core.family import Family
+from larder.core.errors import SpellingError, UnknownName
+from larder.core.family import Family, unknown
 from larder.core.spelling import build, parse, spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.session.memory import Memory
@@ -161,12 +163,21 @@ class Retrieved(Subject):
 
 
 def control(name: str) -> Subject:
-    """The control of that name; else as `subject`."""
+    """The control of that name; else as `subject`.
+
+    Raises:
+        UnknownName: it is nothing, but like one of the controls; else as `subject`.
+    """
     if name == ORACLE:
         return Governed(case(ORACLE_POLICY), Scope.EACH)
     if name == TOPK:
         return Governed(Case(TOPK, case(TOPK_POLICY).policy))
-    return subject(name)
+    try:
+        return subject(name)
+    except UnknownName:
+        if name.isidentifier() and get_close_matches(name, CONTROLS):
+            raise UnknownName(unknown("control", name, list(CONTROLS))) from None
+        raise
 
 
 def subject(name: str) -> Subject:

@@ -127,6 +127,8 @@ def bench(
     else:
         _show(running, rows)
     if not is_whole:
+        have = f"{len(rows)} of {len(cells)} cells"
+        print(f"Stopped at {have}: the same command goes on from there.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
 
 

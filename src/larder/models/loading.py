@@ -53,7 +53,7 @@ def _load(name: str, source: str, device: str, dtype: str | None) -> Loaded:
     config = _guarded(name, _read_config, source)
     check_rope(config)
     module = _guarded(name, AutoModelForCausalLM.from_pretrained, source, **_dtype_option(kind))
-    module = _move(module, device).eval()
+    module = move(module, device).eval()
     tokenizer = _guarded(name, AutoTokenizer.from_pretrained, source)
     return Loaded(adopt(module), tokenizer, name)
 
@@ -159,7 +159,12 @@ def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {"torch_dtype" if old else "dtype": dtype}
 
 
-def _move(module: Any, device: str) -> Any:
+def move(module: Any, device: str) -> Any:
+    """The module on a device.
+
+    Raises:
+        ModelError: the device cannot be used here.
+    """
     try:
         return module.to(device)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
