@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from blake3 import blake3
 
 from larder.bench.rows import ENVIRONMENT, SCHEMA, Row
 
@@ -34,7 +35,7 @@ def environment(threads: int, accelerator: str = "") -> Row:
         "threads": threads,
         **({"accelerator": accelerator} if accelerator else {}),
     }
-    digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=ID_LENGTH // 2).hexdigest()
+    digest = blake3(json.dumps(told).encode()).hexdigest(length=ID_LENGTH // 2)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     head = {"schema": SCHEMA, "row": ENVIRONMENT, "id": digest}
     return {**head, **told, "date": date}

@@ -33,8 +33,8 @@ def plot(
         typer.Option(
             metavar="FIGURE",
             help="quality, grid, memory, latency, budgets, similarity, prompt_curve, clusters, "
-            "recall or eviction, with parameters as in 'quality(score=\"f1\")'; give it several times.  "
-            "Default: all that RESULTS suffice for.",
+            "recall or eviction, with parameters as in 'quality(score=\"f1\")'; give it several "
+            "times.  Default: all that RESULTS suffice for.",
         ),
     ] = None,
     policy: Policies = None,
