@@ -143,6 +143,9 @@ def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
     prefill = Reported("h2o", "1/4", "prefill_seconds", 1.0, measure="forced", matched="bytes")
     exact, seconds = beside(Paper("", "", (), (value, prefill)), ours)
     assert exact.ours["seed"].mean == 0.25 and list(exact.ours) == ["seed"]
+    assert exact.here("other") == "not measured"
+    [refused] = beside(Paper("", "", (), (value,)), [cell("h2o", refused="no room", items=[])])
+    assert refused.here("seed") == "refused"
     assert seconds.ours["seed"].mean == 1.5 and seconds.here("seed") == "1.5000 [1.0000, 2.0000]"
 
 

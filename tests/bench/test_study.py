@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from larder.bench.cases import case
 from larder.bench.cells import cells_of, without_twins
 from larder.bench.study import CONTROLS, Study, TaskAt, read_study, study_names
 from larder.bench.studying import check, measure_of
@@ -103,6 +105,15 @@ def test_studies_are_found_by_name() -> None:
         controls = wanted.get(kind, CONTROLS[:2]) if study.policies else CONTROLS[:1]
         assert set(study.controls) == set(controls), name
         assert study.claim and check(study)
+        if (paper := study.paper) is not None:
+            assert paper.differs and re.search(r'[^"]+, ".+" \(\d{4}\), .+, .+', paper.cite)
+
+
+def test_a_preset_has_twins() -> None:
+    assert str(case("h2o:whole").policy) == str(case("h2o").policy).replace("blockwise", "whole")
+    assert str(case("d2o:whole").policy) == str(case("d2o_whole").policy)
+    with pytest.raises(UnknownName, match="Did you mean 'whole'"):
+        case("h2o:hole")
 
 
 def test_a_measure_is_spelled() -> None:

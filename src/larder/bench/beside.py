@@ -6,7 +6,7 @@ paper names. Nothing here needs a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from larder.bench.amounts import OWN, WHOLE
@@ -22,10 +22,15 @@ Scores = Mapping[str, Sequence[float]]  # of all that count, by what was read
 
 @dataclass(frozen=True)
 class Beside:
-    """A figure of a paper, and ours by model; none where nothing was measured."""
+    """A figure of a paper, and ours by model; none where nothing was measured.
+
+    Args:
+        refused: models under which the policy refused.
+    """
 
     reported: Reported
     ours: Mapping[str, Interval]
+    refused: Collection[str] = ()
 
     def cells(self, models: Sequence[str]) -> list[str]:
         """Of a table, as `HEAD` and the models name them."""
@@ -52,7 +57,8 @@ class Beside:
         """Ours with its interval, which one number alone has not."""
         one = self.reported
         if model not in self.ours:
-            return f"no ratio: {one.against} has none or 0" if one.against else "not measured"
+            missing = "refused" if model in self.refused else "not measured"
+            return f"no ratio: {one.against} has none or 0" if one.against else missing
         digits, sign = 2 if one.against else one.on.digits, "+" if one.above else ""
         found = self.ours[model]
         mean, low, high = (f"{x:{sign}.{digits}f}" for x in (found.mean, found.low, found.high))
@@ -67,7 +73,8 @@ def beside(paper: Paper, rows: Sequence[Row]) -> list[Beside]:
     for value in paper.values:
         by_model = {m: _ours(value, [r for r in rows if r["model"] == m]) for m in models}
         found = {model: ours for model, ours in by_model.items() if ours is not None}
-        lines.append(Beside(value, found))
+        mine = [row for row in rows if _is_of(row, value, value.policy, value.budget)]
+        lines.append(Beside(value, found, {row["model"] for row in mine if "refused" in row}))
     return lines
 
 
@@ -109,16 +116,21 @@ def _scores(
     value: Reported, rows: Sequence[Row], policy: str, budgets: Sequence[str]
 ) -> dict[str, list[float]]:
     """The last row of each thing that was read counts; at the first of the budgets that it has."""
-    wanted = {"task": value.task, "tokens": value.tokens}
-    wanted |= {"measure": value.measure, "matched": value.matched, "policy": policy}
-    asked = {name: own for name, own in wanted.items() if own is not None}
     found: dict[str, list[float]] = {}
     for budget in reversed(budgets):
         for row in rows:
-            if row["budget"] == budget and all(row[name] == own for name, own in asked.items()):
-                if scores := list(_of(value, row)):
-                    found[entry(row).source] = scores
+            if _is_of(row, value, policy, budget) and (scores := list(_of(value, row))):
+                found[entry(row).source] = scores
     return found
+
+
+def _is_of(row: Row, value: Reported, policy: str, budget: str) -> bool:
+    """Whether a cell is one that ours is a mean of."""
+    wanted = {"task": value.task, "tokens": value.tokens}
+    wanted |= {"measure": value.measure, "matched": value.matched}
+    told = {name: own for name, own in wanted.items() if own is not None}
+    told |= {"policy": policy, "budget": budget}
+    return all(row[name] == own for name, own in told.items())
 
 
 def _of(value: Reported, row: Row) -> Iterator[float]:

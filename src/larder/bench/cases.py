@@ -1,8 +1,8 @@
 """Policies by the short names that tables give them: presets, and presets with one twist.
 
 `NAME:drop` is a preset that drops what it would merge, `NAME:exact` one that holds fewer entries
-but in full, `NAME:fold` one that merges as D2O does what it would drop. A policy that is written
-out goes by what it is written as.
+but in full, `NAME:fold` one that merges as D2O does what it would drop, `NAME:whole` one that reads
+everything before it decides. A policy that is written out goes by what it is written as.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from larder.core.family import unknown
 from larder.policy.compensation.drop import Drop
 from larder.policy.compensation.fold_ema import FoldEma
 from larder.policy.storage.exact import Exact
+from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 
@@ -23,6 +24,7 @@ TWISTS: Mapping[str, Mapping[str, Any]] = {
     "drop": {"compensation": Drop()},
     "exact": {"storage": Exact()},
     "fold": {"compensation": FoldEma()},
+    "whole": {"schedule": Whole()},
 }
 
 
