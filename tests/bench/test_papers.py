@@ -77,6 +77,12 @@ def test_it_is_read_with_its_study(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_bars_in_titles_end_no_cell() -> None:
+    paper = Paper(CITE, "Larger.", (), (Reported("snapkv", "1/4", "kl", 0.5),))
+    [line] = [line for line in written(paper, CELLS).splitlines() if "snapkv" in line]
+    assert r"KL(full \|\| policy)" in line and line.replace(r"\|", "").count("|") == 6
+
+
 def test_what_is_not_run_any_more_is_left_out(tmp_path: Path) -> None:
     study = read(tmp_path, 'scale = "exact"', 'scale = "exact"\ntokens = 300')
     tasks = {"tasks": (TaskAt("passkey()", (400,)),)}

@@ -147,4 +147,5 @@ def _of(value: Reported, row: Row) -> Iterator[float]:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    escaped = (cell.replace("|", r"\|") for cell in cells)  # a bar would end the cell
+    return f"| {' | '.join(escaped)} |"
