@@ -10,6 +10,7 @@ import torch
 
 from builders import a_layer, a_spec
 from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import Refused
 from larder.core.plan import Plan
 from larder.core.spec import ModelSpec
 from larder.core.types import Mode
@@ -103,3 +104,22 @@ def files(folder: Path, below: str = "store") -> list[Path]:
 
 def blob_files(folder: Path) -> list[Path]:
     return [path for path in files(folder, "store/blobs")]
+
+
+def cache_files(folder: Path) -> list[Path]:
+    """Files of blobs that hold tensors: all but logs of tokens."""
+    return [path for path in blob_files(folder) if b"kvm_digest" in path.read_bytes()]
+
+
+def outcome(folder: Path) -> tuple[str, str]:
+    """What becomes of the session in a process that is started now: as it was, or a reason."""
+    store = store_at(folder)
+    try:
+        loaded = load(store)
+    except Refused as error:
+        assert store.parts.refusals.counts()[error.reason] == 1
+        return "lost", error.reason
+    assert is_exact(loaded)
+    if loaded.reason:
+        assert store.parts.refusals.counts()[loaded.reason] == 1
+    return ("exact" if loaded.cache is not None else "tokens"), loaded.reason

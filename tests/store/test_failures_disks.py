@@ -1,0 +1,158 @@
+"""Disks that are full, broken, slow or shared: answers stay right, and others are served."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import LarderError, Refused, StoreError, Superseded
+from larder.store.blobs import FOLDER as BLOBS
+from larder.store.deadline import Patience
+from larder.store.ledger import Tier
+from larder.store.places import place_at
+from store.caches import (
+    IDS,
+    SPEC,
+    WHO,
+    asking,
+    cache_files,
+    is_exact,
+    load,
+    outcome,
+    read,
+    save,
+    snapshot,
+    store_at,
+)
+from store.places import BROKEN, FULL, QUOTA, READ_ONLY, Faulty, refusing
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+LONGER = (*IDS, 5, 6, 7, 8, 9)
+OTHERS = (BROKEN, READ_ONLY, QUOTA)
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [(FULL, step) for step in range(8)] + [(e, s) for e in OTHERS for s in (0, 3, 6)],
+)
+def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int, step: int) -> None:
+    save(store_at(tmp_path))
+    steps: list[str] = []
+
+    def fail(what: str, path: str) -> None:
+        if what in ("create", "replace"):
+            steps.append(path)
+            if len(steps) > step:
+                raise OSError(error, os.strerror(error), path)
+
+    place = Faulty(place_at(str(tmp_path / "store")), before=fail)
+    store = store_at(tmp_path, place, patience=Patience(failures=100))
+    text = tuple(range(50, 70))
+    try:
+        record = store.sessions.save(WHO, "new", text, snapshot(read(text)))
+    except LarderError as said:
+        assert isinstance(said, StoreError) and "untouched" in str(said)
+        assert store.sessions.load(WHO, "new", asking()) is None
+    else:
+        assert record.spans == () or step > 6
+        assert is_exact(load(store, "new"), text)
+    assert is_exact(load(store)) and load(store).cache is not None
+    assert outcome(tmp_path) == ("exact", "")
+
+
+def test_4_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
+    save(store_at(tmp_path))
+    place = Faulty(place_at(str(tmp_path / "store")), refusing(BROKEN, "read"))
+    store = store_at(tmp_path, place, patience=Patience(failures=100))
+    with pytest.raises(Refused, match="disk or server is well"):
+        load(store)
+    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+    assert outcome(tmp_path) == ("exact", "")
+
+
+def test_5_a_blob_that_went_between_looking_and_loading(tmp_path: Path) -> None:
+    save(store_at(tmp_path))
+    for path in cache_files(tmp_path):
+        data = path.read_bytes()
+        path.unlink()
+        assert outcome(tmp_path) == ("tokens", "damaged")
+        path.write_bytes(data)
+    victim = cache_files(tmp_path)[0]
+
+    def vanish(what: str, path: str) -> None:
+        if what == "read" and path.startswith(BLOBS) and victim.exists():
+            victim.unlink()
+
+    place = Faulty(place_at(str(tmp_path / "store")), before=vanish)
+    assert load(store_at(tmp_path, place)).reason == "damaged"
+
+
+def test_5_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.prefixes.save(WHO, IDS, read(IDS), asking().identity)
+    for path in cache_files(tmp_path):
+        path.unlink()
+    for _ in range(2):
+        assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+    assert store.parts.refusals.counts() == {"damaged": 1}
+    assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
+    found = store.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+    assert found is not None and found.next_position == 20
+
+
+def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    save(store_at(tmp_path))
+    go_on, hanging = threading.Event(), threading.Event()
+
+    def hang(what: str, path: str) -> None:
+        if what == "replace" and hanging.is_set():
+            go_on.wait()
+
+    place = Faulty(place_at(str(tmp_path / "store")), before=hang)
+    store = store_at(tmp_path, place, patience=Patience(seconds=0.3, failures=2, rest_seconds=0.3))
+    hanging.set()
+    with pytest.raises(StoreError, match="did not answer"):
+        save(store, LONGER, name="new")
+    assert is_exact(load(store)) and load(store).cache is not None  # others are served
+    assert store.sessions.load(WHO, "new", asking()) is None
+    hanging.clear()
+    go_on.set()
+    save(store, LONGER, name="new")
+    assert is_exact(load(store, "new"), LONGER)
+
+
+def test_7_reading_while_the_same_is_written(tmp_path: Path) -> None:
+    store, stop = store_at(tmp_path), threading.Event()
+    texts = {name: (*IDS, number) for number, name in enumerate("abc")}
+    wrong: list[object] = []
+    save(store, texts["a"], name="a")
+
+    def write(name: str) -> None:
+        for _ in range(4):
+            try:
+                save(store, texts[name], name=name)
+            except Superseded:  # the other writer of the same session was quicker
+                continue
+
+    def look() -> None:
+        while not stop.is_set():
+            for name, ids in texts.items():
+                loaded = store.sessions.load(WHO, name, asking())
+                if loaded is not None and not is_exact(loaded, ids):
+                    wrong.append(loaded)
+
+    reader = threading.Thread(target=look)
+    writers = [threading.Thread(target=write, args=(name,)) for name in [*texts, "a"]]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert not wrong
+    for name, ids in texts.items():
+        assert is_exact(load(store, name), ids) and load(store, name).cache is not None
+    assert store.parts.ledger.used(Tier.DISK) > 0
