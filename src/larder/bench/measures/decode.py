@@ -4,8 +4,9 @@ Caches are filled with made-up entries, as if so many tokens had been read: see
 `larder.bench.stepping`. Seconds per step are those of a batch of equal sequences, as many as a
 stated memory holds in all tiers, or of one. The policy acts as it would: where entries go only
 every so often, the mean step is that of a whole window, by the medians of both kinds of step. The
-full cache grows with the text, all others stay at their budget. What a step consists of is told by
-a second run with clocks in it.
+full cache grows with the text, all others stay at their budget. Rounding that is due every so many
+steps, as KIVI's, is in the 95th percentile and the breakdown, but not in that mean. What a step
+consists of is told by a second run with clocks in it.
 Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large
 Language Models" (2024), arXiv:2406.13035, section 5.5, has the table that this is for, and Mao et
 al., "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs" (2026),
