@@ -14,9 +14,9 @@ drafts an answer to a general request in its place, and `dapq` goes without.
 
 From `icecache` to `exact_topk`, what is rejected is parked and found again. Sinks and windows are
 inside the budget; where papers have them for budgets of thousands they are smaller here
-(`pqcache`, `token_select`, `retrieval_attention`, `icecache_small`). Where a paper does not say
-that its first layers are spared, none are. `rocketkv`, `sentencekv` and `mpcache` cut the text
-once for good before they search what is left.
+(`pqcache`, `token_select`, `retrieval_attention`, `icecache_small`). `icecache_ahead` is the paper's
+IceCache (P). Where a paper does not say that its first layers are spared, none are. `rocketkv`,
+`sentencekv` and `mpcache` cut the text once for good before they search what is left.
 
 Checked against released code: `rocketkv` (window 32, kernel 63, exponent of the cut; its ratio
 there follows from what the cut left, here it is 6), `mpcache` (clusters, shares within, slant;
@@ -124,6 +124,10 @@ PRESETS: Mapping[str, str] = {
     "icecache": (
         "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
         "park() > dci() > lagged(tokens=16)"
+    ),
+    "icecache_ahead": (
+        "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
+        'park() > dci(fetch="ahead") > lagged(tokens=16)'
     ),
     "icecache_small": (
         "blockwise() > protect(sinks=8, recent=9) > sinks_and_window(sinks=8) > uniform() > "
