@@ -56,9 +56,10 @@ def test_verify_finds_damage(run: Run, kept: Path) -> None:
     ]
     for path in blob_files(kept):
         path.write_bytes(path.read_bytes()[:-1])
-    failed = run("cache", "verify")
-    assert failed.exit_code == 1 and "log of tokens is lost" in failed.stdout
-    assert "1 of 1 sessions are damaged" in failed.stderr
+    said = complaint(run("cache", "verify"), 1)
+    assert "1 of 1 sessions are damaged" in said and "log of tokens is lost" in said
+    error = document(run("cache", "verify", "--json"))["error"]
+    assert error["type"] == "Damaged" and "talk: " in error["message"]
 
 
 def test_a_session_travels_in_a_file(run: Run, kept: Path, tmp_path: Path) -> None:

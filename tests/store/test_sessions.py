@@ -219,3 +219,28 @@ def _read_in_two(ids: tuple[int, ...], length: int) -> SequenceCache:
     cache = read(ids[:length])
     go_on(cache, ids[length:], ids[:length])
     return cache
+
+
+def test_two_processes_of_one_machine_see_each_others_states(tmp_path: Path) -> None:
+    one, other = store_at(tmp_path), store_at(tmp_path)
+    save(one)
+    assert is_exact(load(other)) and load(other).cache is not None
+    save(other, LONGER)
+    assert is_exact(load(one), LONGER)
+    with pytest.raises(Superseded):
+        one.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=1)
+    one.sessions.remove(WHO, TALK)
+    assert other.sessions.load(WHO, TALK, asking()) is None
+
+
+def test_verify_mends_records_and_finds_what_is_lost(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    [path] = (tmp_path / "store" / "sessions").rglob("*.json")
+    told = path.read_bytes()
+    path.write_bytes(told[:-3])
+    [checked] = store.upkeep.verify(store.sessions.heads())
+    assert checked.problems == ("Its record beside the blobs was damaged and is written again.",)
+    assert path.read_bytes() == told
+    [checked] = store.upkeep.verify(store.sessions.heads())
+    assert checked.problems == ()

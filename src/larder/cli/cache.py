@@ -103,12 +103,11 @@ def verify(
         print_document({"schema": SCHEMA, "sessions": told, "freed_bytes": freed})
     elif not damaged:
         results().print(f"{len(checked)} sessions are whole; {size(freed)} of orphans swept.")
-    for each in damaged:
-        results().print(f"{each.record.name}: {'; '.join(each.problems)}", soft_wrap=True)
     if damaged:
+        said = " ".join(f"{each.record.name}: {' '.join(each.problems)}" for each in damaged)
         raise Damaged(
-            f"{len(damaged)} of {len(checked)} sessions are damaged: they are read again from "
-            "their tokens when they are asked for."
+            f"{len(damaged)} of {len(checked)} sessions are damaged. Those whose tokens are whole "
+            f"are read again when they are asked for. {said}"
         )
 
 
