@@ -15,8 +15,8 @@ drafts an answer to a general request in its place, and `dapq` goes without.
 From `icecache` to `exact_topk`, what is rejected is parked and found again. Sinks and windows are
 inside the budget; where papers have them for budgets of thousands they are smaller here
 (`pqcache`, `token_select`, `retrieval_attention`, `icecache_small`). `icecache_ahead` is its
-paper's IceCache (P). Where a paper does not say that its first layers are spared, none are. `rocketkv`,
-`sentencekv` and `mpcache` cut the text once for good before they search what is left.
+paper's IceCache (P). Where a paper does not say that its first layers are spared, none are.
+`rocketkv`, `sentencekv` and `mpcache` cut the text once for good before they search what is left.
 
 Checked against released code: `rocketkv` (window 32, kernel 63, exponent of the cut; its ratio
 there follows from what the cut left, here it is 6), `mpcache` (clusters, shares within, slant;
