@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from _pairs import LARDER, TRANSFORMERS, Pair
+from _pairs import LARDER, Pair
 
 from larder.bench.amounts import WHOLE, Amount
 from larder.bench.marking import said_items
@@ -201,8 +201,18 @@ def jobs_of(
     tokens: Sequence[int],
     budgets: Sequence[str],
 ) -> list[Job]:
-    """All cells: on each conversation peers and ours by turns; what two share only once."""
+    """All cells: on each conversation peers and ours by turns; what two share only once.
+
+    Raises:
+        LarderError: a peer is not installed where peers run.
+    """
     options, jobs = setting.options, dict[Job, None]()
+    missing = {p.package for p in pairs if not setting.environments["peers"][p.package]}
+    if missing:
+        raise LarderError(
+            f"{options.peer_python} has no {', '.join(sorted(missing))}: see --help for how peers "
+            "are installed, or choose others by --peer."
+        )
     for task in map(parse_task, tasks):
         for length in tokens:
             for seed in range(options.first_seed, options.first_seed + options.files):
@@ -224,17 +234,15 @@ def _maker(setting: Setting) -> Any:
 def _environments(options: argparse.Namespace) -> dict[str, Row]:
     """Where ours and the peers run."""
     ours = environment(options.threads)
-    done = subprocess.run(
-        [options.peer_python, "-c", PROBE], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise LarderError(f"{options.peer_python} does not run: name one by --peer-python.")
+    try:
+        asked = [options.peer_python, "-c", PROBE]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise LarderError(
+            f"{options.peer_python} does not run ({error}): name a Python by --peer-python."
+        ) from error
     held = {name.lower(): version for name, version in json.loads(done.stdout).items()}
     versions = {name: held.get(name, "") for name in TOLD}
-    if not versions["transformers"]:
-        raise LarderError(
-            f"{options.peer_python} has no {TRANSFORMERS}: see --help for how to install peers."
-        )
     told = {name: ours[name] for name in ("python", "platform", "cpu", "threads")} | versions
     digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=ID_LENGTH // 2).hexdigest()
     head = {name: ours[name] for name in ("schema", "row", "date")}

@@ -33,6 +33,12 @@ class Pair:
     ours: str
     share: str = ""
 
+    @property
+    def package(self) -> str:
+        """Without which there is no such peer."""
+        marks = {"Press(": KVPRESS, '"quanto"': "optimum-quanto", '"hqq"': "hqq"}
+        return next((name for mark, name in marks.items() if mark in self.made), TRANSFORMERS)
+
 
 def _cache(name: str, made: str, ours: str, policy: str, share: str = "1/1") -> Pair:
     return Pair(f"{TRANSFORMERS}:{name}", made, ours, policy, share)

@@ -19,6 +19,7 @@ from larder.engine.engine import Engine
 from larder.session.policy import Policy
 from plots_rows import cell
 
+NAMES = ("transformers", "kvpress", "optimum-quanto", "hqq")
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 
 
@@ -67,6 +68,33 @@ def test_every_pair_is_a_policy_of_ours_and_has_a_name_of_its_own() -> None:
     pairs = import_module("_pairs").PAIRS
     assert len({pair.peer for pair in pairs}) == len(pairs)
     assert len({(p.name, str(Policy.parse(p.ours))) for p in pairs}) == len({p.name for p in pairs})
+
+
+def test_a_peer_that_is_not_installed_is_told_before_anything_runs() -> None:
+    jobs, pairs = import_module("_jobs"), import_module("_pairs")
+    peers = {"transformers": "5.2", "kvpress": "", "optimum-quanto": "1", "hqq": ""}
+    setting = SimpleNamespace(
+        environments={"peers": peers}, options=SimpleNamespace(peer_python="python3")
+    )
+    with pytest.raises(LarderError, match="python3 has no hqq, kvpress: see --help"):
+        jobs.jobs_of(setting, pairs.PAIRS, ["lifelog()"], [400], ["1/4"])
+    absent = SimpleNamespace(peer_python="/no/such/python", threads=1)
+    with pytest.raises(LarderError, match="does not run"):
+        jobs._environments(absent)
+
+
+def test_cells_of_a_conversation_alternate_and_none_comes_twice() -> None:
+    jobs, pairs = import_module("_jobs"), import_module("_pairs")
+    options = SimpleNamespace(first_seed=3, files=2)
+    setting = SimpleNamespace(environments={"peers": dict.fromkeys(NAMES, "1")}, options=options)
+    chosen = pairs.pairs_of(["transformers:dynamic", "transformers:offloaded", "kvpress:tova"])
+    made = jobs.jobs_of(setting, chosen, ["lifelog()"], [400], ["1/4", "1/8"])
+    whole = ["transformers:dynamic", "full", "transformers:offloaded"]
+    cut = [("kvpress:tova", "larder:last_query", size) for size in ("1/4", "1/8")]
+    assert [job.policy for job in made if job.seed == 3 and job.budget == "1/1"] == whole
+    for peer, ours, size in cut:
+        named = [job.policy for job in made if job.seed == 4 and job.budget == size]
+        assert named == [peer, ours]
 
 
 def test_peers_are_chosen_by_name_or_by_side() -> None:
