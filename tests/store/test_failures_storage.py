@@ -178,3 +178,18 @@ def test_3_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
     assert store.upkeep.sweep(grace_seconds=60.0) == 0
     assert store.upkeep.sweep(grace_seconds=-1.0) == 21 + 4
     assert set(files(tmp_path)) == kept and is_exact(load(store))
+
+
+@pytest.mark.parametrize("other", [(0, *IDS[1:]), (*IDS[:4], 0, *IDS[5:])], ids=["before", "in it"])
+def test_13_a_chunk_of_another_text_is_not_used_whoever_refers_to_it(
+    tmp_path: Path, other: tuple[int, ...]
+) -> None:
+    store = store_at(tmp_path)
+    save(store, other, name="other")
+    save(store)
+    theirs, ours = (load(store, name).record.spans for name in ("other", TALK))
+    assert theirs[1] != ours[1]
+    head = load(store).record
+    spans = (ours[0], theirs[1], *ours[2:])
+    store.parts.heads.commit(replace(head, epoch=head.epoch + 1, spans=spans), head.epoch)
+    assert load(store).reason == "tokens" and is_exact(load(store))
