@@ -1,0 +1,1 @@
+"""What answers many clients at once over one model, within one budget of bytes."""

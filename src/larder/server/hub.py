@@ -1,0 +1,242 @@
+"""The face behind which conversations are held: what HTTP, tests and replicas talk to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from larder.server.request import Listener, Request, Ticket, Turn
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SessionView:
+    """One conversation as its owner sees it.
+
+    Args:
+        name: as the client gave it, or as it was given.
+        state: `running`, `waiting` or `idle`.
+        tokens: of everything said.
+        tier_bytes: of its cache, by tier: `device`, `host`, `disk`.
+        tier: the fastest that holds the whole cache; `none` where only the tokens are known.
+        kept_tokens: entries that are held, per kv head on average.
+        evicted_tokens, merged_tokens, lossless: as in `Report`.
+        epoch: turns committed so far.
+        made, last_used: seconds since 1970.
+    """
+
+    name: str
+    state: str
+    turns: int
+    tokens: int
+    tier: str
+    tier_bytes: Mapping[str, int]
+    kept_tokens: int
+    evicted_tokens: int
+    merged_tokens: int
+    lossless: bool
+    pinned: bool
+    epoch: int
+    made: float
+    last_used: float
+
+
+@dataclass(frozen=True)
+class SessionTurns:
+    """A session with what was said in it.
+
+    Args:
+        spans: tokens [start, stop) of each turn.
+    """
+
+    view: SessionView
+    turns: tuple[Turn, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is left of a text, for a map of it.
+
+    Args:
+        tokens: that were read.
+        layers: true positions in ascending order, by layer and kv head.
+    """
+
+    tokens: int
+    layers: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that answers.
+
+    Args:
+        context_tokens: the longest text that it was made for; None where nothing says so.
+        policy: the canonical sentence.
+        made: seconds since 1970.
+    """
+
+    name: str
+    policy: str
+    context_tokens: int | None
+    made: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Every number of the server, since it started or as it is now.
+
+    Args:
+        sessions: how many are in each state.
+        tier_bytes: held or on their way, by tier.
+        budget_bytes: that may be held, by tier; a tier without a limit is missing.
+        peak_bytes: the highest of `tier_bytes` so far.
+        budget_violations: times that more was held than may be; 0 unless something is broken.
+        running, waiting: requests.
+        done: requests by how they ended: `stop`, `length`, `cancelled`, `error`.
+        refused: requests by code.
+        steps: passes through the model that generate; `blocks` those that read.
+        prompt_tokens, ..., merged_tokens: sums over the reports of all requests.
+        parked, restored: caches that were moved to and from slower tiers, by tier.
+        rejected: saved caches that were not taken, by reason.
+        written_bytes: to disk.
+    """
+
+    sessions: Mapping[str, int] = NOTHING
+    tier_bytes: Mapping[str, int] = NOTHING
+    budget_bytes: Mapping[str, int] = NOTHING
+    peak_bytes: Mapping[str, int] = NOTHING
+    budget_violations: int = 0
+    running: int = 0
+    waiting: int = 0
+    done: Mapping[str, int] = NOTHING
+    refused: Mapping[str, int] = NOTHING
+    steps: int = 0
+    blocks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    recomputed_tokens: int = 0
+    new_tokens: int = 0
+    evicted_tokens: int = 0
+    merged_tokens: int = 0
+    parked: Mapping[str, int] = NOTHING
+    restored: Mapping[str, int] = NOTHING
+    rejected: Mapping[str, int] = NOTHING
+    written_bytes: int = 0
+
+
+class Hub(ABC):
+    """Conversations of many tenants over one model. Safe from any thread.
+
+    A session of another tenant is as unknown as one that never was. Where a method names a
+    session, it raises `Refusal` 404 `session_not_found` if there is none, and 409 `session_busy`
+    if it would change one that is answering.
+    """
+
+    @abstractmethod
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        """Have a text continued; everything after that is told to the listener.
+
+        Raises:
+            Refusal: it cannot be served: 400 `kv_budget_exceeded`, 400 `context_length_exceeded`,
+                400 `invalid_request`, 404 `session_not_found` for `follows`, 409 `session_busy`,
+                503 `overloaded`.
+        """
+
+    @abstractmethod
+    def models(self) -> tuple[Served, ...]:
+        """What answers."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Token ids of a bare text."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids.
+
+        Raises:
+            Refusal: 400 `invalid_request`, where an id is outside the vocabulary.
+        """
+
+    @abstractmethod
+    def sessions(self, tenant: str) -> tuple[SessionView, ...]:
+        """A tenant's conversations, the one that was used last first."""
+
+    @abstractmethod
+    def session(self, tenant: str, name: str) -> SessionTurns:
+        """One of them, with what was said."""
+
+    @abstractmethod
+    def open(self, tenant: str, name: str, turns: Sequence[Turn] = ()) -> SessionView:
+        """Make a session that begins with these turns; nothing is read before it is asked.
+
+        Raises:
+            Refusal: 409 `session_exists`.
+        """
+
+    @abstractmethod
+    def pin(self, tenant: str, name: str) -> SessionView:
+        """Have it parked after all that are not pinned."""
+
+    @abstractmethod
+    def unpin(self, tenant: str, name: str) -> SessionView:
+        """Take that back."""
+
+    @abstractmethod
+    def release(self, tenant: str, name: str) -> SessionView:
+        """It is not needed for a while: its device and host memory go, the conversation stays."""
+
+    @abstractmethod
+    def prefetch(self, tenant: str, name: str) -> SessionView:
+        """It is needed soon: bring its cache to the device, if there is room."""
+
+    @abstractmethod
+    def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
+        """Another session in the same state.
+
+        Raises:
+            Refusal: 409 `session_exists`.
+        """
+
+    @abstractmethod
+    def compact(self, tenant: str, name: str) -> SessionView:
+        """Bring its cache back within the policy's budget, and give all slack back."""
+
+    @abstractmethod
+    def export(self, tenant: str, name: str) -> bytes:
+        """The session as one file, for `import_`."""
+
+    @abstractmethod
+    def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
+        """A session that was exported.
+
+        Raises:
+            Refusal: 400 `invalid_request` where the file is damaged or another model's, 409
+                `session_exists`.
+        """
+
+    @abstractmethod
+    def remove(self, tenant: str, name: str) -> None:
+        """Forget it, in every tier."""
+
+    @abstractmethod
+    def kept(self, tenant: str, name: str) -> Kept:
+        """What its cache holds."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Every number there is."""
+
+    @abstractmethod
+    def is_healthy(self) -> bool:
+        """Whether the model's thread is alive and takes requests."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take no more requests, end those on their way as cancelled, and give everything back."""

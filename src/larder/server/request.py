@@ -1,0 +1,140 @@
+"""What a client asks of the server, and what it is told: frozen values, without HTTP."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from larder.core.errors import LarderError
+from larder.engine.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message.
+
+    Args:
+        role: `system`, `user`, `assistant`, or any other that the model's template knows.
+    """
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to continue.
+
+    Args:
+        tenant: whose it is; sessions of others do not exist for it.
+        turns: the whole conversation so far; with `follows`, only what is new. Empty where
+            `raw_prompt` is given.
+        session: the name that the client gave its conversation, if any. A hint: what is reused is
+            decided by comparing messages and tokens.
+        stop: strings that end the answer.
+        exact: answer from a cache that holds everything, or not at all.
+        follows: the session whose newest state is continued by `turns`.
+        raw_prompt: a text without a chat template, to be continued as it is.
+    """
+
+    tenant: str
+    turns: tuple[Turn, ...] = ()
+    session: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    exact: bool = False
+    follows: str | None = None
+    raw_prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an answer took.
+
+    Args:
+        session: the one that holds the turn; a new one where the text diverged from the one named.
+        prompt_tokens: of the whole text in front of the answer.
+        cached_tokens: those of them that were not read for this answer.
+        restored_tokens: those of the cached ones whose cache came back from a slower tier.
+        recomputed_tokens: read again although they had been read before.
+        new_tokens: that were generated.
+        evicted_tokens: entries that a policy has dropped, per kv head on average, so far.
+        merged_tokens: the same of those that went into others.
+        lossless: whether the cache held everything that was read.
+        tier: where the cache was when the request came: `none`, `device`, `host` or `disk`.
+        reason: `stop`, `length` or `cancelled`.
+        wait_seconds: from the request to its first pass.
+        first_seconds: from the request to the first token.
+        seconds: from the request to the end.
+    """
+
+    session: str
+    prompt_tokens: int
+    cached_tokens: int
+    restored_tokens: int
+    recomputed_tokens: int
+    new_tokens: int
+    evicted_tokens: int
+    merged_tokens: int
+    lossless: bool
+    tier: str
+    reason: str
+    wait_seconds: float
+    first_seconds: float
+    seconds: float
+
+
+class Listener(Protocol):
+    """Who hears an answer. Called from the model's thread: it must neither block nor raise.
+
+    After `on_done` or `on_error` nothing more comes; one of the two always comes.
+    """
+
+    def on_text(self, text: str) -> None:
+        """The next piece."""
+        ...
+
+    def on_done(self, report: Report) -> None:
+        """The answer is complete, and its turn is kept."""
+        ...
+
+    def on_error(self, error: Exception) -> None:
+        """There is no answer; the session is as it was before."""
+        ...
+
+
+class Ticket(ABC):
+    """A request on its way."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Nobody waits any more: within a step its memory is freed, and the session as before.
+
+        The listener is told `on_done` with reason `cancelled`. Safe from any thread, and harmless
+        once the answer is complete.
+        """
+
+
+class Refusal(LarderError):
+    """A request that is not served.
+
+    Args:
+        status: of HTTP. 4xx where trying again unchanged is of no use; 409 and 503 where it is.
+        code: in one word, for programs.
+        param: the field of the request that is to blame.
+        retry_after: seconds until trying again makes sense; None where it never does.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        code: str,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.param, self.retry_after = param, retry_after
