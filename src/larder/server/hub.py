@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from larder.server.request import Listener, Request, Ticket, Turn
-
-NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -106,15 +103,15 @@ class Stats:
         written_bytes: to disk.
     """
 
-    sessions: Mapping[str, int] = NOTHING
-    tier_bytes: Mapping[str, int] = NOTHING
-    budget_bytes: Mapping[str, int] = NOTHING
-    peak_bytes: Mapping[str, int] = NOTHING
+    sessions: Mapping[str, int] = field(default_factory=dict)
+    tier_bytes: Mapping[str, int] = field(default_factory=dict)
+    budget_bytes: Mapping[str, int] = field(default_factory=dict)
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
     budget_violations: int = 0
     running: int = 0
     waiting: int = 0
-    done: Mapping[str, int] = NOTHING
-    refused: Mapping[str, int] = NOTHING
+    done: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
     steps: int = 0
     blocks: int = 0
     prompt_tokens: int = 0
@@ -124,9 +121,9 @@ class Stats:
     new_tokens: int = 0
     evicted_tokens: int = 0
     merged_tokens: int = 0
-    parked: Mapping[str, int] = NOTHING
-    restored: Mapping[str, int] = NOTHING
-    rejected: Mapping[str, int] = NOTHING
+    parked: Mapping[str, int] = field(default_factory=dict)
+    restored: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
 
 
