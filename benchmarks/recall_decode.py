@@ -40,7 +40,7 @@ from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.prefill.tending import Tending
-from larder.session.reading import entries_of
+from larder.session.rooms import entries_of
 
 Clock = Callable[[], float]
 OUT = Path("results/recall_decode.jsonl")

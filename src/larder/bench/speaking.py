@@ -11,7 +11,8 @@ from larder.engine.engine import Engine
 from larder.engine.reply import check_fits
 from larder.engine.sampling import Sampling
 from larder.session.memory import Memory
-from larder.session.reading import tend, tokens_of
+from larder.session.reading import tend
+from larder.session.rooms import tokens_of
 
 SPARE_TOKENS = 32  # that an answer may have beyond twice the expected one
 

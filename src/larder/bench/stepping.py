@@ -26,7 +26,8 @@ from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.storage.exact import Exact
 from larder.prefill.meter import Meter
 from larder.session.policy import Policy
-from larder.session.reading import Desk, build, entries_of
+from larder.session.reading import Desk, build
+from larder.session.rooms import entries_of
 
 STAYS = 4  # steps that a query looks for the same
 PROMPT_TOKENS = 64  # of every prompt that a policy judges by

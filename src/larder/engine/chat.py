@@ -30,7 +30,8 @@ from larder.session.logbook import (
 )
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import governed, tend, tokens_of
+from larder.session.reading import tend
+from larder.session.rooms import governed, tokens_of
 from larder.session.sizes import resolve, resolve_open
 
 NOTHING = Conversation("nothing", ())

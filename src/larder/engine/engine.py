@@ -19,7 +19,8 @@ from larder.session.embedders.base import Embedder
 from larder.session.embedding import load_embedder
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, Sizes, read, tend, tokens_of
+from larder.session.reading import Desk, Sizes, read, tend
+from larder.session.rooms import tokens_of
 from larder.session.transcript import Scribe
 
 

@@ -20,16 +20,8 @@ from larder.session.log import Exchange, Log
 from larder.session.matching import Match
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import (
-    Desk,
-    books_for,
-    build,
-    entries_of,
-    gather,
-    governed,
-    pages_of,
-    tokens_of,
-)
+from larder.session.reading import Desk, books_for, build, gather
+from larder.session.rooms import entries_of, governed, pages_of, tokens_of
 from larder.session.shelf import Shelf
 
 

@@ -6,13 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
-from larder.core.errors import BudgetError, InputError, UsageError
-from larder.core.ledger import Ledger
+from larder.core.errors import InputError
 from larder.core.observation import Calibration, Prompts
-from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.spelling import spell
 from larder.models.decoder import Decoder
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.facts import only
@@ -25,6 +22,7 @@ from larder.session.embedders.base import Embedder
 from larder.session.memory import Figures, Memory
 from larder.session.policy import Policy
 from larder.session.prompts import common_prompts, episode_prompt, require
+from larder.session.rooms import check_room, empty_cache, entries_of, governed, pages_of, tokens_of
 from larder.session.routing import Router
 from larder.session.shelf import Shelf
 from larder.session.sizes import resolve
@@ -161,15 +159,11 @@ def build(
         require(book, policy.scorer.wanted())
     held = entries_of(policy, spec)
     tokens = policy.timing.reading_tokens(held)
-    _check_room(policy, held)
-    planner, quotas = _ready(desk, policy, tokens, len(ids))
-    form = _form(policy, tokens)
+    check_room(policy, held)
+    planner, quotas = readied(desk, policy, tokens, len(ids))
     told = planner, tokens, quotas, meter, pages_of(policy)
     shelf, reader = Shelf(spec, ()), Reader(desk.decoder, *told)
-    ledger = Ledger() if form is Form.DENSE else planner.ledger
-    storage, tier = policy.staying, (policy.parking, policy.rebuilding)
-    kept = ledger, storage.codecs, storage.pairing, *tier
-    lanes = [Lane(SequenceCache(spec, form, *kept), book, shelf.add) for book in books]
+    lanes = [Lane(empty_cache(policy, spec), book, shelf.add) for book in books]
     if not ids:
         for lane in lanes:
             reader.finish(lane)
@@ -192,13 +186,15 @@ def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending
     tokens = entries_of(policy, desk.decoder.spec)
     reading = policy.timing.reading_tokens(tokens)
     # Generated text goes on filling layers, so the context so far does not limit them.
-    ready = [_ready(desk, policy, reading, max(start, tokens)) for start in starts]
+    ready = [readied(desk, policy, reading, max(start, tokens)) for start in starts]
     quotas = tuple(own for _, own in ready)
     told = tokens, quotas, starts, desk.decoder.foresee, pages_of(policy)
     return Tending(ready[0][0], *told)
 
 
-def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Planner, dict[int, int]]:
+def readied(
+    desk: Desk, policy: Policy, tokens: int, context: int
+) -> tuple[Planner, dict[int, int]]:
     """The planner with its measurements, and how many entries each layer may hold."""
     managed = tuple(layer.index for layer in desk.decoder.spec.managed)
     layers = tuple(layer.index for layer in governed(policy, desk.decoder.spec))
@@ -207,93 +203,3 @@ def _ready(desk: Desk, policy: Policy, tokens: int, context: int) -> tuple[Plann
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, facts)
-
-
-def governed(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
-    """The layers that a policy's budget is for: managed ones that it does not call dense."""
-    dense = 0 if policy.recall is None else policy.recall.dense
-    if policy.rebuilding is not None:
-        dense = policy.rebuilding.depth
-    return tuple(layer for layer in spec.managed if layer.index >= dense)
-
-
-def _check_room(policy: Policy, tokens: int) -> None:
-    """Raises: BudgetError: recent tokens are protected that generated text has no room for."""
-    recent, room = policy.protect.recent_tokens(tokens), policy.timing.room(tokens)
-    if room is not None and recent > room:
-        raise BudgetError(
-            f"{spell(policy.timing)} leaves generated text {room} of {tokens} entries, fewer than "
-            f"the {recent} recent tokens that {spell(policy.protect)} keeps: raise --budget, or "
-            "protect fewer."
-        )
-
-
-def entries_of(policy: Policy, spec: ModelSpec) -> int:
-    """Entries per kv head that the bytes of M come to, in the form that the policy stores them.
-
-    Raises:
-        BudgetError: they cannot hold what the form needs.
-        UsageError: there is no limit whose bytes could be shared.
-    """
-    tokens, storage = tokens_of(policy), policy.storage
-    if policy.recall is not None:
-        storage.check(spec.managed, spec.dtype.itemsize)
-        return _beside_pages(policy, tokens)
-    if tokens != WITHOUT_LIMIT:
-        return storage.entries(tokens, spec.managed, spec.dtype.itemsize)
-    if storage.codecs or storage.form != Form.RAGGED.value:
-        raise UsageError(
-            f"{spell(storage)} shares the bytes of a budget, but {spell(policy.budget)} sets none: "
-            "take uniform(kept=1.0) for as many bytes as the context takes, or less."
-        )
-    return tokens
-
-
-def pages_of(policy: Policy) -> int:
-    """Entries per kv head that a budget leaves for recalled pages."""
-    return 0 if policy.recall is None else policy.recall.tokens or 0
-
-
-def _beside_pages(policy: Policy, tokens: int) -> int:
-    """Entries per kv head that stay in the fast tier for good.
-
-    Raises:
-        BudgetError: recalled pages leave no room for any.
-        UsageError: there is no limit, so nothing is ever parked.
-    """
-    recall = policy.recall
-    assert recall is not None and recall.tokens is not None  # filled in by `Policy.filled`
-    if tokens == WITHOUT_LIMIT:
-        raise UsageError(
-            f"{spell(policy.budget)} keeps everything, so nothing is parked that {spell(recall)} "
-            "could find: take uniform(), or drop() in place of park()."
-        )
-    if recall.tokens >= tokens:
-        raise BudgetError(
-            f"The budget of {tokens} tokens has no room beside the {recall.tokens} that "
-            f"{spell(recall)} fetches: raise --budget, or fetch fewer."
-        )
-    least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
-    if least > tokens - recall.tokens and not isinstance(policy.protect.recent, float):
-        raise BudgetError(
-            f"The budget of {tokens} tokens has no room for the {recall.tokens} that "
-            f"{spell(recall)} fetches beside the {least} that {spell(policy.protect)} and "
-            f"{spell(policy.scorer)} always keep: raise --budget, fetch fewer, or protect fewer."
-        )
-    return tokens - recall.tokens
-
-
-def _form(policy: Policy, tokens: int) -> Form:
-    """How the managed layers are held."""
-    if policy.recall is not None:
-        return Form.TIERED
-    if policy.rebuilding is not None:
-        return Form.REBUILT
-    return Form.DENSE if tokens == WITHOUT_LIMIT else Form(policy.storage.form)
-
-
-def tokens_of(policy: Policy) -> int:
-    """M of a policy whose sizes are filled in."""
-    tokens = policy.budget.tokens
-    assert tokens is not None  # filled in by `Policy.filled`
-    return tokens

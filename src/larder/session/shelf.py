@@ -33,6 +33,14 @@ class Parked:
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
 
+    def revived(self, spec: ModelSpec) -> SequenceCache:
+        """The cache on the device again; nobody may use this any more."""
+        return SequenceCache.adopt(spec, self.state, self.meta)
+
+    def copied(self, spec: ModelSpec) -> SequenceCache:
+        """A second cache on the device, with tensors of its own."""
+        return SequenceCache.restore(spec, self.state, self.meta)
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -74,7 +82,7 @@ class Shelf:
 
     def add(self, cache: SequenceCache) -> None:
         """Park one more cache under the next number."""
-        self._parked[len(self)] = _park(cache)
+        self._parked[len(self)] = park(cache)
 
     def activate(self, number: int) -> SequenceCache:
         """The cache of that number, on the device; the one that was active is written back."""
@@ -82,7 +90,7 @@ class Shelf:
             return self._active[1]
         self.rest()
         parked = self._parked[number]
-        restored = SequenceCache.adopt(self._spec, parked.state, parked.meta)
+        restored = parked.revived(self._spec)
         self._active = (number, restored)
         del self._parked[number]
         return restored
@@ -92,7 +100,7 @@ class Shelf:
         if self._active is None:
             return
         number, cache = self._active
-        self._parked[number] = _park(cache)
+        self._parked[number] = park(cache)
         self._active = None
 
     def holding(self, number: int, cache: SequenceCache) -> Shelf:
@@ -105,7 +113,7 @@ class Shelf:
         if self._active is not None and self._active[0] == number:
             shelf._parked, shelf._active = dict(self._parked), (number, cache)
             return shelf
-        shelf._parked = {**self._parked, number: _park(cache)}
+        shelf._parked = {**self._parked, number: park(cache)}
         shelf._active = self._active
         return shelf
 
@@ -151,7 +159,7 @@ class Shelf:
         return tuple(held[number] for number in sorted(held))
 
 
-def _park(cache: SequenceCache) -> Parked:
+def park(cache: SequenceCache) -> Parked:
     """Take a cache over into host memory; it is empty afterwards."""
     held = cache.managed_entries, cache.next_position, _finest(cache)
     slots, paged, meta = _slot_bytes(cache), _paged(cache), cache.meta()

@@ -63,8 +63,12 @@ class Template:
 
     def user_turn(self, content: str, end: End) -> str:
         """What a user's turn adds behind a finished answer."""
-        turns = [Turn("user", "?"), Turn("assistant", MARK), Turn("user", content)]
-        return self._behind_mark(turns, end).removeprefix(self.closing())
+        return self.going_on([Turn("user", content)], end)
+
+    def going_on(self, turns: Sequence[Turn], end: End) -> str:
+        """What further turns add behind a finished answer."""
+        told = [Turn("user", "?"), Turn("assistant", MARK), *turns]
+        return self._behind_mark(told, end).removeprefix(self.closing())
 
     def closing(self) -> str:
         """What the template puts behind an answer to end the assistant's turn."""

@@ -109,6 +109,14 @@ class Scribe:
         """A user's turn at the very start, up to where the answer begins."""
         return self.encode(self._template.render([Turn("user", text)], End.ANSWER))
 
+    def prompt(self, turns: Sequence[Turn]) -> tuple[int, ...]:
+        """A whole conversation, up to where the next answer begins."""
+        return self.encode(self._template.render(turns, End.ANSWER))
+
+    def going_on(self, turns: Sequence[Turn]) -> tuple[int, ...]:
+        """What further turns add behind a finished exchange, up to where the answer begins."""
+        return self.encode(self._template.going_on(turns, End.ANSWER))
+
     def answer(self, text: str) -> tuple[int, ...]:
         """An answer as it stands behind `question`, its end of turn included."""
         return self.encode(text + self._template.closing())
