@@ -9,6 +9,8 @@ import pytest
 from commands import Run, complaint, document, write
 from larder.bench.rows import rows_of
 from larder.bench.running import Run as Running
+from larder.bench.studying import MEASURES
+from larder.cli.bench import BenchOptions
 
 TINY = ("--model", "random:qwen3-tiny", "--tokens", "180", "--files", "1", "--budget", "1/2")
 ONE = ("bench", "passkey", *TINY, "--policy", "h2o", "--control", "full", "--matched", "bytes")
@@ -98,3 +100,8 @@ def test_interrupted(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [row["row"] for row in rows_of(out)][1:] == ["budgets", "cell"]
     monkeypatch.setattr(Running, "go", lambda self, tell: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(*ONE, "--out", out.with_name("other.jsonl")).exit_code == 130
+
+
+def test_help_names_every_measure() -> None:
+    told = BenchOptions.__annotations__["measure"]
+    assert all(name in told for name in MEASURES.own())

@@ -68,7 +68,8 @@ class BenchOptions(Output):
         Names | None,
         typer.Option(
             metavar="SPELLING",
-            help="forced, generated, fidelity, prompts, recall, decode, reading.",
+            help="forced, generated, answer_kl, fidelity, similarity, prompts, recall, decode, "
+            "reading, stages.",
         ),
     ] = None
     name: Annotated[str | None, typer.Option(help="Of the study.  Default: bench.")] = None
