@@ -1,0 +1,1 @@
+"""The page at `/`: chat, sessions, and what is kept of them."""

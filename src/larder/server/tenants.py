@@ -1,0 +1,157 @@
+"""Who may ask: API keys and the principals behind them."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from larder.core.errors import InputError
+from larder.server.request import Refusal
+
+LOCAL = "local"  # the principal of who works at the machine itself
+OPERATOR = "operator"  # the word behind a key that may read what concerns all tenants
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+KEY = re.compile(r"[!-+\--~]{16,512}")  # printable ASCII without a comma
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who asks.
+
+    Args:
+        name: whose sessions are meant: the store derives the tenant from it by its own secret.
+        is_operator: may read numbers of all tenants together.
+    """
+
+    name: str
+    is_operator: bool
+
+
+class Door(ABC):
+    """Who is let in."""
+
+    @abstractmethod
+    def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
+        """Whose request this is.
+
+        Args:
+            headers: by lower-case name.
+            client: the address that it comes from; None where there is none, as in a test.
+
+        Raises:
+            Refusal: 401 `invalid_api_key`, or 403 `forbidden`.
+        """
+
+
+class Locked(Door):
+    """Only who has a key. Keys themselves are not held: a digest under a secret of this process is.
+
+    Args:
+        keys: each with its principal.
+    """
+
+    def __init__(self, keys: Mapping[str, Principal]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._known = {self._digest(key): principal for key, principal in keys.items()}
+
+    def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        known = self._known.get(self._digest(key.strip())) if scheme.lower() == "bearer" else None
+        if known is None:
+            raise Refusal(
+                "No valid API key: send 'Authorization: Bearer KEY' with a key of this server.",
+                401,
+                "invalid_api_key",
+            )
+        return known
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
+
+
+class Loopback(Door):
+    """Without keys: whoever is at this machine, and no page of another site in its browser."""
+
+    def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
+        host = _host(f"//{headers.get('host', 'localhost')}")
+        origin = headers.get("origin")
+        far = (client is not None and not is_loopback(client)) or not is_loopback(host)
+        if far or (origin is not None and not is_loopback(_host(origin))):
+            raise Refusal(
+                "Without API keys only this machine is served, under the name localhost: start "
+                "the server with --keys FILE, or ask from the machine itself.",
+                403,
+                "forbidden",
+            )
+        return Principal(LOCAL, is_operator=True)
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a name or an address is this machine's own loopback."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def read_keys(text: str, where: str) -> dict[str, Principal]:
+    """Keys and whose they are, from lines (or parts between commas) of `NAME KEY [operator]`.
+
+    Args:
+        where: what the text is, for errors.
+
+    Raises:
+        InputError: a line is none, or a key stands there twice; no key is repeated in the message.
+    """
+    found: dict[str, Principal] = {}
+    lines = text.replace(",", "\n").splitlines()
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        _check(words, f"{where}, line {number}")
+        if words[1] in found:
+            raise InputError(f"{where}, line {number}: this key stood there before: make another.")
+        found[words[1]] = Principal(words[0], is_operator=words[2:] == [OPERATOR])
+    if not found:
+        raise InputError(f"{where} holds no key: write lines of 'NAME KEY', or leave it out.")
+    return found
+
+
+def keys_of(path: Path) -> dict[str, Principal]:
+    """The keys of a file.
+
+    Raises:
+        InputError: it cannot be read, or see `read_keys`.
+    """
+    try:
+        return read_keys(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as a file of keys ({error}).") from error
+
+
+def _check(words: list[str], where: str) -> None:
+    if len(words) < 2 or words[2:] not in ([], [OPERATOR]):
+        raise InputError(f"{where}: not 'NAME KEY' or 'NAME KEY {OPERATOR}'.")
+    if NAME.fullmatch(words[0]) is None:
+        raise InputError(
+            f"{where}: a name is 1 to 64 letters, digits, dots, dashes and underscores."
+        )
+    if KEY.fullmatch(words[1]) is None:
+        raise InputError(f"{where}: a key is 16 to 512 printable ASCII characters, no comma.")
+
+
+def _host(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).hostname
+    except ValueError:
+        return None

@@ -1,0 +1,1 @@
+"""The server as HTTP: what clients send and what they are sent back."""

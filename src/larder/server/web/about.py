@@ -1,0 +1,134 @@
+"""What the server is: models, tokens, health, numbers, version, and its page."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi.requests import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+
+import larder
+from larder.server.hub import Served
+from larder.server.request import Refusal
+from larder.server.web.asking import Text
+from larder.server.web.desk import desk_of, principal_of
+
+router = APIRouter(tags=["about"])
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class TextAsked(BaseModel):
+    """A text to take apart."""
+
+    prompt: Text
+    model: Text | None = None
+
+
+class TokensAsked(BaseModel):
+    """Token ids to put together."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+    model: Text | None = None
+
+
+@router.get("/health")
+def health(http: HttpRequest) -> JSONResponse:
+    """Whether requests are taken."""
+    is_healthy = desk_of(http).hub.is_healthy()
+    return JSONResponse({"status": "ok" if is_healthy else "down"}, 200 if is_healthy else 503)
+
+
+@router.get("/version")
+def version() -> JSONResponse:
+    """The version of Larder."""
+    return JSONResponse({"version": larder.__version__})
+
+
+@router.get("/metrics")
+def metrics(http: HttpRequest) -> Response:
+    """Numbers of all tenants together, for Prometheus and for operators only."""
+    if not principal_of(http).is_operator:
+        raise Refusal(
+            "This key is no operator's: write 'operator' behind it in the file of keys.",
+            403,
+            "forbidden",
+        )
+    return Response(desk_of(http).gauges.text(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/v1/models")
+def list_models(http: HttpRequest) -> JSONResponse:
+    """List the models."""
+    served = desk_of(http).hub.models()
+    return JSONResponse({"object": "list", "data": [_model(each) for each in served]})
+
+
+@router.get("/v1/models/{name:path}")
+def retrieve_model(http: HttpRequest, name: str) -> JSONResponse:
+    """Tell of a model."""
+    return JSONResponse(_model(desk_of(http).check_model(name)))
+
+
+@router.post("/tokenize")
+def tokenize(http: HttpRequest, asked: TextAsked) -> JSONResponse:
+    """The tokens of a text."""
+    desk = desk_of(http)
+    served, ids = desk.check_model(asked.model), desk.hub.tokenize(asked.prompt)
+    told = {"count": len(ids), "max_model_len": served.context_tokens, "tokens": ids}
+    return JSONResponse(told)
+
+
+@router.post("/detokenize")
+def detokenize(http: HttpRequest, asked: TokensAsked) -> JSONResponse:
+    """The text of tokens."""
+    desk_of(http).check_model(asked.model)
+    return JSONResponse({"prompt": desk_of(http).hub.detokenize(asked.tokens)})
+
+
+@router.get("/", include_in_schema=False)
+def page() -> Response:
+    """Chat, sessions and what is kept of them, in a browser."""
+    return _asset("page.html")
+
+
+@router.get("/{name}.css", include_in_schema=False)
+def style(name: str) -> Response:
+    """How the page looks."""
+    return _named(name, "css")
+
+
+@router.get("/{name}.js", include_in_schema=False)
+def script(name: str) -> Response:
+    """What the page does."""
+    return _named(name, "js")
+
+
+def _named(name: str, ending: str) -> Response:
+    if name not in ("page", "map", "talk"):
+        raise Refusal("There is no such file.", 404, "not_found")
+    return _asset(f"{name}.{ending}")
+
+
+def _asset(name: str) -> Response:
+    content = files("larder.server.page").joinpath(name).read_bytes()
+    headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
+    kind = KINDS[name.rpartition(".")[2]]
+    return Response(content, media_type=f"{kind}; charset=utf-8", headers=headers)
+
+
+def _model(served: Served) -> dict[str, Any]:
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": int(served.made),
+        "owned_by": "larder",
+        "max_model_len": served.context_tokens,
+        "kv_policy": served.policy,
+    }

@@ -1,0 +1,224 @@
+"""Responses as objects: what is asked, what is told of it, and what is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from larder.server.request import Refusal, Report, Turn
+from larder.server.web.archive import CONVERSATION, RESPONSE, Item
+from larder.server.web.asking import Asked, Message, Text, Tokens, input_usage, kv
+from larder.server.web.conversations import Metadata, found, items_of, shown_item
+from larder.server.web.desk import Desk
+from larder.server.web.naming import checked, new_id
+from larder.server.web.refusing import invalid, missing
+
+LONGEST_CHAIN = 10_000
+
+
+class Input(Message):
+    """A message as responses take it."""
+
+    type: Literal["message"] = "message"
+
+
+class Named(BaseModel):
+    """A conversation by its id."""
+
+    id: Text
+
+
+class ResponseAsked(Asked):
+    """What is new in a conversation, or all of one."""
+
+    input: Text | Annotated[list[Input], Field(min_length=1, max_length=100_000)]
+    instructions: Text | None = None
+    conversation: Text | Named | None = None
+    previous_response_id: Text | None = None
+    max_output_tokens: Tokens | None = None
+    metadata: Metadata | None = None
+    store: bool = True
+
+    def messages(self) -> Sequence[Message]:
+        """The new messages."""
+        if isinstance(self.input, str):
+            return (Message(role="user", content=self.input),)
+        return self.input
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One response on its way.
+
+    Args:
+        past: turns in front of the new ones, instructions left out.
+        inputs: the new ones.
+        session: that holds the past; None where there is none yet.
+        conversation: its document; None without one.
+        digest: of what was asked: the same again is a repetition.
+    """
+
+    desk: Desk
+    tenant: str
+    asked: ResponseAsked
+    past: tuple[Turn, ...]
+    inputs: tuple[Item, ...]
+    session: str | None
+    conversation: dict[str, Any] | None
+    digest: str
+    id: str = field(default_factory=lambda: new_id("resp_"))
+    answer: str = field(default_factory=lambda: new_id("msg_"))
+    created: float = field(default_factory=time.time)
+
+    def turns(self) -> tuple[Turn, ...]:
+        """The whole text to continue."""
+        said = self.asked.instructions
+        first = () if said is None else (Turn("system", said),)
+        return (*first, *self.past, *(item.turn for item in self.inputs))
+
+    def told(self, status: str, text: str | None = None) -> dict[str, Any]:
+        """The response as it stands."""
+        asked, usual = self.asked, self.desk.settings.sampling
+        sampling = asked.sampling(usual)
+        conversation = None if self.conversation is None else {"id": self.conversation["id"]}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "conversation": conversation,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": asked.model,
+            "output": [] if text is None else [self.message(text)],
+            "parallel_tool_calls": False,
+            "previous_response_id": asked.previous_response_id,
+            "prompt_cache_key": asked.prompt_cache_key,
+            "store": asked.store,
+            "temperature": sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": asked.user,
+        }
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The answer as an item."""
+        return shown_item(Item(self.answer, Turn("assistant", text)))
+
+    def finish(self, text: str, report: Report) -> dict[str, Any]:
+        """The response when all is said; kept, if it is to be.
+
+        Raises:
+            Refusal: 409: the conversation has grown meanwhile.
+        """
+        is_whole = report.reason != "length"
+        told = self.told("completed" if is_whole else "incomplete", text)
+        if not is_whole:
+            told["incomplete_details"] = {"reason": "max_output_tokens"}
+        told |= {"usage": input_usage(report), "kv": kv(report), "completed_at": time.time()}
+        answer = Item(self.answer, Turn("assistant", text))
+        self._keep(told, answer, report.session)
+        return told
+
+    def _keep(self, told: dict[str, Any], answer: Item, session: str) -> None:
+        archive, tenant = self.desk.archive, self.tenant
+        items = (*self.inputs, answer)
+        if self.conversation is not None:
+            archive.append(tenant, self.conversation["id"], items, expected=len(self.past))
+            last = {"session": session, "last": [self.digest, self.id]}
+            archive.put(tenant, CONVERSATION, self.conversation["id"], self.conversation | last)
+        if self.asked.store:
+            document = {
+                "told": told,
+                "items": [[item.id, item.turn.role, item.turn.text] for item in items],
+                "previous": self.asked.previous_response_id,
+                "session": session,
+            }
+            archive.put(tenant, RESPONSE, self.id, document)
+
+
+def exchange(desk: Desk, tenant: str, asked: ResponseAsked, session: str | None) -> Exchange:
+    """Find what a request goes on from.
+
+    Args:
+        session: that the request names besides.
+
+    Raises:
+        Refusal: 400, if it goes on from two things; 404, if from none that is there.
+    """
+    named = asked.conversation
+    name = named.id if isinstance(named, Named) else named
+    if name is not None and asked.previous_response_id is not None:
+        raise invalid(
+            "conversation and previous_response_id exclude each other: send one.",
+            "previous_response_id",
+        )
+    asked.check()
+    inputs, digest = items_of(asked.messages()), _digest(asked)
+    if name is not None:
+        document = found(desk, tenant, checked(name, "conversation"))
+        past = tuple(item.turn for item in desk.archive.items(tenant, name))
+        return Exchange(desk, tenant, asked, past, inputs, document["session"], document, digest)
+    if asked.previous_response_id is not None:
+        past, before = _chain(desk, tenant, asked.previous_response_id)
+        return Exchange(desk, tenant, asked, past, inputs, before, None, digest)
+    return Exchange(desk, tenant, asked, (), inputs, session, None, digest)
+
+
+def repeated(what: Exchange) -> dict[str, Any] | None:
+    """What was answered to just this in this conversation the last time; None if it is new."""
+    last = None if what.conversation is None else what.conversation.get("last")
+    if last is None or last[0] != what.digest:
+        return None
+    document = what.desk.archive.get(what.tenant, RESPONSE, last[1])
+    return None if document is None else document["told"]
+
+
+def kept(desk: Desk, tenant: str, name: str) -> dict[str, Any]:
+    """A response that was kept, with what belongs to it.
+
+    Raises:
+        Refusal: 404 `response_not_found`.
+    """
+    document = desk.archive.get(tenant, RESPONSE, name)
+    if document is None:
+        raise missing("There is no such response, or not any more.", "response_not_found")
+    return document
+
+
+def _chain(desk: Desk, tenant: str, name: str) -> tuple[tuple[Turn, ...], str]:
+    """Everything said up to a response, and the session that holds it."""
+    links: list[dict[str, Any]] = []
+    following: str | None = name
+    while following is not None and len(links) < LONGEST_CHAIN:
+        document = desk.archive.get(tenant, RESPONSE, checked(following, "previous_response_id"))
+        if document is None:
+            raise Refusal(
+                "A previous response is not kept (any more): send the conversation itself.",
+                404,
+                "previous_response_not_found",
+                "previous_response_id",
+            )
+        links.append(document)
+        following = document["previous"]
+    turns = (Turn(role, text) for link in reversed(links) for _, role, text in link["items"])
+    return tuple(turns), links[0]["session"]
+
+
+def _digest(asked: ResponseAsked) -> str:
+    text = json.dumps(asked.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()

@@ -1,0 +1,175 @@
+"""What clients may ask for again by an id of ours: responses, conversations and their items."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from larder.core.errors import Damaged, StoreFull
+from larder.server.request import Refusal, Turn
+
+TABLE = """
+CREATE TABLE IF NOT EXISTS documents (
+    tenant TEXT NOT NULL, kind TEXT NOT NULL, id TEXT NOT NULL, parent TEXT NOT NULL,
+    place INTEGER NOT NULL, made REAL NOT NULL, bytes INTEGER NOT NULL, body TEXT NOT NULL,
+    PRIMARY KEY (tenant, kind, id)
+);
+CREATE INDEX IF NOT EXISTS by_parent ON documents (tenant, kind, parent, place);
+CREATE INDEX IF NOT EXISTS by_age ON documents (tenant, kind, made);
+"""
+RESPONSE, CONVERSATION, ITEM = "response", "conversation", "item"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One message of a conversation."""
+
+    id: str
+    turn: Turn
+
+
+class Archive:
+    """JSON documents of tenants, in one SQLite file. Safe from threads.
+
+    Every document belongs to a tenant, and is as unknown to others as one that never was. What is
+    written is on the disk when the method returns. Responses leave, the oldest first, when a
+    tenant's take more than `limit_bytes`; conversations stay until they are deleted.
+
+    Args:
+        path: of the file; None keeps everything in memory.
+        limit_bytes: of responses, per tenant.
+
+    Raises:
+        Damaged: the file is something else.
+    """
+
+    def __init__(self, path: Path | None = None, limit_bytes: int = 256 << 20) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._base = sqlite3.connect(
+            ":memory:" if path is None else path, timeout=30, check_same_thread=False
+        )
+        try:
+            self._base.execute("PRAGMA journal_mode=WAL")
+            self._base.execute("PRAGMA synchronous=FULL")
+            self._base.executescript(TABLE)
+        except sqlite3.DatabaseError as error:
+            self._base.close()
+            raise Damaged(f"{path} is no archive of responses ({error}): move it away.") from error
+
+    def get(self, tenant: str, kind: str, name: str) -> dict[str, Any] | None:
+        """A document; None if this tenant has none of that name."""
+        with self._using() as base:
+            row = base.execute(
+                "SELECT body FROM documents WHERE tenant = ? AND kind = ? AND id = ?",
+                (tenant, kind, name),
+            ).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def put(self, tenant: str, kind: str, name: str, body: dict[str, Any]) -> None:
+        """Write a document, or write it anew."""
+        with self._using() as base:
+            _insert(base, (tenant, kind, name, "", 0), body)
+            self._shrink(base, tenant)
+
+    def remove(self, tenant: str, kind: str, name: str) -> bool:
+        """Delete a document and the items in it; whether it was there."""
+        with self._using() as base:
+            base.execute(
+                "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ?",
+                (tenant, ITEM, name),
+            )
+            gone = base.execute(
+                "DELETE FROM documents WHERE tenant = ? AND kind = ? AND id = ?",
+                (tenant, kind, name),
+            )
+            return gone.rowcount > 0
+
+    def items(self, tenant: str, conversation: str) -> tuple[Item, ...]:
+        """The messages of a conversation in order."""
+        with self._using() as base:
+            rows = base.execute(
+                "SELECT id, body FROM documents WHERE tenant = ? AND kind = ? AND parent = ? "
+                "ORDER BY place",
+                (tenant, ITEM, conversation),
+            ).fetchall()
+        return tuple(Item(name, Turn(**json.loads(text))) for name, text in rows)
+
+    def append(
+        self, tenant: str, conversation: str, items: Sequence[Item], expected: int | None = None
+    ) -> None:
+        """Add messages at the end, all of them or none.
+
+        Args:
+            expected: how many there must be before; None for any number.
+
+        Raises:
+            Refusal: 409 `conversation_changed`.
+        """
+        with self._using() as base:
+            start, held = base.execute(
+                "SELECT coalesce(max(place) + 1, 0), count(*) FROM documents "
+                "WHERE tenant = ? AND kind = ? AND parent = ?",
+                (tenant, ITEM, conversation),
+            ).fetchone()
+            if expected not in (None, held):
+                said = "The conversation has changed while it was answered: ask again."
+                raise Refusal(said, 409, "conversation_changed", "conversation", 1.0)
+            for place, item in enumerate(items, start):
+                body = {"role": item.turn.role, "text": item.turn.text}
+                _insert(base, (tenant, ITEM, item.id, conversation, place), body)
+
+    def remove_item(self, tenant: str, conversation: str, name: str) -> None:
+        """Take one message out, if it is there."""
+        with self._using() as base:
+            base.execute(
+                "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ? AND id = ?",
+                (tenant, ITEM, conversation, name),
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._base.close()
+
+    @contextmanager
+    def _using(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._lock, self._base:
+                yield self._base
+        except sqlite3.OperationalError as error:
+            raise StoreFull(f"The archive of responses cannot be used ({error}).") from error
+        except sqlite3.DatabaseError as error:
+            raise Damaged(f"The archive is damaged ({error}): move it away.") from error
+
+    def _shrink(self, base: sqlite3.Connection, tenant: str) -> None:
+        where = "WHERE tenant = ? AND kind = ?"
+        (held,) = base.execute(
+            f"SELECT coalesce(sum(bytes), 0) FROM documents {where}", (tenant, RESPONSE)
+        ).fetchone()
+        while held > self._limit_bytes:
+            name, size = base.execute(
+                f"SELECT id, bytes FROM documents {where} ORDER BY made, rowid LIMIT 1",
+                (tenant, RESPONSE),
+            ).fetchone()
+            base.execute(f"DELETE FROM documents {where} AND id = ?", (tenant, RESPONSE, name))
+            held -= size
+
+
+def _insert(
+    base: sqlite3.Connection, key: tuple[str, str, str, str, int], body: dict[str, Any]
+) -> None:
+    text = json.dumps(body)
+    base.execute(
+        "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (*key, time.time(), len(text), text),
+    )

@@ -1,0 +1,72 @@
+"""What every endpoint works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastapi.requests import Request as HttpRequest
+
+from larder.engine.sampling import Sampling
+from larder.server.hub import Hub, Served
+from larder.server.tenants import Principal
+from larder.server.web.archive import Archive
+from larder.server.web.gauges import Gauges
+from larder.server.web.naming import SESSION_HEADERS
+from larder.server.web.refusing import missing
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the server behaves towards clients.
+
+    Args:
+        max_body_bytes: of a request, imported sessions included.
+        ping_seconds: of silence after which a stream says that it is alive.
+        session_headers: that may name a session, the most telling first.
+        sampling: of requests that say nothing of it.
+        max_new_tokens: likewise.
+    """
+
+    max_body_bytes: int = 64 << 20
+    ping_seconds: float = 10.0
+    session_headers: tuple[str, ...] = SESSION_HEADERS
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A server's parts, shared by all requests."""
+
+    hub: Hub
+    archive: Archive
+    gauges: Gauges
+    settings: Settings
+
+    def check_model(self, name: str | None) -> Served:
+        """The model of a name; the only one where none is named.
+
+        Raises:
+            Refusal: 404 `model_not_found`.
+        """
+        served = self.hub.models()
+        for each in served:
+            if name is None or each.name == name:
+                return each
+        known = ", ".join(repr(each.name) for each in served)
+        raise missing(f"There is no model {name!r} here: ask {known}.", "model_not_found", "model")
+
+
+def desk_of(http: HttpRequest) -> Desk:
+    """The desk of the server that got a request."""
+    return http.app.state.desk
+
+
+def principal_of(http: HttpRequest) -> Principal:
+    """Who asks."""
+    return http.scope["state"]["principal"]
+
+
+def tenant_of(http: HttpRequest) -> str:
+    """Whose sessions a request may see."""
+    return principal_of(http).name

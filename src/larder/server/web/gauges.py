@@ -1,0 +1,135 @@
+"""The numbers of the server for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from larder.server.hub import Hub, Stats
+from larder.server.request import Report
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Gauges:
+    """What `/metrics` tells: the hub's own numbers, and how long answers took."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Numbers(hub))
+        self._first = self._histogram(
+            "time_to_first_token_seconds", "From a request to its first token."
+        )
+        self._between = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens, on average over an answer."
+        )
+        self._wait = self._histogram(
+            "request_queue_time_seconds", "From a request to its first pass through the model."
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its end.")
+
+    def observe(self, report: Report) -> None:
+        """Count a finished answer."""
+        self._first.observe(report.first_seconds)
+        self._wait.observe(report.wait_seconds)
+        self._whole.observe(report.seconds)
+        if report.new_tokens > 1:
+            spent = report.seconds - report.first_seconds
+            self._between.observe(spent / (report.new_tokens - 1))
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, told: str) -> Histogram:
+        return Histogram(f"larder_{name}", told, registry=self._registry, buckets=SECONDS)
+
+
+class _Numbers(Collector):
+    """Reads a hub's numbers whenever they are asked for."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def describe(self) -> Iterator[Metric]:
+        return _families(Stats())
+
+    def collect(self) -> Iterator[Metric]:
+        return _families(self._hub.stats())
+
+
+def _families(stats: Stats) -> Iterator[Metric]:
+    yield from _gauges(stats)
+    yield from _tokens(stats)
+    yield from _counters(stats)
+
+
+def _gauges(stats: Stats) -> Iterator[Metric]:
+    limit, held = stats.budget_bytes.get("device", 0), stats.tier_bytes.get("device", 0)
+    yield _gauge(
+        "kv_cache_usage_perc", "Share of the device's budget.", held / limit if limit else 0
+    )
+    yield _gauge("num_requests_running", "Requests that are read or answered.", stats.running)
+    yield _gauge("num_requests_waiting", "Requests that wait for room.", stats.waiting)
+    yield _by("sessions", "Sessions by state.", "state", stats.sessions)
+    yield _by("tier_bytes", "Bytes held or on their way.", "tier", stats.tier_bytes)
+    yield _by("peak_bytes", "The most that was held.", "tier", stats.peak_bytes)
+    yield _by("budget_bytes", "Bytes that may be held.", "tier", stats.budget_bytes)
+
+
+def _tokens(stats: Stats) -> Iterator[Metric]:
+    yield _counter("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens)
+    yield _counter("generation_tokens", "Tokens of answers.", stats.new_tokens)
+    yield _counter("prefix_cache_queries", "Prompt tokens looked for.", stats.prompt_tokens)
+    yield _counter("prefix_cache_hits", "Prompt tokens not read again.", stats.cached_tokens)
+    yield _counter("prompt_tokens_cached", "Prompt tokens not read again.", stats.cached_tokens)
+    yield _counter("tokens_restored", "Cached tokens of slower tiers.", stats.restored_tokens)
+    yield _counter("tokens_recomputed", "Tokens read once more.", stats.recomputed_tokens)
+    yield _counter("tokens_evicted", "Entries dropped, per head.", stats.evicted_tokens)
+    yield _counter("tokens_merged", "Entries merged, per head.", stats.merged_tokens)
+    computed = max(stats.prompt_tokens - stats.cached_tokens, 0)
+    sources = {"computed": computed, "cached": stats.cached_tokens}
+    family = CounterMetricFamily(
+        "larder_prompt_tokens_by_source", "Where prompt tokens came from.", labels=["source"]
+    )
+    for source, value in sources.items():
+        family.add_metric([source], value)
+    yield family
+
+
+def _counters(stats: Stats) -> Iterator[Metric]:
+    told = "Times that more was held than may be; must stay 0."
+    yield _counter("budget_violations", told, stats.budget_violations)
+    yield _counter("decode_steps", "Passes that generate.", stats.steps)
+    yield _counter("prefill_blocks", "Passes that read.", stats.blocks)
+    yield _counter("ssd_written_bytes", "Bytes written to disk.", stats.written_bytes)
+    yield _counted("request_success", "Requests by their end.", "finished_reason", stats.done)
+    yield _counted("admission_rejections", "Requests refused.", "code", stats.refused)
+    yield _counted("kv_parked", "Caches moved to a slower tier.", "tier", stats.parked)
+    yield _counted("kv_restored", "Caches brought back.", "tier", stats.restored)
+    yield _counted("restore_rejected", "Saved caches not taken.", "reason", stats.rejected)
+
+
+def _gauge(name: str, told: str, value: float | int) -> Metric:
+    return GaugeMetricFamily(f"larder_{name}", told, value=value)
+
+
+def _counter(name: str, told: str, value: float | int) -> Metric:
+    return CounterMetricFamily(f"larder_{name}", told, value=value)
+
+
+def _by(name: str, told: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(f"larder_{name}", told, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _counted(name: str, told: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(f"larder_{name}", told, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

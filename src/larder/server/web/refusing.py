@@ -1,0 +1,129 @@
+"""Errors as OpenAI's clients understand them: a status, a body, and whether to try again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.requests import Request as HttpRequest
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as BareHTTPException
+
+from larder.core.errors import (
+    BadParameter,
+    BudgetError,
+    InputError,
+    LarderError,
+    StoreFull,
+    StoreSlow,
+    Superseded,
+    UsageError,
+)
+from larder.server.request import Refusal
+
+INVALID = "invalid_request"
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+TYPES = frozenset({"body", "str", "int", "path", "query"})
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+# What clients try again by themselves, unless they are told not to.
+REPEATED = (408, 409, 429)
+# The first that an error is one of says what becomes of it: status, code, seconds to wait.
+STATUSES: Sequence[tuple[type[LarderError], int, str, float | None]] = (
+    (StoreSlow, 503, "store_slow", 1.0),
+    (StoreFull, 503, "store_full", None),
+    (Superseded, 409, "lease_lost", 1.0),
+    (BudgetError, 400, "kv_budget_exceeded", None),
+    (BadParameter, 400, INVALID, None),
+    (UsageError, 400, INVALID, None),
+    (InputError, 400, INVALID, None),
+)
+
+
+def invalid(message: str, param: str | None = None, code: str = INVALID) -> Refusal:
+    """A request that will never do as it is."""
+    return Refusal(message, 400, code, param)
+
+
+def missing(message: str, code: str, param: str | None = None) -> Refusal:
+    """Something that is not there, or not for who asks: the two are told alike."""
+    return Refusal(message, 404, code, param)
+
+
+def as_refusal(error: Exception) -> Refusal:
+    """Any error as one for clients; what is nobody's business but ours is not in it."""
+    if isinstance(error, Refusal):
+        return error
+    for kind, status, code, retry_after in STATUSES:
+        if isinstance(error, kind):
+            return Refusal(" ".join(str(error).split()), status, code, retry_after=retry_after)
+    return Refusal("The server has failed; its log says why.", 500, "internal_error")
+
+
+def body(refusal: Refusal) -> dict[str, Any]:
+    """The JSON of an error."""
+    return {
+        "error": {
+            "message": str(refusal),
+            "type": KINDS.get(refusal.status, _kind(refusal.status)),
+            "param": refusal.param,
+            "code": refusal.code,
+        }
+    }
+
+
+def response(refusal: Refusal) -> JSONResponse:
+    """An error as a whole response."""
+    headers: dict[str, str] = {}
+    if refusal.retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
+    elif refusal.status in REPEATED or refusal.status >= 500:
+        headers["x-should-retry"] = "false"
+    if refusal.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(body(refusal), refusal.status, headers)
+
+
+async def on_larder(request: HttpRequest, error: Exception) -> JSONResponse:
+    """Errors of ours."""
+    return response(as_refusal(error))
+
+
+async def on_http(request: HttpRequest, error: Exception) -> JSONResponse:
+    """Errors of the framework: unknown paths, methods, broken bodies."""
+    assert isinstance(error, BareHTTPException)
+    code = CODES.get(error.status_code, INVALID)
+    told = response(Refusal(f"{error.detail}.".replace("..", "."), error.status_code, code))
+    told.headers.update(error.headers or {})
+    return told
+
+
+async def on_invalid(request: HttpRequest, error: Exception) -> JSONResponse:
+    """A body or a parameter that does not have the form of the endpoint."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if _is_field(part)) or None
+    said = f"{place or 'The body'}: {first['msg']}."
+    return response(invalid(said.encode("utf-8", "replace").decode(), place))
+
+
+async def on_anything(request: HttpRequest, error: Exception) -> JSONResponse:
+    """What should not have happened: the client learns nothing of the inside."""
+    return response(as_refusal(error))
+
+
+def _is_field(part: int | str) -> bool:
+    """Whether a step towards what is wrong is a field's name or a place in a list; other steps
+    name types."""
+    return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in TYPES)
+
+
+def _kind(status: int) -> str:
+    return "server_error" if status >= 500 else "invalid_request_error"

@@ -1,0 +1,149 @@
+"""`/v1/responses`: answers that remember what they go on from."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from itertools import count
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
+from fastapi.requests import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from larder.core.errors import LarderError
+from larder.server.request import Report, Turn
+from larder.server.web.answers import Exchange, ResponseAsked, exchange, kept, repeated
+from larder.server.web.archive import RESPONSE, Item
+from larder.server.web.asking import hinted, request
+from larder.server.web.conversations import page
+from larder.server.web.desk import desk_of, tenant_of
+from larder.server.web.hearing import (
+    PING,
+    EventStream,
+    Heard,
+    Silence,
+    data,
+    listen,
+    whole,
+)
+from larder.server.web.refusing import as_refusal
+
+router = APIRouter(prefix="/v1/responses", tags=["responses"])
+RETRIES = "x-stainless-retry-count"  # what OpenAI's clients say of how often they have tried
+
+
+@router.post("")
+async def create(http: HttpRequest, asked: ResponseAsked) -> Response:
+    """Answer, in one piece or as it comes, and remember it."""
+    desk, hint = desk_of(http), hinted(http, desk_of(http), asked)
+    what = await run_in_threadpool(exchange, desk, tenant_of(http), asked, hint.name)
+    again = await run_in_threadpool(repeated, what) if _is_retry(http) else None
+    if again is not None:
+        frames = _repetition(again)
+        return EventStream(frames) if asked.stream else JSONResponse(again)
+    longest, is_firm = asked.max_output_tokens, hint.is_firm or what.session != hint.name
+    wanted = request(http, desk, asked, what.session, longest, turns=what.turns())
+    heard = await listen(http, desk, wanted, is_firm)
+    if asked.stream:
+        return EventStream(_events(what, heard))
+    text, report = await whole(heard)
+    return JSONResponse(await run_in_threadpool(what.finish, text, report))
+
+
+@router.get("/{name}")
+def retrieve(http: HttpRequest, name: str) -> JSONResponse:
+    """Tell a response once more."""
+    return JSONResponse(kept(desk_of(http), tenant_of(http), name)["told"])
+
+
+@router.delete("/{name}")
+def delete(http: HttpRequest, name: str) -> JSONResponse:
+    """Forget a response. Those that go on from it can be told, but not be gone on from."""
+    kept(desk_of(http), tenant_of(http), name)
+    desk_of(http).archive.remove(tenant_of(http), RESPONSE, name)
+    return JSONResponse({"id": name, "object": "response.deleted", "deleted": True})
+
+
+@router.get("/{name}/input_items")
+def input_items(
+    http: HttpRequest,
+    name: str,
+    limit: Annotated[int, Field(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> JSONResponse:
+    """List what was new in a request."""
+    document = kept(desk_of(http), tenant_of(http), name)
+    items = [Item(own, Turn(role, text)) for own, role, text in document["items"][:-1]]
+    if order == "desc":
+        items.reverse()
+    return JSONResponse(page(items, limit, after))
+
+
+def _is_retry(http: HttpRequest) -> bool:
+    told = http.headers.get(RETRIES, "0")
+    return told.isdecimal() and told.strip("0") != ""
+
+
+async def _events(what: Exchange, heard: Heard) -> AsyncGenerator[bytes, None]:
+    numbers, pieces = count(), list[str]()
+    for event in ("response.created", "response.in_progress"):
+        yield _event(numbers, event, {"response": what.told("in_progress")})
+    for event, content in _opening(what):
+        yield _event(numbers, event, content)
+    place = {"item_id": what.answer, "output_index": 0, "content_index": 0, "logprobs": []}
+    try:
+        async for item in heard:
+            if isinstance(item, Silence):
+                yield PING
+            elif isinstance(item, str):
+                pieces.append(item)
+                yield _event(numbers, "response.output_text.delta", place | {"delta": item})
+            else:
+                for frame in await _closing(what, "".join(pieces), item, numbers):
+                    yield frame
+    except LarderError as error:
+        yield _failed(what, error, numbers)
+
+
+def _opening(what: Exchange) -> Iterator[tuple[str, dict[str, Any]]]:
+    item = what.message("") | {"status": "in_progress", "content": []}
+    yield "response.output_item.added", {"output_index": 0, "item": item}
+    [part] = what.message("")["content"]
+    place = {"item_id": what.answer, "output_index": 0, "content_index": 0}
+    yield "response.content_part.added", place | {"part": part}
+
+
+async def _closing(
+    what: Exchange, text: str, report: Report, numbers: Iterator[int]
+) -> list[bytes]:
+    """The last events; the turn is kept before they are told."""
+    told = await run_in_threadpool(what.finish, text, report)
+    [item] = told["output"]
+    place = {"item_id": what.answer, "output_index": 0, "content_index": 0}
+    said = {"text": text, "logprobs": []}
+    return [
+        _event(numbers, "response.output_text.done", place | said),
+        _event(numbers, "response.content_part.done", place | {"part": item["content"][0]}),
+        _event(numbers, "response.output_item.done", {"output_index": 0, "item": item}),
+        _event(numbers, f"response.{told['status']}", {"response": told}),
+    ]
+
+
+async def _repetition(told: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    numbers = count()
+    yield _event(numbers, "response.created", {"response": told})
+    yield _event(numbers, f"response.{told['status']}", {"response": told})
+
+
+def _failed(what: Exchange, error: LarderError, numbers: Iterator[int]) -> bytes:
+    refusal = as_refusal(error)
+    told = what.told("failed")
+    told["error"] = {"code": "server_error", "message": f"{refusal.code}: {refusal}"}
+    return _event(numbers, "response.failed", {"response": told})
+
+
+def _event(numbers: Iterator[int], event: str, content: dict[str, Any]) -> bytes:
+    return data({"type": event, **content, "sequence_number": next(numbers)}, event)

@@ -1,0 +1,141 @@
+"""`/v1/sessions`: what the server holds of each conversation, and what to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
+from fastapi.requests import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+
+from larder.server.hub import SessionView
+from larder.server.web.asking import Text
+from larder.server.web.desk import desk_of, tenant_of
+from larder.server.web.naming import checked
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+
+class ForkAsked(BaseModel):
+    """How the other session is to be called; None leaves it to the server."""
+
+    name: Text | None = None
+
+
+@router.get("")
+def list_sessions(http: HttpRequest) -> JSONResponse:
+    """List the sessions of who asks, the one that was used last first."""
+    views = desk_of(http).hub.sessions(tenant_of(http))
+    return JSONResponse({"object": "list", "data": [shown(view) for view in views]})
+
+
+@router.get("/{name:path}/kept")
+def kept(http: HttpRequest, name: str) -> JSONResponse:
+    """Tell which positions each layer and head still holds, as [start, stop) ranges, and what
+    stands where."""
+    hub, tenant = desk_of(http).hub, tenant_of(http)
+    held, session = hub.kept(tenant, checked(name, "name")), hub.session(tenant, name)
+    turns = [
+        {"role": turn.role, "text": turn.text, "start": start, "stop": stop}
+        for turn, (start, stop) in zip(session.turns, session.spans, strict=True)
+    ]
+    layers = [[_ranges(positions) for positions in heads] for heads in held.layers]
+    return JSONResponse({"tokens": held.tokens, "layers": layers, "turns": turns})
+
+
+@router.post("/{name:path}/pin")
+def pin(http: HttpRequest, name: str) -> JSONResponse:
+    """Have a session parked after all that are not pinned."""
+    return _done(http, name, desk_of(http).hub.pin)
+
+
+@router.post("/{name:path}/unpin")
+def unpin(http: HttpRequest, name: str) -> JSONResponse:
+    """Take that back."""
+    return _done(http, name, desk_of(http).hub.unpin)
+
+
+@router.post("/{name:path}/release")
+def release(http: HttpRequest, name: str) -> JSONResponse:
+    """Give the memory of a session back; the conversation stays."""
+    return _done(http, name, desk_of(http).hub.release)
+
+
+@router.post("/{name:path}/prefetch")
+def prefetch(http: HttpRequest, name: str) -> JSONResponse:
+    """Bring a session's cache to the device."""
+    return _done(http, name, desk_of(http).hub.prefetch)
+
+
+@router.post("/{name:path}/compact")
+def compact(http: HttpRequest, name: str) -> JSONResponse:
+    """Bring a session's cache back within its budget."""
+    return _done(http, name, desk_of(http).hub.compact)
+
+
+@router.post("/{name:path}/fork")
+def fork(http: HttpRequest, name: str, asked: ForkAsked | None = None) -> JSONResponse:
+    """Make another session in the same state."""
+    new_name = None if asked is None or asked.name is None else checked(asked.name, "name")
+    made = desk_of(http).hub.fork(tenant_of(http), checked(name, "name"), new_name)
+    return JSONResponse(shown(made))
+
+
+@router.post("/{name:path}/export")
+def export(http: HttpRequest, name: str) -> Response:
+    """The session as a file."""
+    content = desk_of(http).hub.export(tenant_of(http), checked(name, "name"))
+    named = f"attachment; filename*=UTF-8''{quote(name, safe='')}.larder"
+    return Response(
+        content, media_type="application/octet-stream", headers={"content-disposition": named}
+    )
+
+
+@router.post("/{name:path}/import")
+async def take_in(http: HttpRequest, name: str) -> JSONResponse:
+    """Make a session of an exported file, which is the body."""
+    content = await http.body()
+    hub = desk_of(http).hub
+    made = await run_in_threadpool(hub.import_, tenant_of(http), checked(name, "name"), content)
+    return JSONResponse(shown(made))
+
+
+@router.get("/{name:path}")
+def retrieve(http: HttpRequest, name: str) -> JSONResponse:
+    """Tell of a session."""
+    return JSONResponse(
+        shown(desk_of(http).hub.session(tenant_of(http), checked(name, "name")).view)
+    )
+
+
+@router.delete("/{name:path}")
+def delete(http: HttpRequest, name: str) -> JSONResponse:
+    """Forget a session, in every tier."""
+    desk_of(http).hub.remove(tenant_of(http), checked(name, "name"))
+    return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+
+
+def shown(view: SessionView) -> dict[str, Any]:
+    """A session as JSON."""
+    told = {**vars(view), "tier_bytes": dict(view.tier_bytes)}
+    del told["name"]
+    return {"id": view.name, "object": "session", **told}
+
+
+def _done(http: HttpRequest, name: str, act: Callable[[str, str], SessionView]) -> JSONResponse:
+    return JSONResponse(shown(act(tenant_of(http), checked(name, "name"))))
+
+
+def _ranges(positions: tuple[int, ...]) -> list[int]:
+    """Ascending positions as start, stop, start, stop, ..."""
+    found: list[int] = []
+    for position in positions:
+        if found and found[-1] == position:
+            found[-1] += 1
+        else:
+            found += (position, position + 1)
+    return found

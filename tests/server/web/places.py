@@ -1,0 +1,49 @@
+"""A server on a port of this machine, over a hub without a model."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from larder.server.app import create_app
+from larder.server.tenants import Door
+from larder.server.web.archive import Archive
+from larder.server.web.desk import Settings
+from server.fake_hub import FakeHub
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs."""
+
+    hub: FakeHub
+    url: str
+    archive: Archive
+
+
+@contextmanager
+def running(
+    door: Door, settings: Settings | None = None, archive: Archive | None = None
+) -> Iterator[Running]:
+    """Run a server on a free port until the block is left."""
+    hub, kept = FakeHub(), archive or Archive()
+    app = create_app(hub, door, kept, settings or Settings())
+    config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        bound.listen(64)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.01)
+            assert thread.is_alive()
+        yield Running(hub, f"http://127.0.0.1:{bound.getsockname()[1]}", kept)
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
