@@ -1,0 +1,122 @@
+"""A session as bytes: what was said, token for token, without its cache.
+
+    {"format": "larder session", "version": 1, "fingerprint": ..., "root": ..., "said": [...]}
+
+as JSON, compressed by zstd. Who reads it computes the cache again.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import zstandard
+
+from larder.core.errors import InputError, LarderError
+from larder.engine.sampling import Sampling
+from larder.server.request import Turn
+from larder.server.sitting import ID, Asked, Said, Sitting
+
+FORMAT, VERSION = "larder session", 1
+MOST_BYTES = 2**28  # of the JSON: what a stranger's file may unpack to
+
+
+def told(sitting: Sitting) -> bytes:
+    """The session."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": sitting.rule.desk.decoder.spec.fingerprint,
+        "root": sitting.root,
+        "opening": [asdict(turn) for turn in sitting.opening],
+        "said": [_exchange(each) for each in sitting.said],
+    }
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    return zstandard.ZstdCompressor().compress(text.encode())
+
+
+def read(data: bytes, fingerprint: str, vocabulary: int) -> tuple[tuple[Turn, ...], list[Said]]:
+    """Opening and exchanges of a session.
+
+    Args:
+        fingerprint: of the model that is to go on with it.
+        vocabulary: V.
+
+    Raises:
+        InputError: it is damaged, too large, of another version, or another model's.
+    """
+    document = _document(data)
+    if document.get("fingerprint") != fingerprint:
+        raise InputError(
+            "The session was held with another model, whose tokens mean something else: import it "
+            "where that model answers."
+        )
+    try:
+        opening = tuple(_turn(each) for each in document["opening"])
+        said = [_said(each, vocabulary) for each in document["said"]]
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, LarderError) as error:
+        raise _damaged(str(error)) from error
+    return opening, said
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(data) as stream:
+            text = stream.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise _damaged(f"it unpacks to more than {MOST_BYTES} bytes")
+        document = json.loads(text)
+    except (zstandard.ZstdError, ValueError, RecursionError) as error:
+        raise _damaged(str(error)) from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise _damaged("it is another kind of file")
+    if document.get("version") != VERSION:
+        raise InputError(
+            f"The session's format is version {document.get('version')!r}, but this Larder reads "
+            f"{VERSION}: export it with the same version."
+        )
+    return document
+
+
+def _exchange(said: Said) -> dict[str, Any]:
+    return {
+        "turns": [asdict(turn) for turn in said.turns],
+        "prompt": said.prompt.tolist(),
+        "text": said.text,
+        "answer": said.answer.tolist(),
+        "unread": said.unread,
+        "sampling": asdict(said.asked.sampling),
+        "max_new_tokens": said.asked.max_new_tokens,
+        "stop": list(said.asked.stop),
+        "reason": said.reason,
+    }
+
+
+def _said(told: dict[str, Any], vocabulary: int) -> Said:
+    prompt, answer = (_ids(told[name], vocabulary) for name in ("prompt", "answer"))
+    unread = int(told["unread"])
+    if not prompt or not 0 <= unread <= len(answer) + 1:
+        raise ValueError(f"{unread} unread tokens of {len(answer)}")
+    stop = tuple(str(each) for each in told["stop"])
+    asked = Asked(Sampling(**told["sampling"]), int(told["max_new_tokens"]), stop)
+    turns = tuple(_turn(each) for each in told["turns"])
+    return Said(turns, prompt, str(told["text"]), answer, unread, asked, str(told["reason"]))
+
+
+def _ids(told: Sequence[int], vocabulary: int) -> array[int]:
+    ids = array(ID, told)
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise ValueError("token ids outside the vocabulary")
+    return ids
+
+
+def _turn(told: dict[str, Any]) -> Turn:
+    return Turn(str(told["role"]), str(told["text"]))
+
+
+def _damaged(why: str) -> InputError:
+    line = " ".join(why.split())[:200]
+    return InputError(f"The session's file is damaged: {line}. Export the session anew.")

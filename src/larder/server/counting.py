@@ -1,0 +1,51 @@
+"""Every number of the server at one moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from larder.server.budget import Purse
+from larder.server.hub import Stats
+from larder.server.scheduler import Scheduler
+from larder.server.sitting import Sitting
+from larder.server.tiers import Tiers
+from larder.server.views import state_of
+from larder.store.ledger import UNLIMITED, ByteLedger, Tier
+
+TIERS = (Tier.DEVICE, Tier.HOST)
+
+
+def counted(
+    scheduler: Scheduler,
+    ledger: ByteLedger,
+    purse: Purse,
+    tiers: Tiers,
+    sittings: Iterable[Sitting],
+    refused: Mapping[str, int],
+) -> Stats:
+    """What the parts of a server have counted so far, and hold now."""
+    limits = {tier.value: ledger.limit(tier) for tier in TIERS}
+    sums = scheduler.sums
+    return Stats(
+        sessions=dict(Counter(map(state_of, sittings))),
+        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS},
+        budget_bytes={name: count for name, count in limits.items() if count < UNLIMITED},
+        peak_bytes={Tier.DEVICE.value: purse.peak},
+        budget_violations=purse.violations,
+        running=len(scheduler.running),
+        waiting=scheduler.waiting,
+        done=dict(scheduler.done),
+        refused=dict(refused),
+        steps=scheduler.steps,
+        blocks=scheduler.blocks,
+        prompt_tokens=sums["prompt_tokens"],
+        cached_tokens=sums["cached_tokens"],
+        restored_tokens=sums["restored_tokens"],
+        recomputed_tokens=sums["recomputed_tokens"],
+        new_tokens=sums["new_tokens"],
+        evicted_tokens=sums["evicted_tokens"],
+        merged_tokens=sums["merged_tokens"],
+        parked=dict(tiers.parked),
+        restored=dict(tiers.restored),
+    )

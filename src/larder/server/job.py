@@ -1,0 +1,163 @@
+"""A request on its way: what it has still to read, and what it has said."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from larder.core.cutting import even_cuts
+from larder.engine.streaming import TextStream
+from larder.prefill.reader import Reader
+from larder.prefill.tending import Tending
+from larder.server.request import Listener, Report, Request, Ticket, Turn
+from larder.server.sitting import ID, Asked, Said, Sitting
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that one step reads.
+
+    Args:
+        length: of the text that they were first read as part of, by which layers get their quotas.
+    """
+
+    ids: tuple[int, ...]
+    length: int
+
+
+@dataclass
+class Times:
+    """Seconds of one clock; None for what has not been yet."""
+
+    asked: float
+    started: float | None = None
+    first: float | None = None
+
+
+@dataclass
+class Counts:
+    """Tokens of the prompt by where they came from."""
+
+    cached: int = 0
+    restored: int = 0
+    recomputed: int = 0
+    tier: str = "none"
+
+
+@dataclass(eq=False)
+class Job(Ticket):
+    """One answer in the making. All but `cancel` is for the model's thread.
+
+    Args:
+        said: the finished exchanges that the text begins with.
+        turns: the messages behind them.
+        wanted: every token in front of the answer.
+        new_tokens: the most that are generated.
+        wake: tells the model's thread that something has changed.
+        mark: tokens that the cache had read before.
+        pieces: what must be read before the last token of the prompt.
+    """
+
+    request: Request
+    listener: Listener
+    sitting: Sitting
+    said: tuple[Said, ...]
+    turns: tuple[Turn, ...]
+    wanted: tuple[int, ...]
+    new_tokens: int
+    times: Times
+    wake: Callable[[], None]
+    counts: Counts = field(default_factory=Counts)
+    mark: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    place: int = 0
+    reader: Reader | None = None
+    tending: Tending | None = None
+    stream: TextStream | None = None
+    source: torch.Generator | None = None
+    ids: list[int] = field(default_factory=list)
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.wake()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether only the last token of the prompt is left to be read."""
+        return self.place == len(self.pieces)
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """What the next pass reads: the last token that was said by anybody."""
+        return (self.ids[-1] if self.ids else self.wanted[-1],)
+
+    @property
+    def prompt(self) -> array[int]:
+        """The part of the text that this request has added."""
+        before = sum(each.tokens for each in self.said)
+        return array(ID, self.wanted[before:])
+
+    def exchange(self, closing: Sequence[int], read: int, reason: str) -> Said:
+        """It as a finished exchange.
+
+        Args:
+            closing: what ends the answer's turn.
+            read: tokens that the cache has read.
+        """
+        assert self.stream is not None
+        answer = array(ID, [*self.ids, *closing])
+        unread = len(self.wanted) + len(answer) - read
+        told = self.turns, self.prompt, self.stream.text.strip(), answer, unread
+        return Said(*told, Asked.of(self.request), reason)
+
+    def report(self, reason: str, now: float) -> Report:
+        """What it took."""
+        sitting, held = self.sitting, self.sitting.held
+        per_head = held.entries // max(1, sitting.rule.heads)
+        gone = max(0, held.read - per_head) if sitting.rule.is_limited else 0
+        merges, times = sitting.rule.merges, self.times
+        return Report(
+            session=sitting.name,
+            prompt_tokens=len(self.wanted),
+            cached_tokens=self.counts.cached,
+            restored_tokens=self.counts.restored,
+            recomputed_tokens=self.counts.recomputed,
+            new_tokens=len(self.ids),
+            evicted_tokens=0 if merges else gone,
+            merged_tokens=gone if merges else 0,
+            lossless=sitting.is_lossless,
+            tier=self.counts.tier,
+            reason=reason,
+            wait_seconds=(now if times.started is None else times.started) - times.asked,
+            first_seconds=(now if times.first is None else times.first) - times.asked,
+            seconds=now - times.asked,
+        )
+
+
+def pieces_of(said: Sequence[Said], wanted: tuple[int, ...], start: int, block: int) -> list[Piece]:
+    """What must be read from `start` on, all but the last token, in the pieces of the first time.
+
+    What was once read turn by turn is read in the same blocks again, so that a policy finds the
+    same to judge.
+
+    Args:
+        said: the finished exchanges that the text begins with.
+    """
+    cuts, place, unread = list[tuple[int, int, int]](), 0, 0
+    for each in said:
+        ready = place + len(each.prompt)
+        cuts.append((place - unread, ready - 1, ready))
+        place = ready + len(each.answer)
+        unread = each.unread
+        cuts.append((ready - 1, place - unread, place - unread))
+    cuts.append((place - unread, len(wanted) - 1, len(wanted)))
+    found: list[Piece] = []
+    for first, stop, length in cuts:
+        first = max(first, start)
+        for begin, end in even_cuts(max(0, stop - first), block):
+            found.append(Piece(wanted[first + begin : first + end], length))
+    return found

@@ -1,0 +1,71 @@
+"""Why a request is not served, each reason with its status and code."""
+
+from __future__ import annotations
+
+from larder.server.request import Refusal
+
+SOON_SECONDS = 1.0
+
+
+def invalid(message: str, param: str | None = None) -> Refusal:
+    """The request makes no sense."""
+    return Refusal(message, 400, "invalid_request", param)
+
+
+def too_much(error: Exception) -> Refusal:
+    """It needs more memory than it may ever have."""
+    return Refusal(str(error), 400, "kv_budget_exceeded")
+
+
+def too_long(tokens: int, context_tokens: int) -> Refusal:
+    """The text is longer than the model can read."""
+    return Refusal(
+        f"The conversation has {tokens} tokens, but the model reads {context_tokens} with the "
+        "answer: shorten it.",
+        400,
+        "context_length_exceeded",
+        "messages",
+    )
+
+
+def unknown(name: str) -> Refusal:
+    """There is no such session; another tenant's is none."""
+    return Refusal(
+        f"There is no session {name!r}: list those there are, or open it.",
+        404,
+        "session_not_found",
+    )
+
+
+def busy(name: str) -> Refusal:
+    """The session is answering."""
+    return Refusal(
+        f"Session {name!r} is answering another request: wait for its end, or fork the session.",
+        409,
+        "session_busy",
+        retry_after=SOON_SECONDS,
+    )
+
+
+def taken(name: str) -> Refusal:
+    """There is a session of that name."""
+    return Refusal(
+        f"There is a session {name!r} already: take another name, or remove it first.",
+        409,
+        "session_exists",
+    )
+
+
+def overloaded(waiting: int) -> Refusal:
+    """Too many wait already."""
+    return Refusal(
+        f"{waiting} requests are waiting, as many as may: try again later.",
+        503,
+        "overloaded",
+        retry_after=SOON_SECONDS,
+    )
+
+
+def closed() -> Refusal:
+    """The server stops."""
+    return Refusal("The server is stopping: try again later.", 503, "stopping", retry_after=5.0)

@@ -1,0 +1,219 @@
+"""How a policy works on a server: over one cache for each conversation, which grows by turns.
+
+A prompt is read in blocks of M_block tokens. A block that would bring the cache beyond M + M_block
+entries per head is judged, which leaves M; others are appended. So nothing is ever read twice and
+no reading holds more than M + 2 M_block, where `larder chat` builds such a cache anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import UsageError
+from larder.core.ledger import SURPRISE
+from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.core.spelling import spell
+from larder.engine.engine import Engine
+from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.compensation.drop import Drop
+from larder.policy.storage.exact import Exact
+from larder.prefill.meter import Meter
+from larder.prefill.reader import AGAIN_TOKENS, Lane, Reader
+from larder.prefill.schedules.whole import Whole
+from larder.prefill.tending import Tending
+from larder.server.budget import Need
+from larder.session.arrangements.single import Single
+from larder.session.filing import block_of
+from larder.session.policy import Policy
+from larder.session.prompts import common_prompts, require
+from larder.session.reading import Desk, readied, tend
+from larder.session.rooms import empty_cache, entries_of, governed, tokens_of
+from larder.session.sizes import HEAD_BYTES, NUMBER_BYTES, resolve_open
+
+EVERYTHING = "full"
+LAYERS_PASSING = 2  # held for a moment while one is laid out anew: its old storage, and a copy
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a cache holds.
+
+    Args:
+        entries: over all managed layers and heads.
+        read: tokens that it has truly read.
+    """
+
+    entries: int = 0
+    read: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A policy with its sizes filled in, over a loaded model.
+
+    Raises:
+        UsageError: the policy is not one that a server can follow.
+    """
+
+    desk: Desk
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        policy = self.policy
+        if not isinstance(policy.session, Single):
+            raise UsageError(
+                f"{spell(policy.session)} keeps several caches for one conversation, but a server "
+                "keeps one: take a policy with single(), such as full, snapkv or h2o."
+            )
+        if policy.recall is not None or policy.rebuilding is not None:
+            raise UsageError(
+                "A server does not recall what a policy parks, nor rebuild it: take a policy that "
+                "drops or folds, such as full, snapkv or h2o."
+            )
+        if self.is_limited and isinstance(policy.schedule, Whole):
+            raise UsageError(
+                "whole() holds a prompt of any length before anything is dropped, but a server "
+                "reads in blocks: take blockwise() in its place, or full."
+            )
+        require(self._book, policy.scorer.wanted())
+
+    @staticmethod
+    def of(engine: Engine) -> Rule:
+        """The engine's policy, under its budget.
+
+        Raises:
+            UsageError: as above; or the budget is a share of a context that is not there.
+        """
+        tokens = resolve_open(engine.policy, engine.sizes.budget, engine.loaded.decoder.spec)
+        return Rule(engine.desk, engine.policy.filled(tokens, engine.sizes.block))
+
+    def exact(self) -> Rule:
+        """The same model, with everything kept."""
+        policy = Policy.parse(EVERYTHING)
+        return Rule(self.desk, policy.filled(tokens_of(policy), None))
+
+    def __str__(self) -> str:
+        return str(self.policy)
+
+    @cached_property
+    def tokens(self) -> int:
+        """M, entries per kv head."""
+        return entries_of(self.policy, self.desk.decoder.spec)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything is ever dropped."""
+        return tokens_of(self.policy) != WITHOUT_LIMIT
+
+    @cached_property
+    def block(self) -> int:
+        """M_block: the most tokens that one step reads."""
+        return block_of(self.policy)
+
+    @cached_property
+    def can_take_back(self) -> bool:
+        """Whether the end of a text can be forgotten at any time: no layer slides a window."""
+        spec = self.desk.decoder.spec
+        return len(spec.managed) == len(spec.layers)
+
+    def empty(self) -> SequenceCache:
+        """A cache that has read nothing."""
+        return empty_cache(self.policy, self.desk.decoder.spec)
+
+    def reader(self, length: int) -> Reader:
+        """What reads a text that will be `length` tokens long."""
+        reading = self.policy.timing.reading_tokens(self.tokens)
+        planner, quotas = readied(self.desk, self.policy, reading, max(length, self.tokens))
+        return Reader(self.desk.decoder, planner, reading, quotas, Meter())
+
+    def read(self, reader: Reader, cache: SequenceCache, ids: tuple[int, ...]) -> None:
+        """Read a block of at most M_block tokens, and judge if that is due."""
+        lane = Lane(cache, self._book)
+        cache.reserve(len(ids))
+        if self._is_due(cache, len(ids)):
+            reader.settle([lane], ids, ids, cache.next_position)
+        else:
+            reader.append([lane], ids)
+
+    def tending(self, cache: SequenceCache) -> Tending | None:
+        """What keeps the cache within its budget while it answers, for policies that do so."""
+        return tend(self.desk, self.policy, [cache])
+
+    def need(self, held: Held, length: int, new_tokens: int) -> Need:
+        """The most that a turn can bring a cache to.
+
+        Args:
+            held: what it holds before.
+            length: of the whole text once the prompt is read.
+            new_tokens: the longest answer.
+        """
+        per_head = length + new_tokens
+        if self.is_limited:
+            per_cache = -(-held.entries // max(1, self.heads))
+            unread = max(0, length - held.read)
+            least = max(per_cache, self.tokens + self.block)
+            per_head = min(per_head, least + min(self.block, unread) + new_tokens)
+        return self._bytes(per_head, length, new_tokens)
+
+    def is_lossless(self, cache: SequenceCache) -> bool:
+        """Whether the cache holds all that it has read, as it was read."""
+        if not self.is_limited:
+            return True
+        everything = self.heads * cache.next_position
+        finest = sum(sum(cache.finest_lengths()[each.index]) for each in self._layers)
+        return self.policy.storage == Exact() and finest == everything
+
+    @property
+    def merges(self) -> bool:
+        """Whether what goes lives on in others."""
+        return not isinstance(self.policy.compensation, Drop)
+
+    @cached_property
+    def _layers(self) -> tuple[LayerSpec, ...]:
+        return governed(self.policy, self.desk.decoder.spec)
+
+    @cached_property
+    def heads(self) -> int:
+        """Over all layers that the budget is for."""
+        return sum(layer.kv_heads for layer in self._layers)
+
+    @cached_property
+    def _book(self) -> dict[str, tuple[int, ...]]:
+        return common_prompts(self.desk.scribe)
+
+    def _is_due(self, cache: SequenceCache, new_tokens: int) -> bool:
+        """Whether a block brings the cache beyond M + M_block."""
+        if not self.is_limited:
+            return False
+        if self.policy.staying.codecs:  # what a cache may hold depends on how finely it does
+            return True
+        bound = self.heads * (self.tokens + self.block)
+        return cache.managed_entries + self.heads * new_tokens > bound
+
+    def _bytes(self, per_head: int, length: int, new_tokens: int) -> Need:
+        spec, ledger = self.desk.decoder.spec, self.policy.planner.ledger
+        layers = [self._layer_bytes(layer, per_head, length, new_tokens) for layer in spec.layers]
+        heads = sum(layer.kv_heads for layer in spec.layers)
+        fixed = heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars))
+        tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
+        scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
+        passing = LAYERS_PASSING * max(layers) if self.is_limited else max(layers)
+        return Need(sum(layers) + fixed + tail, passing + scratch)
+
+    def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
+        spec, columns = self.desk.decoder.spec, len(self.policy.planner.ledger.columns)
+        entries = per_head
+        if layer.sliding_window is not None:
+            entries = min(length + new_tokens, layer.sliding_window + self.block + new_tokens)
+        beside = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
+        return entries * (layer.bytes_per_token(spec.dtype) + beside)
+
+    @cached_property
+    def _scratch(self) -> int:
+        """Tokens that may be read behind the cache to judge it."""
+        if not self.is_limited:
+            return 0
+        wanted = [len(self._book[name]) for name in self.policy.scorer.wanted()]
+        return self.block + sum(wanted) + AGAIN_TOKENS

@@ -1,0 +1,237 @@
+"""Who is served next: many conversations over one model, in steps that are short for all.
+
+A step is one packed pass that gives every answer in the making its next token, then one block of
+one prompt. The block is of the tenant that was served least, as in Sheng et al., "Fairness in
+Serving Large Language Models" (2024), arXiv:2401.00588, section 4, where a counter of tokens says
+so and who comes back starts no lower than who is there; among its requests, of the one with least
+left to read. So between two tokens of an answer there is never more than one block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import fields
+
+from larder.core.errors import BudgetError, LarderError
+from larder.server.answering import Answering
+from larder.server.job import Job
+from larder.server.refusals import too_much
+from larder.server.request import Report
+from larder.server.sitting import ID, Said, Sitting
+from larder.server.starting import Starting
+from larder.server.tiers import Tiers
+
+# What a pass or a listener may fail with. It ends one request, not the server.
+FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
+SUMS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
+
+
+class Keeper:
+    """Told of what becomes of turns; this one keeps nothing beyond the process."""
+
+    def commit(self, sitting: Sitting, said: Said) -> None:
+        """A turn is complete: from now on it must not be lost."""
+
+    def abandon(self, sitting: Sitting) -> None:
+        """A session that never had a turn is not needed."""
+
+
+class Scheduler:
+    """Runs requests step by step. For one thread; `step` is all that ever uses the model.
+
+    Args:
+        rows: the most answers that one pass goes on with.
+        tasks: the most requests that have memory at a time.
+    """
+
+    def __init__(
+        self,
+        answering: Answering,
+        starting: Starting,
+        tiers: Tiers,
+        keeper: Keeper,
+        clock: Callable[[], float],
+        rows: int = 64,
+        tasks: int = 256,
+    ) -> None:
+        self._answering, self._starting, self._tiers = answering, starting, tiers
+        self._keeper, self._clock, self._rows, self._tasks = keeper, clock, rows, tasks
+        self._waiting: dict[str, deque[Job]] = {}
+        self.running: list[Job] = []
+        self._served: dict[str, float] = defaultdict(float)
+        self.steps = self.blocks = 0
+        self.done: Counter[str] = Counter()
+        self.sums: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no memory yet."""
+        return sum(map(len, self._waiting.values()))
+
+    def enqueue(self, job: Job) -> None:
+        """Take a request; its session is busy from now on."""
+        tenant = job.sitting.tenant
+        here = {each.sitting.tenant for each in self.running} | set(self._waiting)
+        if here and tenant not in here:
+            least = min(self._served[each] for each in here)
+            self._served[tenant] = max(self._served[tenant], least)
+        job.sitting.is_answering = True
+        self._waiting.setdefault(tenant, deque()).append(job)
+
+    def step(self) -> bool:
+        """Go on by one token of every answer and one block; False where there is nothing to do."""
+        self._sweep()
+        self._admit()
+        answered, read = self._answer(), self._read()
+        return answered or read
+
+    def cancel_all(self) -> None:
+        """Have nobody be served any more."""
+        for job in [*self.running, *(job for own in self._waiting.values() for job in own)]:
+            job.is_cancelled = True
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Free what belongs to requests that nobody waits for."""
+        for job in [job for job in self.running if job.is_cancelled]:
+            self._undo(job)
+            self._close(job, "cancelled")
+        for tenant, own in list(self._waiting.items()):
+            for job in [job for job in own if job.is_cancelled]:
+                own.remove(job)
+                self._close(job, "cancelled")
+            if not own:
+                del self._waiting[tenant]
+
+    def _admit(self) -> None:
+        """Start requests while there is room, the first of the tenant that was served least."""
+        while self._waiting and len(self.running) < self._tasks:
+            tenant = min(self._waiting, key=lambda each: self._served[each])
+            job = self._waiting[tenant][0]
+            try:
+                self._start(job)
+            except BudgetError as error:
+                if self.running:
+                    return
+                self._leave(tenant)
+                self._fail(job, too_much(error))
+            except FAILURES as error:
+                self._leave(tenant)
+                self._undo(job)
+                self._fail(job, error)
+            else:
+                self._leave(tenant)
+                self.running.append(job)
+
+    def _start(self, job: Job) -> None:
+        job.sitting.is_running = True
+        try:
+            self._starting.start(job)
+        except BaseException:
+            job.sitting.is_running = False
+            raise
+        job.times.started = self._clock()
+
+    def _leave(self, tenant: str) -> None:
+        own = self._waiting[tenant]
+        own.popleft()
+        if not own:
+            del self._waiting[tenant]
+
+    def _answer(self) -> bool:
+        """One token for every answer in the making, in turns where they are too many."""
+        ready = [job for job in self.running if job.is_read][: self._rows]
+        if not ready:
+            return False
+        self.steps += 1
+        for job, outcome in self._answering.step(ready, FAILURES):
+            self.running.remove(job)
+            self._served[job.sitting.tenant] += 1
+            if isinstance(outcome, Exception):
+                self._undo(job)
+                self._fail(job, outcome)
+                continue
+            if job.times.first is None:
+                job.times.first = self._clock()
+            if outcome:
+                self._finish(job, outcome)
+            else:
+                self.running.append(job)  # behind those that this pass had no row for
+        return True
+
+    def _read(self) -> bool:
+        """One block of one prompt."""
+        left = [job for job in self.running if not job.is_read]
+        if not left:
+            return False
+        job = min(left, key=self._turn)
+        self.blocks += 1
+        piece = job.pieces[job.place]
+        self._served[job.sitting.tenant] += len(piece.ids)
+        try:
+            self._starting.read(job)
+        except FAILURES as error:
+            self.running.remove(job)
+            self._undo(job)
+            self._fail(job, error)
+        return True
+
+    def _turn(self, job: Job) -> tuple[float, int]:
+        return self._served[job.sitting.tenant], len(job.pieces) - job.place
+
+    def _finish(self, job: Job, reason: str) -> None:
+        """The answer is complete: keep the turn, then tell."""
+        sitting, cache = job.sitting, job.sitting.cache
+        assert cache is not None and job.stream is not None
+        said = job.exchange(self._answering.closing(job), cache.next_position, reason)
+        sitting.said.append(said)
+        sitting.read = array(ID, (*job.wanted, *job.ids)[: cache.next_position])
+        sitting.note()
+        sitting.epoch += 1
+        try:
+            self._tiers.settle(sitting)
+            self._keeper.commit(sitting, said)
+            job.stream.finish()
+        except FAILURES as error:
+            self._fail(job, error)
+            return
+        self._close(job, reason)
+
+    def _undo(self, job: Job) -> None:
+        """Have the session's cache be as before, or be none where it cannot."""
+        sitting, cache = job.sitting, job.sitting.cache
+        mark = job.mark
+        is_kept = sitting.rule.can_take_back and cache is not None and mark > 0
+        if cache is None or not is_kept or mark < sitting.settled:
+            self._tiers.drop(sitting)
+            return
+        cache.truncate(mark)
+        sitting.read = sitting.read[:mark]
+        sitting.note()
+        self._tiers.settle(sitting)
+
+    def _close(self, job: Job, reason: str) -> None:
+        now = self._clock()
+        report = job.report(reason, now)
+        self._rest(job, now)
+        self.done[reason] += 1
+        self.sums.update({name: getattr(report, name) for name in SUMS})
+        job.listener.on_done(report)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._rest(job, self._clock())
+        self.done["error"] += 1
+        job.listener.on_error(error)
+
+    def _rest(self, job: Job, now: float) -> None:
+        """The request is over, however it went."""
+        sitting = job.sitting
+        if job in self.running:
+            self.running.remove(job)
+        sitting.is_answering = sitting.is_running = False
+        sitting.last_used, sitting.uses = now, sitting.uses + 1
+        if not sitting.epoch:
+            self._keeper.abandon(sitting)
+        self._tiers.weigh(sitting)

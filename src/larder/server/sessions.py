@@ -1,0 +1,261 @@
+"""Which session a request belongs to; what was said decides, names are hints.
+
+A request goes on with a session if its messages begin with all that was said there. If they only
+begin as the session does, it goes on in a fork, and the session stays as it is. The same request
+again gets the same answer again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from larder.core.errors import UsageError
+from larder.server.refusals import busy, invalid, taken, unknown
+from larder.server.request import Request, Turn
+from larder.server.rule import Rule
+from larder.server.sitting import ID, Asked, Matched, Said, Sitting, matched, prompt_ids
+from larder.session.transcript import Scribe
+
+PREFIX_TOKENS = 16  # texts that differ sooner share nothing worth sharing
+NAME_CHARACTERS = 255
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Where a request goes on.
+
+    Args:
+        said: the finished exchanges that its text begins with.
+        turns: the messages behind them.
+        wanted: every token in front of the answer.
+        again: the exchange that has answered this very request before.
+    """
+
+    sitting: Sitting
+    said: tuple[Said, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    wanted: tuple[int, ...] = ()
+    again: Said | None = None
+
+
+class Sessions:
+    """All sessions by tenant and name. For the model's thread."""
+
+    def __init__(self, scribe: Scribe, clock: Callable[[], float]) -> None:
+        self._scribe, self._clock = scribe, clock
+        self._sittings: dict[tuple[str, str], Sitting] = {}
+        self._families: dict[tuple[str, str], dict[int, Sitting]] = defaultdict(dict)
+        self._firsts: dict[tuple[str, int], dict[int, Sitting]] = defaultdict(dict)
+        self._prefixes: dict[tuple[str, bytes], dict[int, Sitting]] = defaultdict(dict)
+        self._count = 0
+
+    def __iter__(self) -> Iterator[Sitting]:
+        return iter(list(self._sittings.values()))
+
+    def __len__(self) -> int:
+        return len(self._sittings)
+
+    def of(self, tenant: str) -> list[Sitting]:
+        """A tenant's, the one that was used last first."""
+        own = [each for (whose, _), each in self._sittings.items() if whose == tenant]
+        return sorted(own, key=lambda each: -each.last_used)
+
+    def find(self, tenant: str, name: str) -> Sitting:
+        """Raises: Refusal: there is none."""
+        found = self._sittings.get((tenant, name))
+        if found is None:
+            raise unknown(name)
+        return found
+
+    def idle(self, tenant: str, name: str) -> Sitting:
+        """Raises: Refusal: there is none, or it is answering."""
+        found = self.find(tenant, name)
+        if found.is_answering:
+            raise busy(name)
+        return found
+
+    def open(self, tenant: str, name: str | None, rule: Rule, root: str | None = None) -> Sitting:
+        """A new session.
+
+        Raises:
+            Refusal: the name is taken, or none.
+        """
+        name = f"s-{secrets.token_hex(8)}" if name is None else _checked(name)
+        if (tenant, name) in self._sittings:
+            raise taken(name)
+        self._count += 1
+        now = self._clock()
+        sitting = Sitting(self._count, tenant, name, root or name, rule, now, last_used=now)
+        self._sittings[tenant, name] = sitting
+        self._families[tenant, sitting.root][sitting.key] = sitting
+        return sitting
+
+    def fork(self, source: Sitting, name: str | None, rule: Rule, exchanges: int) -> Sitting:
+        """A session that begins as another one does."""
+        family = self._families[source.tenant, source.root]
+        number = len(family)
+        while name is None:
+            number += 1
+            tried = f"{source.root}~{number}"
+            name = None if (source.tenant, tried) in self._sittings else tried
+        made = self.open(source.tenant, name, rule, source.root)
+        made.said, made.origin = list(source.said[:exchanges]), source
+        made.opening = () if exchanges else source.opening
+        return made
+
+    def remember(self, sitting: Sitting) -> None:
+        """A turn was added: from now on the session is found by what was said."""
+        first = sitting.said[0]
+        self._firsts[sitting.tenant, list(_rolling(first.turns))[-1]][sitting.key] = sitting
+        self._prefixes[_prefix(sitting.tenant, first.prompt)][sitting.key] = sitting
+
+    def forget(self, sitting: Sitting) -> None:
+        """It is no more."""
+        self._sittings.pop((sitting.tenant, sitting.name), None)
+        _leave(self._families, (sitting.tenant, sitting.root), sitting)
+        if sitting.said:
+            first = sitting.said[0]
+            _leave(self._firsts, (sitting.tenant, list(_rolling(first.turns))[-1]), sitting)
+            _leave(self._prefixes, _prefix(sitting.tenant, first.prompt), sitting)
+
+    def sharing(self, sitting: Sitting, wanted: tuple[int, ...]) -> Sitting | None:
+        """Another session of the tenant whose cache can begin a text: the one that has most of it.
+
+        Only what lost nothing is shared, except inside a family of forks.
+        """
+        key = _prefix(sitting.tenant, wanted)
+        told = [
+            (each.usable(wanted), each.key, each)
+            for each in self._prefixes.get(key, {}).values()
+            if each is not sitting
+            and each.rule is sitting.rule
+            and (each.is_lossless or each.root == sitting.root)
+        ]
+        usable, _, best = max(told, default=(0, 0, None))
+        return best if usable else None
+
+    def resolve(self, request: Request, rule: Rule) -> Resolved:
+        """Where a request goes on; a session that it makes is there from now on.
+
+        Raises:
+            Refusal: `follows` names none, the session is answering, or there is nothing to answer.
+        """
+        if request.raw_prompt is not None:
+            wanted = self._scribe.encode(request.raw_prompt)
+            if not wanted:
+                raise invalid("The prompt is empty: say something.", "prompt")
+            return Resolved(self._named(request, rule), (), (Turn("", request.raw_prompt),), wanted)
+        if request.follows is not None:
+            return self._following(request, rule)
+        return self._matching(request, rule)
+
+    def _named(self, request: Request, rule: Rule) -> Sitting:
+        """A new session, under the client's name where that is free."""
+        name = request.session
+        if name is not None and (request.tenant, name) in self._sittings:
+            return self.fork(self.find(request.tenant, name), None, rule, 0)
+        return self.open(request.tenant, name, rule)
+
+    def _following(self, request: Request, rule: Rule) -> Resolved:
+        name = str(request.follows)
+        sitting = self.find(request.tenant, name)
+        last = sitting.said[-1:]
+        if last and self._is_again(last[0], request, request.turns):
+            return Resolved(sitting, again=last[0])
+        self.idle(request.tenant, name)
+        turns = request.turns if sitting.said else sitting.opening + request.turns
+        said = tuple(sitting.said)
+        wanted = self._wanted(said, turns)
+        if sitting.rule is not rule:
+            sitting = self.fork(sitting, None, rule, len(said))
+        return Resolved(sitting, said, turns, wanted)
+
+    def _matching(self, request: Request, rule: Rule) -> Resolved:
+        told = self._candidates(request)
+        best, match = self._best(told, request)
+        if best is not None and self._is_repeated(best, match, request):
+            return Resolved(best, again=best.said[-1])
+        waiting = [each for each in told if each.is_answering]
+        is_whole = best is not None and match.exchanges == len(best.said)
+        if request.session is not None and waiting and (not is_whole or best in waiting):
+            raise busy(request.session)
+        exchanges = match.exchanges if best is not None else 0
+        said = tuple(best.said[:exchanges]) if best is not None else ()
+        wanted = self._wanted(said, match.rest)
+        if best is None or (request.session is None and not exchanges):
+            return Resolved(self._named(request, rule), (), request.turns, wanted)
+        if not is_whole or best.is_answering or best.rule is not rule:
+            best = self.fork(best, None, rule, exchanges)
+        return Resolved(best, said, match.rest, wanted)
+
+    def _candidates(self, request: Request) -> list[Sitting]:
+        """Sessions that the request may mean."""
+        tenant = request.tenant
+        if request.session is not None:
+            return list(self._families.get((tenant, request.session), {}).values())
+        for digest in _rolling(request.turns):
+            found = self._firsts.get((tenant, digest))
+            if found:
+                return list(found.values())
+        return []
+
+    def _best(self, told: list[Sitting], request: Request) -> tuple[Sitting | None, Matched]:
+        """The session that the messages agree with longest; of equals, one that they go on with."""
+        best, rank, found = None, (-1, False, False, 0), Matched(0, request.turns)
+        for each in told:
+            match = matched(each.said, request.turns)
+            is_whole = match.exchanges == len(each.said)
+            is_again = self._is_repeated(each, match, request)
+            own = match.exchanges, is_again or is_whole, not each.is_answering, each.key
+            if own > rank:
+                best, rank, found = each, own, match
+        return best, found
+
+    def _is_repeated(self, sitting: Sitting, match: Matched, request: Request) -> bool:
+        """Whether the request is the one that the session has answered last."""
+        if match.exchanges != len(sitting.said) - 1:
+            return False
+        return self._is_again(sitting.said[-1], request, match.rest)
+
+    def _is_again(self, said: Said, request: Request, rest: tuple[Turn, ...]) -> bool:
+        return said.turns == rest and said.asked == Asked.of(request)
+
+    def _wanted(self, said: tuple[Said, ...], rest: tuple[Turn, ...]) -> tuple[int, ...]:
+        try:
+            new = prompt_ids(self._scribe, said, rest)
+        except UsageError as error:
+            raise invalid(str(error), "messages") from error
+        ids = [token for each in said for part in (each.prompt, each.answer) for token in part]
+        return (*ids, *new)
+
+
+def _prefix(tenant: str, ids: Sequence[int]) -> tuple[str, bytes]:
+    return tenant, array(ID, ids[:PREFIX_TOKENS]).tobytes()
+
+
+def _rolling(turns: Iterable[Turn]) -> Iterator[int]:
+    """A number for each beginning of some messages; equal ones are compared before they count."""
+    digest = 0
+    for turn in turns:
+        digest = hash((digest, turn))
+        yield digest
+
+
+def _leave(index: dict[tuple, dict[int, Sitting]], key: tuple, sitting: Sitting) -> None:
+    index.get(key, {}).pop(sitting.key, None)
+    if key in index and not index[key]:
+        del index[key]
+
+
+def _checked(name: str) -> str:
+    if not 0 < len(name) <= NAME_CHARACTERS or not name.isprintable():
+        raise invalid(
+            f"A session's name has 1 to {NAME_CHARACTERS} printable characters, got "
+            f"{len(name)} characters: take a shorter or plainer one.",
+            "session",
+        )
+    return name

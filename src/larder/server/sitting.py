@@ -1,0 +1,218 @@
+"""One conversation on the server: what was said, token for token, and where its cache is.
+
+The tokens of an answer are those that were generated: written anew from its text they might come
+out as others, and nothing behind them could be reused.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import UsageError
+from larder.engine.sampling import Sampling
+from larder.server.request import Request, Turn
+from larder.server.rule import Held, Rule
+from larder.session.shelf import Parked
+from larder.session.template import Turn as Told
+from larder.session.transcript import Scribe
+from larder.store.ledger import Reservation
+
+ID = "i"  # of an array: a token id takes four bytes
+OVERHEAD_BYTES = 1024  # of a session in memory, beside its texts and tokens
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How an answer was asked for: the same question asked alike is the same request again."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+    @staticmethod
+    def of(request: Request) -> Asked:
+        return Asked(request.sampling, request.max_new_tokens, request.stop)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A finished exchange.
+
+    Args:
+        turns: what was said before the answer.
+        prompt: the tokens that it came to.
+        text: of the answer.
+        answer: its tokens, with the end of its turn.
+        unread: how many of the last tokens the model had not read when the answer was complete.
+        reason: as in `Report`.
+    """
+
+    turns: tuple[Turn, ...]
+    prompt: array[int]
+    text: str
+    answer: array[int]
+    unread: int
+    asked: Asked
+    reason: str
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+    @property
+    def nbytes(self) -> int:
+        """In memory, roughly."""
+        texts = sum(len(turn.text) for turn in self.turns) + len(self.text)
+        return texts + (self.tokens * self.prompt.itemsize)
+
+
+@dataclass
+class Sitting:
+    """A session. For the model's thread.
+
+    Args:
+        key: no other sitting has it.
+        root: the name that the client gave; forks of the session have the same.
+        opening: turns that were said before the first request.
+        said: the log, which everything can be computed from again.
+        cache, parked: the cache, in one of two places or in none.
+        read: the tokens that the cache has read.
+        settled: how many of them stand in it for good: what came later can be taken back.
+        origin: the session that it was forked from, until it has a cache of its own.
+        is_answering: a request is waiting for it, or running.
+        is_running: its cache is in use and stays on the device.
+    """
+
+    key: int
+    tenant: str
+    name: str
+    root: str
+    rule: Rule
+    made: float
+    opening: tuple[Turn, ...] = ()
+    said: list[Said] = field(default_factory=list)
+    cache: SequenceCache | None = None
+    parked: Parked | None = None
+    read: array[int] = field(default_factory=lambda: array(ID))
+    settled: int = 0
+    is_lossless: bool = True
+    origin: Sitting | None = None
+    is_answering: bool = False
+    is_running: bool = False
+    is_pinned: bool = False
+    last_used: float = 0.0
+    uses: int = 0
+    epoch: int = 0
+    host: Reservation | None = None
+    log: Reservation | None = None
+
+    @property
+    def ids(self) -> array[int]:
+        """Every token that was said."""
+        ids = array(ID)
+        for each in self.said:
+            ids += each.prompt
+            ids += each.answer
+        return ids
+
+    @property
+    def tokens(self) -> int:
+        return sum(each.tokens for each in self.said)
+
+    @property
+    def tier(self) -> str:
+        """Where its cache is."""
+        if self.cache is not None:
+            return "device"
+        return "none" if self.parked is None else "host"
+
+    @property
+    def log_bytes(self) -> int:
+        """What it takes in memory beside its cache."""
+        return OVERHEAD_BYTES + sum(each.nbytes for each in self.said)
+
+    @property
+    def held(self) -> Held:
+        """What its cache holds, wherever it is."""
+        if self.cache is not None:
+            return Held(self.cache.managed_entries, self.cache.next_position)
+        if self.parked is not None:
+            return Held(self.parked.entries, self.parked.next_position)
+        return Held()
+
+    def usable(self, wanted: Sequence[int]) -> int:
+        """How many tokens of a text its cache can answer for; the last is always read anew."""
+        if self.cache is None and self.parked is None:
+            return 0
+        common = shared(self.read, wanted)
+        common = min(common, len(wanted) - 1)
+        if common == len(self.read):
+            return common
+        return common if self.rule.can_take_back and common >= self.settled else 0
+
+    def note(self) -> None:
+        """Remember what the cache has become; call it after every turn."""
+        assert self.cache is not None
+        self.is_lossless = self.rule.is_lossless(self.cache)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its cache, wherever it is."""
+        if self.cache is not None:
+            return self.cache.nbytes
+        return 0 if self.parked is None else self.parked.nbytes
+
+
+def shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common from their beginning on."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tuple(first[low:middle]) == tuple(second[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True)
+class Matched:
+    """How far a request's messages are those of a session.
+
+    Args:
+        exchanges: that are the same.
+        rest: messages behind them.
+    """
+
+    exchanges: int
+    rest: tuple[Turn, ...]
+
+
+def matched(said: Sequence[Said], turns: tuple[Turn, ...]) -> Matched:
+    """Compare messages from the first on; white space around an answer does not count."""
+    place = exchanges = 0
+    for each in said:
+        stop = place + len(each.turns)
+        if turns[place:stop] != each.turns or stop >= len(turns) - 1:
+            break
+        answer = turns[stop]
+        if answer.role != ASSISTANT or answer.text.strip() != each.text.strip():
+            break
+        place, exchanges = stop + 1, exchanges + 1
+    return Matched(exchanges, turns[place:])
+
+
+def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array[int]:
+    """Tokens that new messages add behind finished exchanges.
+
+    Raises:
+        UsageError: there is nothing to answer.
+    """
+    if not rest or rest[-1].role == ASSISTANT:
+        raise UsageError("The last message must be one that can be answered, not the assistant's.")
+    told = [Told(turn.role, turn.text) for turn in rest]
+    return array(ID, scribe.going_on(told) if said else scribe.prompt(told))

@@ -1,0 +1,168 @@
+"""From a request with a session to a cache that has read all but the prompt's last token."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BudgetError
+from larder.engine.streaming import TextStream
+from larder.server.budget import Need, Purse
+from larder.server.job import Job, pieces_of
+from larder.server.sitting import ID, Sitting
+from larder.server.tiers import Tiers
+from larder.session.transcript import Scribe
+
+# Given a sitting and a text, another of its tenant whose cache holds a part of the text.
+Find = Callable[[Sitting, tuple[int, ...]], Sitting | None]
+
+
+class Starting:
+    """Finds the cache to go on with, and reads what it lacks.
+
+    Args:
+        find: who else may have read the beginning of a text.
+    """
+
+    def __init__(self, tiers: Tiers, purse: Purse, scribe: Scribe, find: Find) -> None:
+        self._tiers, self._purse, self._scribe, self._find = tiers, purse, scribe, find
+
+    def start(self, job: Job) -> None:
+        """Give a request its memory.
+
+        Raises:
+            BudgetError: there is none now; the session is as it was.
+        """
+        sitting = job.sitting
+        job.counts.tier = sitting.tier
+        usable = sitting.usable(job.wanted)
+        if not usable and sitting.tier != "none":
+            self._tiers.drop(sitting)
+        if usable:
+            self._go_on(job, usable)
+        else:
+            self._begin(job)
+        assert sitting.cache is not None
+        job.mark = sitting.cache.next_position
+        said = sum(each.tokens for each in job.said) - sum(each.unread for each in job.said[-1:])
+        job.counts.cached = job.mark
+        job.counts.restored = job.mark if job.counts.tier == "host" else 0
+        job.counts.recomputed = max(0, said - job.mark)
+        if not job.mark:
+            job.counts.tier = "none"
+        self._lay_out(job, job.wanted)
+
+    def read(self, job: Job) -> None:
+        """Read the next piece of the prompt."""
+        sitting, piece = job.sitting, job.pieces[job.place]
+        cache = sitting.cache
+        assert cache is not None
+        reader = sitting.rule.reader(piece.length)
+        plans = cache.plans
+        try:
+            sitting.rule.read(reader, cache, piece.ids)
+        finally:
+            if cache.plans != plans:  # nor can a pass be taken back that failed halfway
+                sitting.settled = cache.next_position + (cache.next_position == len(sitting.read))
+        sitting.read.extend(piece.ids)
+        self._purse.check(sitting.key, max(cache.nbytes, reader.meter.peak_bytes))
+        job.place += 1
+        if job.is_read:
+            self._prepare(job)
+
+    def read_again(self, job: Job) -> None:
+        """A pass has spoiled the cache: build it anew, in the same memory, and go on behind."""
+        sitting = job.sitting
+        sitting.cache, sitting.read, sitting.settled = sitting.rule.empty(), array(ID), 0
+        job.mark = 0
+        self._lay_out(job, (*job.wanted, *job.ids))
+
+    def _lay_out(self, job: Job, text: tuple[int, ...]) -> None:
+        sitting = job.sitting
+        job.pieces = pieces_of(job.said, text, len(sitting.read), sitting.rule.block)
+        job.place = 0
+        if job.is_read:
+            self._prepare(job)
+
+    def _prepare(self, job: Job) -> None:
+        """Everything is read: make ready to answer."""
+        sitting, cache = job.sitting, job.sitting.cache
+        assert cache is not None
+        job.tending = sitting.rule.tending(cache)
+        left = job.new_tokens - len(job.ids)
+        cache.reserve(left if job.tending is None else 1)
+        self._purse.check(sitting.key, cache.nbytes)
+        if job.stream is None:
+            stop = job.request.stop
+            job.stream = TextStream(self._scribe.decode, stop, job.listener.on_text)
+            job.source = job.request.sampling.generator()
+
+    def _go_on(self, job: Job, usable: int) -> None:
+        """With the session's own cache."""
+        sitting = job.sitting
+        self._tiers.grant(sitting, self._need(job, sitting))
+        if sitting.cache is None:
+            self._tiers.revive(sitting)
+        assert sitting.cache is not None
+        if usable < sitting.cache.next_position:
+            sitting.cache.truncate(usable)
+            sitting.read = sitting.read[:usable]
+
+    def _begin(self, job: Job) -> None:
+        """With a copy of another session's cache, or with nothing."""
+        sitting = job.sitting
+        source = self._source(job)
+        if source is not None:
+            try:
+                self._tiers.grant(sitting, self._need(job, source))
+                if self._copy(job, source):
+                    return
+            except BudgetError:
+                pass  # a copy of all that the other holds may be more than the turn needs
+        self._tiers.grant(sitting, self._need(job, None))
+        sitting.origin = None
+        sitting.cache, sitting.read, sitting.settled = sitting.rule.empty(), array(ID), 0
+
+    def _copy(self, job: Job, source: Sitting) -> bool:
+        """Take over what another session has read; False if it has left meanwhile."""
+        sitting, usable = job.sitting, source.usable(job.wanted)
+        cache = self._copied(source) if usable else None
+        if cache is None:
+            return False
+        if usable < cache.next_position:
+            cache.truncate(usable)
+            cache.compact()
+        job.counts.tier = source.tier
+        sitting.cache, sitting.read = cache, source.read[:usable]
+        sitting.settled = min(source.settled, usable)
+        sitting.origin = None
+        sitting.note()
+        return True
+
+    def _copied(self, source: Sitting) -> SequenceCache | None:
+        if source.cache is not None:
+            return source.cache.fork()
+        if source.parked is not None:
+            return source.parked.copied(source.rule.desk.decoder.spec)
+        return None
+
+    def _source(self, job: Job) -> Sitting | None:
+        """Who has read most of the text, and may share it."""
+        sitting = job.sitting
+        origin = sitting.origin
+        own = 0 if origin is None or origin.rule is not sitting.rule else origin.usable(job.wanted)
+        other = self._find(sitting, job.wanted)
+        if other is not None and other.usable(job.wanted) > own:
+            return other
+        return origin if own else None
+
+    def _need(self, job: Job, source: Sitting | None) -> Need:
+        """Of the turn over what a session holds now."""
+        held = job.sitting.held if source is None else source.held
+        need = job.sitting.rule.need(held, len(job.wanted), job.new_tokens)
+        if source is None:
+            return need
+        nbytes = source.nbytes
+        return replace(need, bytes=max(need.bytes, nbytes), passing=max(need.passing, nbytes))

@@ -1,0 +1,72 @@
+"""Sessions as their owners see them."""
+
+from __future__ import annotations
+
+from larder.server.hub import Kept, SessionTurns, SessionView
+from larder.server.request import Turn
+from larder.server.sitting import ASSISTANT, Sitting
+
+
+def state_of(sitting: Sitting) -> str:
+    """In one word, as in `SessionView`."""
+    if sitting.is_running:
+        return "running"
+    return "waiting" if sitting.is_answering else "idle"
+
+
+def view_of(sitting: Sitting) -> SessionView:
+    """A session in figures."""
+    held, rule = sitting.held, sitting.rule
+    kept = held.entries // max(1, rule.heads) if rule.is_limited else held.read
+    gone = max(0, held.read - kept)
+    return SessionView(
+        name=sitting.name,
+        state=state_of(sitting),
+        turns=len(sitting.opening) + sum(len(each.turns) + 1 for each in sitting.said),
+        tokens=sitting.tokens,
+        tier=sitting.tier,
+        tier_bytes={
+            "device": sitting.nbytes if sitting.cache is not None else 0,
+            "host": sitting.nbytes if sitting.parked is not None else 0,
+            "disk": 0,
+        },
+        kept_tokens=kept,
+        evicted_tokens=0 if rule.merges else gone,
+        merged_tokens=gone if rule.merges else 0,
+        lossless=sitting.is_lossless,
+        pinned=sitting.is_pinned,
+        epoch=sitting.epoch,
+        made=sitting.made,
+        last_used=sitting.last_used,
+    )
+
+
+def turns_of(sitting: Sitting) -> SessionTurns:
+    """A session with what was said; messages of one prompt share its tokens evenly."""
+    turns, spans, start = list[Turn](), list[tuple[int, int]](), 0
+    for each in sitting.said:
+        for number in range(len(each.turns)):
+            first, stop = (
+                start + len(each.prompt) * edge // len(each.turns) for edge in (number, number + 1)
+            )
+            spans.append((first, stop))
+        middle = start + len(each.prompt)
+        start = middle + len(each.answer)
+        spans.append((middle, start))
+        turns += [*each.turns, Turn(ASSISTANT, each.text)]
+    if not turns:
+        turns, spans = list(sitting.opening), [(0, 0)] * len(sitting.opening)
+    return SessionTurns(view_of(sitting), tuple(turns), tuple(spans))
+
+
+def kept_of(sitting: Sitting) -> Kept:
+    """What the cache on the device holds; nothing where there is none."""
+    cache = sitting.cache
+    if cache is None:
+        return Kept(0, ())
+    layers = list[tuple[tuple[int, ...], ...]]()
+    for layer in cache.spec.layers:
+        held = cache.entries(layer.index)
+        heads = [held.head_positions(head).tolist() for head in range(len(held.lengths))]
+        layers.append(tuple(map(tuple, heads)))
+    return Kept(cache.next_position, tuple(layers))
