@@ -104,7 +104,8 @@ def _record(told: Any) -> Record:
         record = record_of_told(told)
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged("Its record lacks something.") from error
-    counts = (record.num_tokens, record.cache_bytes, *(ref.bytes for ref in record.refs))
+    counts = [record.num_tokens, record.cache_bytes, *(ref.bytes for ref in record.refs)]
+    counts += [count for held in record.others for count in (held.num_spans, held.cache_bytes)]
     if record.removed or not all(type(count) is int and count >= 0 for count in counts):
         raise Damaged("Its record has counts that are none.")
     return record

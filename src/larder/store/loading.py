@@ -31,10 +31,10 @@ class Reader:
     def __init__(self, blobs: Blobs, ledger: ByteLedger, rates: Rates) -> None:
         self._blobs, self._ledger, self._rates = blobs, ledger, rates
 
-    def cache(
+    def caches(
         self, record: Record, ids: Sequence[int], identity: Identity, spec: ModelSpec
-    ) -> SequenceCache:
-        """The cache that a record tells of.
+    ) -> list[SequenceCache]:
+        """The caches that a record tells of.
 
         Args:
             ids: its tokens, as its log has them.
@@ -48,15 +48,16 @@ class Reader:
         stored = sum(ref.bytes for ref in record.spans)
         begun = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, record.tenant, stored + 2 * record.cache_bytes):
-            chunks, rest = self._spans(record, ids, identity)
-            state = joined(chunks, rest, spec, len(ids)) if chunks else rest
-            cache = restored(spec, state, record.cache)
-        if cache.next_position != len(ids):
-            raise Damaged(
-                f"The saved cache has read {cache.next_position} tokens, its log has {len(ids)}."
-            )
+            found: list[SequenceCache] = []
+            for each in record.each:
+                chunks, rest = self._spans(each, ids, identity)
+                state = joined(chunks, rest, spec, len(ids)) if chunks else rest
+                found.append(restored(spec, state, each.cache))
+        longest = max(cache.next_position for cache in found)
+        if longest > len(ids) or (len(found) == 1 and longest < len(ids)):
+            raise Damaged(f"The saved cache has read {longest} tokens, its log has {len(ids)}.")
         self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
-        return cache
+        return found
 
     def prefix(
         self,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from larder.core.errors import BadParameter
 from larder.store.ledger import Tier
 
+READING, AVOIDING = "reading", "avoided "  # names beside those of tiers
 AVOIDED = 16  # times that a slow tier is left alone until it is measured again
 
 
@@ -79,6 +82,26 @@ class Rates:
         with self._lock:
             self._avoided[tier] = (self._avoided.get(tier, 0) + 1) % AVOIDED
             return Way.RECOMPUTE if self._avoided[tier] else Way.LOAD
+
+    def known(self) -> dict[str, float]:
+        """All that was measured, for another process to begin with."""
+        with self._lock:
+            rates = {READING: self._reading, **{t.value: r for t, r in self._loading.items()}}
+            told = {n: r.per_second for n, r in rates.items() if r.per_second is not None}
+            return told | {f"{AVOIDING}{t.value}": float(n) for t, n in self._avoided.items()}
+
+    def know(self, told: Mapping[str, Any]) -> None:
+        """Begin with what `known` told, where nothing is known yet; what is no rate is left out."""
+        fine = {n: float(r) for n, r in told.items() if isinstance(r, (int, float))}
+        rates = {name: rate for name, rate in fine.items() if 0 < rate < math.inf}
+        with self._lock:
+            if self._reading.per_second is None:
+                self._reading.per_second = rates.get(READING)
+            for tier in Tier:
+                if tier.value in rates and tier not in self._loading:
+                    self._loading[tier] = _Rate(rates[tier.value])
+                avoided = rates.get(f"{AVOIDING}{tier.value}", 0.0)
+                self._avoided.setdefault(tier, int(avoided) % AVOIDED)
 
     def _note(self, rate: _Rate, amount: int, seconds: float) -> None:
         if amount <= 0 or not 0 < seconds < math.inf:

@@ -24,6 +24,21 @@ MAX_NAME = 255
 
 
 @dataclass(frozen=True)
+class Held:
+    """One of the caches of a session that has several.
+
+    Args:
+        cache: what `SequenceCache.meta` told.
+        num_spans: blobs that hold it.
+        cache_bytes: of its tensors, once they are decoded.
+    """
+
+    cache: Mapping[str, str]
+    num_spans: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
 class Record:
     """One epoch of a session.
 
@@ -38,13 +53,14 @@ class Record:
         identity: what the cache depends on, by name; empty where there is none.
         policy: canonical spelling.
         codec: how keys and values are spelled in the spans.
-        cache: what `SequenceCache.meta` told; empty where only tokens are kept.
-        spans: the blobs of the cache, in order.
-        transcript: what was said as text, if that is kept.
-        cache_bytes: of its tensors, once they are decoded.
+        cache: what `SequenceCache.meta` told of the first; empty where only tokens are kept.
+        spans: the blobs of all caches, in order.
+        transcript: what was said as text, if that is kept, and what else who saves it needs.
+        cache_bytes: of the tensors of all caches, once they are decoded.
         lossless: whether the cache comes back to the bit.
         made: seconds since 1970.
         removed: the session is gone; nobody can write a state behind this one.
+        others: the caches behind the first, in order.
     """
 
     tenant: str
@@ -64,6 +80,7 @@ class Record:
     lossless: bool = True
     made: float = 0.0
     removed: bool = False
+    others: tuple[Held, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -79,9 +96,23 @@ class Record:
         """Where it lies."""
         return path_of(self.tenant, self.session, self.epoch)
 
+    @property
+    def each(self) -> list[Record]:
+        """Per cache, a record that tells of it alone."""
+        spans, count = len(self.spans), self.cache_bytes
+        spans -= sum(held.num_spans for held in self.others)
+        count -= sum(held.cache_bytes for held in self.others)
+        found, start = list[Record](), 0
+        for held in (Held(self.cache, spans, count), *self.others):
+            stop = start + held.num_spans
+            own = {"cache": held.cache, "cache_bytes": held.cache_bytes, "others": ()}
+            found.append(replace(self, spans=self.spans[start:stop], **own))
+            start = stop
+        return found
+
     def without_cache(self) -> Record:
         """The same with tokens and transcript alone."""
-        bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0)
+        bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0, others=())
         return replace(bare, codec="", lossless=True)
 
 
@@ -147,5 +178,6 @@ def told_record(told: Mapping[str, Any]) -> Record:
     known = {name: told[name] for name in Record.__dataclass_fields__ if name in told}
     known["tokens"] = Ref(**told["tokens"])
     known["spans"] = tuple(Ref(**span) for span in told["spans"])
+    known["others"] = tuple(Held(**held) for held in told.get("others", ()))
     known["transcript"] = None if told["transcript"] is None else Ref(**told["transcript"])
     return Record(**known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from larder.store.envelopes import chunk_blob, is_lossless, snapshot_blob
 from larder.store.identity import Identity
 from larder.store.ledger import Tier
 from larder.store.pieces import chunk_of, is_whole, parts_of, rest_of
+from larder.store.records import Held
 from larder.store.shelves import Saving, Shelves
 
 
@@ -30,27 +31,35 @@ class Snapshot:
         identity: of the model.
         policy: canonical spelling, sizes filled in.
         codec: how keys and values are spelled; a file in `store/codecs`.
+        others: further caches of the same session, each of which has read some of its tokens.
     """
 
     cache: SequenceCache
     identity: Identity
     policy: str
     codec: str = RAW
+    others: tuple[SequenceCache, ...] = ()
+
+    @property
+    def each(self) -> tuple[Snapshot, ...]:
+        """Per cache, a snapshot of it alone."""
+        return tuple(replace(self, cache=cache, others=()) for cache in (self.cache, *self.others))
 
 
 def check(ids: Sequence[int], snapshot: Snapshot | None) -> None:
-    """See that a cache is that of its tokens.
+    """See that a cache is that of its tokens, or one of several that share them.
 
     Raises:
-        InputError: it has read more or fewer.
+        InputError: it has read more or fewer; of several, more.
         UnknownName: there is no such codec.
     """
     if snapshot is None:
         return
     is_lossless(snapshot.codec)
-    if snapshot.cache.next_position != len(ids):
+    longest = max(each.cache.next_position for each in snapshot.each)
+    if longest > len(ids) or (not snapshot.others and longest < len(ids)):
         raise InputError(
-            f"The cache has read {snapshot.cache.next_position} tokens, but {len(ids)} are to be "
+            f"The cache has read {longest} tokens, but {len(ids)} are to be "
             "saved with it: give exactly those that it has read."
         )
 
@@ -63,16 +72,18 @@ class Written:
         spans: its blobs, in order.
         cache_bytes: of its tensors.
         lossless: whether it comes back to the bit.
+        others: caches behind the first, where there are several.
     """
 
     spans: tuple[Ref, ...]
     cache_bytes: int
     lossless: bool
+    others: tuple[Held, ...] = ()
 
 
 def is_chunked(snapshot: Snapshot) -> bool:
-    """Whether a cache is kept in chunks that others may share."""
-    return is_lossless(snapshot.codec) and is_whole(snapshot.cache)
+    """Whether a cache is kept in chunks that others may share; of several none is."""
+    return is_lossless(snapshot.codec) and not snapshot.others and is_whole(snapshot.cache)
 
 
 class Writer:
@@ -84,23 +95,37 @@ class Writer:
     def snapshot(
         self, saving: Saving, tenant: str, ids: Sequence[int], snapshot: Snapshot
     ) -> Written:
-        """Write a cache. What is whole goes as chunks first, which are shared.
+        """Write caches. A single one that is whole goes as chunks first, which are shared.
 
         Raises:
             BudgetError, StoreError: they cannot be kept.
         """
+        chunked = is_chunked(snapshot)
+        made = [self._one(saving, tenant, ids, each, chunked) for each in snapshot.each]
+        held = [
+            Held(each.cache.meta(), len(refs), count)
+            for each, (refs, count) in zip(snapshot.each, made, strict=True)
+        ]
+        spans = tuple(ref for refs, _ in made for ref in refs)
+        total = sum(count for _, count in made)
+        return Written(spans, total, is_lossless(snapshot.codec), tuple(held[1:]))
+
+    def _one(
+        self, saving: Saving, tenant: str, ids: Sequence[int], snapshot: Snapshot, chunked: bool
+    ) -> tuple[list[Ref], int]:
+        """The blobs of one cache, and the bytes of its tensors."""
         cache = snapshot.cache
         with self._shelves.ledger.reserve(Tier.HOST, tenant, _needed(cache)):
             state = cache.state()
             count, refs = nbytes(state), []
-            if is_chunked(snapshot):
+            if chunked:
                 shared = self._chunked(saving, tenant, ids, state, snapshot.identity)
                 refs = [chunk.ref for chunk in shared]
                 state = rest_of(state, shared[-1].stop if shared else 0)
             layers = len(cache.spec.layers)
             own = tenant, snapshot.identity, snapshot.policy, snapshot.codec, layers
             refs += [saving.put(snapshot_blob(part, *own)) for part in parts_of(state)]
-        return Written(tuple(refs), count, is_lossless(snapshot.codec))
+        return refs, count
 
     def chunks(
         self, saving: Saving, tenant: str, ids: Sequence[int], cache: SequenceCache, who: Identity

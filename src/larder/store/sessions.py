@@ -53,6 +53,7 @@ class Loaded:
         transcript: what was said as text, where that was saved.
         cache: None where the text must be read again.
         reason: one word for why; empty where there is a cache.
+        others: the caches behind the first, where the session has several.
     """
 
     record: Record
@@ -60,6 +61,7 @@ class Loaded:
     transcript: bytes | None
     cache: SequenceCache | None
     reason: str = ""
+    others: tuple[SequenceCache, ...] = ()
 
 
 class Sessions:
@@ -138,11 +140,11 @@ class Sessions:
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
         try:
             self._check(record, known, asking, ids)
-            cache = parts.reader.cache(record, known, asking.identity, asking.spec)
+            cache, *others = parts.reader.caches(record, known, asking.identity, asking.spec)
             parts.manifest.used(tenant, session)
         except LarderError as error:
             return Loaded(record, known, said, None, parts.refusals.note_error(error))
-        return Loaded(record, known, said, cache)
+        return Loaded(record, known, said, cache, others=tuple(others))
 
     def fork(self, principal: str, name: str, new_name: str, epoch: int | None = None) -> Record:
         """A second session that begins where the first one is, or was; nothing is copied.
@@ -249,6 +251,7 @@ class Sessions:
             spans=written.spans,
             cache_bytes=written.cache_bytes,
             lossless=written.lossless,
+            others=written.others,
         )
 
     def _committed(self, record: Record, lease: Lease | None) -> Record:
