@@ -80,3 +80,38 @@ def test_bad_sessions(run: Run) -> None:
     assert "no session name" in complaint(run("chat", "a/b", *SMALL, stdin="Hi\n"), 2)
     share = run("chat", "--budget", "20%", "--policy", "snapkv", stdin="Hi\n")
     assert "share of the context" in complaint(share, 2)
+
+
+def test_a_session_is_restored_instead_of_read(
+    run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_nothing(*_: object) -> None:
+        raise AssertionError("read anew")
+
+    assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").exit_code == 0
+    kept = document(run("cache", "list", "--json"))["sessions"]
+    assert [(each["session"], each["codec"]) for each in kept] == [("s", "raw")]
+    with monkeypatch.context() as patch:
+        patch.setattr("larder.session.filing.gather", read_nothing)
+        told = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
+    assert told["answers"][0]["answer"] == "Mira" and told["restored_tokens"] == kept[0]["tokens"]
+    elsewhere = larder_home / "elsewhere"
+    options = (*SMALL, "--store", elsewhere, "--codec", "int4", "--json")
+    told = document(run("chat", "s", *options, stdin="What is my cat called?\n"))
+    assert told["turns"] == 3 and told["restored_tokens"] == 0
+    [kept] = document(run("cache", "list", "--store", elsewhere, "--json"))["sessions"]
+    assert kept["codec"] == "int4"
+
+
+def test_damage_is_told_and_read_anew(run: Run, larder_home: Path) -> None:
+    run("chat", "s", *SMALL, stdin="My cat is called Mira.\n")
+    for blob in (larder_home / "store" / "blobs").rglob("*.safetensors"):
+        blob.write_bytes(blob.read_bytes()[:-1])
+    result = run("chat", "s", *SMALL, stdin="What is my cat called?\n")
+    assert result.stdout == "Mira\n" and result.exit_code == 0
+    assert result.stderr == "larder: the session 's' is read anew: what was saved is damaged\n"
+
+
+def test_a_codec_that_is_none_is_refused_early(run: Run) -> None:
+    result = run("chat", "s", *SMALL, "--codec", "int3", stdin="Hello.\n")
+    assert "'int3'" in complaint(result, 2)

@@ -12,17 +12,17 @@ import typer
 
 from larder.cli.failing import SCHEMA, print_document
 from larder.cli.groups import HelpfulGroup
+from larder.cli.kept import StoreUrl, opened
 from larder.cli.options import Output, command
 from larder.cli.showing import results, size, table
 from larder.core.errors import Damaged, InputError
+from larder.core.settings import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from larder.store.records import Record
     from larder.store.store import Store
-
-LOCAL = "local"  # the principal of who works at the machine itself
 
 app = typer.Typer(cls=HelpfulGroup, help="List, show, verify, export, import, remove sessions.")
 Name = Annotated[str, typer.Argument(metavar="SESSION", help="Its name.")]
@@ -32,12 +32,7 @@ Name = Annotated[str, typer.Argument(metavar="SESSION", help="Its name.")]
 class Kept(Output):
     """Where sessions are kept, and whose are meant."""
 
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="A folder or an fsspec address.  Default: $LARDER_HOME/store."
-        ),
-    ] = None
+    store: StoreUrl = None
     owner: Annotated[
         str, typer.Option(metavar="PRINCIPAL", help="Whose sessions: an API user's name.")
     ] = LOCAL
@@ -158,10 +153,7 @@ def remove(name: Name, options: Kept) -> None:
 
 @contextmanager
 def _opened(options: Kept) -> Iterator[Store]:
-    from larder.core.settings import home
-    from larder.store.store import Store
-
-    store = Store(str(home() / "store") if options.store is None else options.store, home())
+    store = opened(options.store)
     try:
         yield store
     finally:

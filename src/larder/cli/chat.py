@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from larder.cli.failing import INTERRUPTED, SCHEMA, as_record, print_document
+from larder.cli.kept import QUIET, CodecName, StoreUrl, check_codec, keeping, tell_resumed
 from larder.cli.options import Common, command
 from larder.cli.showing import asides, results, size, table, watched
 from larder.core.errors import LarderError
 
 if TYPE_CHECKING:
+    from larder.core.conversation import Conversation
     from larder.engine.answer import Answer
     from larder.engine.chat import Chat
 
@@ -36,12 +39,34 @@ def chat(
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Begin a new session by reading FILE.")
     ] = None,
+    store: StoreUrl = None,
+    codec: CodecName = "raw",
 ) -> None:
     """Talk under a memory budget; one line is one turn.
 
-    A named session is kept under LARDER_HOME/sessions and read again when it is resumed.
+    What was said in a named session is kept under LARDER_HOME/sessions, and its caches in a store:
+    resumed, they are restored, or the session is read again where that is quicker or safer.
     """
-    talk = _open(options, session, file)
+    from larder.cli.sitting import open_engine
+    from larder.engine.chat import Chat
+
+    check_codec(codec)
+    history = _history(file)
+    engine = open_engine(options)
+    with nullcontext() if session is None else keeping(engine, store, codec) as keeper:
+        with watched("Reading", "tokens") as watch:
+            talk = Chat(engine, session, history, watch, keeper)
+        _talk(talk, session, options)
+
+
+def _history(file: Path | None) -> Conversation | None:
+    from larder.session.files import read_conversation
+
+    return None if file is None else read_conversation(file)
+
+
+def _talk(talk: Chat, session: str | None, options: Common) -> None:
+    """Say what is typed, line by line, to the end or until interrupted."""
     _tell_change(talk, session)
     aside = asides()
     aside.print(f"{talk.policy}\n{len(talk.turns)} turns so far; /help for help")
@@ -57,25 +82,18 @@ def chat(
     _finish(talk, session, options, told)
 
 
-def _open(options: Common, session: str | None, file: Path | None) -> Chat:
-    from larder.cli.sitting import open_engine
-    from larder.engine.chat import Chat
-    from larder.session.files import read_conversation
-
-    history = None if file is None else read_conversation(file)
-    engine = open_engine(options)
-    with watched("Reading", "tokens") as watch:
-        return Chat(engine, session, history, watch)
-
-
 def _tell_change(talk: Chat, session: str | None) -> None:
     """Say on stderr, piped or not, that a session is not remembered as it was before."""
     former, now = talk.former_policy, str(talk.policy)
-    if former is not None and former != now:
-        print(
-            f"larder: the session {session!r} was held under {former} and is read anew under {now}",
-            file=sys.stderr,
-        )
+    if former is None:
+        return
+    if former == now:
+        tell_resumed(f"the session {session!r}", talk.resumed)
+        return
+    print(
+        f"larder: the session {session!r} was held under {former} and is read anew under {now}",
+        file=sys.stderr,
+    )
 
 
 def _lines() -> Iterator[str]:
@@ -138,10 +156,14 @@ def _record(answer: Answer) -> dict[str, Any]:
 
 
 def _finish(talk: Chat, session: str | None, options: Common, told: list[dict[str, Any]]) -> None:
+    reason = talk.keep()
+    if reason not in QUIET:
+        print(f"larder: the caches of {session!r} were not saved ({reason}).", file=sys.stderr)
     if options.json:
         figures = talk.figures
         head = {"schema": SCHEMA, "session": session, "policy": str(talk.policy)}
         held = {**asdict(figures), "kv_bytes": figures.kv_bytes}
+        held["restored_tokens"] = talk.resumed.tokens
         print_document({**head, "model": options.model, **held, "answers": told})
 
 

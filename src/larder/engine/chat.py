@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from larder.core.conversation import Conversation
-from larder.core.errors import InputError, UsageError
+from larder.core.errors import BadParameter, InputError, UsageError
 from larder.core.types import Coming, Mode
 from larder.engine.answer import Answer
+from larder.engine.beginning import log_of, policy_of
 from larder.engine.chat_view import ChatFigures, EpisodeView, Outcome
 from larder.engine.decoding import Tend, untended
 from larder.engine.engine import Engine, unheard
+from larder.engine.keeping import NEW, Keeper, Resumed, Unkept
 from larder.engine.reply import check_fits
 from larder.engine.sampling import Sampling
 from larder.models.passes import Row
@@ -22,19 +24,16 @@ from larder.session.filing import Cabinet, Drawer, block_of
 from larder.session.log import Exchange, Log
 from larder.session.logbook import (
     Forgetful,
-    Kept,
     Logbook,
     SessionFile,
     Stamp,
-    session_path,
 )
 from larder.session.memory import Memory
 from larder.session.policy import Policy
 from larder.session.reading import tend
 from larder.session.rooms import governed, tokens_of
-from larder.session.sizes import resolve, resolve_open
-
-NOTHING = Conversation("nothing", ())
+from larder.session.shelf import Shelf
+from larder.session.snapshot import State
 
 
 class Chat:
@@ -52,6 +51,8 @@ class Chat:
         name: of the session, which then survives the process; None for one that does not.
         history: a conversation to begin with. A session that exists has its own already.
         progress: told of tokens read and to read, at the start and whenever caches are built anew.
+        keeper: restores the caches of a session that exists, and saves them when told to `keep`.
+        state: to begin with in place of a history, taken over; the session must be new.
 
     Raises:
         InputError: the session's file is damaged, or was written with another model.
@@ -65,14 +66,22 @@ class Chat:
         name: str | None = None,
         history: Conversation | None = None,
         progress: Progress = silent,
+        keeper: Keeper | None = None,
+        state: State | None = None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._name, self._keeper = engine, name, keeper or Unkept()
         self._logbook: Logbook = Forgetful() if name is None else SessionFile(name)
         self._kept = self._logbook.load()
-        log = _log(self._kept, engine, name, history)
-        self._cabinet = Cabinet(engine.desk, _policy(engine, log), log, progress)
+        log = log_of(self._kept, engine, name, history)
         self._write_backs = 0
         self.outcome: Outcome | None = None
+        if state is None:
+            self.resumed = self._open(log, progress)
+            return
+        if self._kept is not None:
+            raise UsageError(f"There is a session {name!r} already: take another name.")
+        self.resumed, self._cabinet = Resumed(None, NEW), Cabinet(engine.desk, state, progress)
+        self._logbook.save(state.log, self._stamp())
 
     def say(
         self,
@@ -119,6 +128,49 @@ class Chat:
         cabinet.refresh()
         self.outcome = Outcome(drawer.number, filed.number, cabinet.state.refreshes - before)
         return reply.answer(text, drawer.match, len(prompt), held_bytes)
+
+    def keep(self) -> str:
+        """Save the caches of a session; one word for why they were not, empty where they were.
+
+        What was said is safe without.
+        """
+        restored = self.resumed.state
+        if self._name is None or not self.turns:
+            return NEW
+        if restored is not None and len(restored.log.exchanges) == len(self.turns):
+            return ""
+        return self._keeper.save(self._name, self._cabinet.state)
+
+    def fork(self, name: str | None = None) -> Chat:
+        """A second chat that begins where this one is, for a side task (CIFLEX) or another way on.
+
+        Args:
+            name: of its session; None for one that ends with the process.
+
+        Raises:
+            UsageError: there is such a session already.
+        """
+        state, spec = self._cabinet.state, self._engine.loaded.decoder.spec
+        shelf = Shelf(spec, state.memory.shelf.copies())
+        state = replace(state, memory=replace(state.memory, shelf=shelf))
+        return Chat(self._engine, name, keeper=self._keeper, state=state)
+
+    def roll_back(self, turns: int = 1) -> None:
+        """Forget the last turns, in memory and on disk, as if they had never been said.
+
+        The latest are cut off where their caches have only grown since; else what is left of the
+        log is read anew.
+
+        Raises:
+            BadParameter: there are fewer.
+            InputError: the session's file cannot be written.
+        """
+        if not 0 <= turns <= len(self.turns):
+            raise BadParameter(f"turns must be 0 to {len(self.turns)}, got {turns}.")
+        log = self._cabinet.state.log
+        log = replace(log, exchanges=log.exchanges[: len(self.turns) - turns])
+        self._logbook.save(log, self._stamp())
+        self._cabinet.roll_back(log)
 
     @property
     def turns(self) -> tuple[Exchange, ...]:
@@ -186,6 +238,31 @@ class Chat:
             for number, held in enumerate(holdings)
         )
 
+    def _open(self, log: Log, progress: Progress) -> Resumed:
+        """Restore what was saved and read what was said since, or read everything."""
+        desk, policy = self._engine.desk, policy_of(self._engine, log)
+        resumed = Resumed(None, NEW)
+        if self._name is not None and self._kept is not None:
+            resumed = self._keeper.load(self._name, desk, policy, log)
+        if resumed.state is None:
+            self._cabinet = Cabinet.read(desk, policy, log, progress)
+            self._keeper.note_reading(self.memory)
+            return resumed
+        self._cabinet = Cabinet(desk, resumed.state, progress)
+        for exchange in log.exchanges[len(self.turns) :]:
+            self._hear(exchange)
+        return resumed
+
+    def _hear(self, exchange: Exchange) -> None:
+        """Read a turn that was said before, in one pass."""
+        self._cabinet.refresh()
+        drawer, tending = self._recall(exchange.question)
+        self._finish(drawer, exchange.ids, untended if tending is None else tending.observer, 0)
+        self._note(drawer)
+        self._cabinet.accept(drawer, self._cabinet.file(drawer, exchange))
+        drawer.cache.compact()
+        self._cabinet.refresh()
+
     def _prompt(self, text: str) -> tuple[int, ...]:
         scribe = self._engine.scribe
         if not text.strip():
@@ -220,31 +297,3 @@ class Chat:
     def _stamp(self) -> Stamp:
         loaded = self._engine.loaded
         return Stamp(loaded.name, loaded.decoder.spec.fingerprint, str(self.policy))
-
-
-def _log(kept: Kept | None, engine: Engine, name: str | None, history: Conversation | None) -> Log:
-    """What a chat begins with: its own log, or the history given."""
-    if kept is None:
-        return Log(NOTHING if history is None else replace(history, questions=()))
-    if kept.stamp.fingerprint != engine.loaded.decoder.spec.fingerprint:
-        raise InputError(
-            f"The session file {session_path(str(name))} was written with another model "
-            f"({kept.stamp.model}): take --model {kept.stamp.model}, or another session name."
-        )
-    if history is not None and replace(history, questions=()) != kept.log.history:
-        raise UsageError(
-            f"The session {name!r} began with another history ({kept.log.history.name}): go on "
-            "without giving one, or take another session name."
-        )
-    return kept.log
-
-
-def _policy(engine: Engine, log: Log) -> Policy:
-    """The engine's policy with the sizes that hold for the whole chat: those of its history."""
-    spec, sizes, policy = engine.loaded.decoder.spec, engine.sizes, engine.policy
-    context = len(log.transcript(engine.scribe).ids)
-    if context:
-        tokens = resolve(policy, sizes.budget, context, spec)
-    else:
-        tokens = resolve_open(policy, sizes.budget, spec)
-    return policy.filled(tokens, sizes.block)

@@ -9,6 +9,7 @@ here it is the finished turn, so that a question is always answered by the neare
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
@@ -23,21 +24,9 @@ from larder.session.policy import Policy
 from larder.session.reading import Desk, books_for, build, gather
 from larder.session.rooms import entries_of, governed, pages_of, tokens_of
 from larder.session.shelf import Shelf
+from larder.session.snapshot import State
 
-
-@dataclass(frozen=True)
-class State:
-    """A chat between two turns; each turn makes another one.
-
-    Args:
-        refreshes: how often caches had to be built anew.
-        opened: how many episodes turns have opened.
-    """
-
-    memory: Memory
-    log: Log
-    refreshes: int = 0
-    opened: int = 0
+UNDONE = 8  # turns that can be cut off; the states before them are kept
 
 
 @dataclass(frozen=True)
@@ -63,6 +52,15 @@ class Drawer:
 
 
 @dataclass(frozen=True)
+class Undo:
+    """How to take a turn back: the state before, and the cache that has grown since `mark`."""
+
+    state: State
+    number: int
+    mark: int
+
+
+@dataclass(frozen=True)
 class Filed:
     """The state behind a turn, and the number of the cache that holds the turn in it."""
 
@@ -78,14 +76,13 @@ class Cabinet:
     threads at once.
 
     Args:
-        policy: with every size filled in.
-        log: what was said so far; it is read here.
+        state: that of all that was said so far.
     """
 
-    def __init__(self, desk: Desk, policy: Policy, log: Log, progress: Progress = silent) -> None:
+    def __init__(self, desk: Desk, state: State, progress: Progress = silent) -> None:
         self._desk, self._progress = desk, progress
-        source = log.source(log.transcript(desk.scribe))
-        self.state = State(gather(desk, source, policy, {}, progress), log)
+        self.state = state
+        self._undo: deque[Undo] = deque(maxlen=UNDONE)
         self.peak_bytes = self.state.memory.figures.peak_kv_bytes
         self.peak_entries = self.state.memory.figures.peak_entries
 
@@ -120,6 +117,16 @@ class Cabinet:
         pairs = zip(spec.managed, rooms, strict=True)
         return sum(layer.kv_heads * (room + block) for layer, room in pairs)
 
+    @classmethod
+    def read(cls, desk: Desk, policy: Policy, log: Log, progress: Progress = silent) -> Cabinet:
+        """The memory of a log that is read here.
+
+        Args:
+            policy: with every size filled in.
+        """
+        source = log.source(log.transcript(desk.scribe))
+        return cls(desk, State(gather(desk, source, policy, {}, progress), log), progress)
+
     def recall(self, question: str) -> Drawer:
         """Make the cache for a bare question active; the one that was active is written back."""
         cache, match = self.state.memory.recall(question)
@@ -146,11 +153,22 @@ class Cabinet:
     def accept(self, drawer: Drawer, filed: Filed) -> None:
         """Go over to what `file` has prepared."""
         self.note(drawer.cache.managed_entries)
+        if drawer.is_copy or filed.number != drawer.number:
+            self._undo.clear()
+        else:
+            self._undo.append(Undo(self.state, drawer.number, drawer.mark))
         if filed.number != drawer.number and not drawer.is_copy:
             drawer.cache.truncate(drawer.mark)
         self.state = filed.state
         if drawer.is_copy:
             self.shelf.activate(drawer.number)
+
+    def roll_back(self, log: Log) -> None:
+        """Be as when no more than this beginning of the log was said."""
+        while len(self.state.log.exchanges) > len(log.exchanges):
+            if not self._take_back():
+                read = Cabinet.read(self._desk, self.state.memory.policy, log, self._progress)
+                self.state = replace(read.state, refreshes=self.state.refreshes)
 
     def overdue(self) -> list[int]:
         """The caches that exceed their bound, by number."""
@@ -175,6 +193,21 @@ class Cabinet:
         self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes + copied_bytes)
         self.peak_entries = max(self.peak_entries, entries)
 
+    def _take_back(self) -> bool:
+        """Cut the last turn off its cache, if that is enough to undo it; whether it was.
+
+        A sliding window has dropped for it what it cannot bring back.
+        """
+        spec = self._desk.decoder.spec
+        if not self._undo or len(spec.managed) < len(spec.layers):
+            return False
+        undo, shelf = self._undo.pop(), self.shelf
+        cache = shelf.activate(undo.number)
+        cache.truncate(undo.mark)
+        cache.compact()
+        self.state = replace(undo.state, memory=replace(undo.state.memory, shelf=shelf))
+        return True
+
     def _opened(self, drawer: Drawer) -> SequenceCache:
         """A cache of its own for the turn: how the conversation begins, and what it has read.
 
@@ -192,6 +225,7 @@ class Cabinet:
         return max(1, memory.policy.protect.sinks, system_stop(memory))
 
     def _rebuild(self, number: int) -> None:
+        self._undo.clear()
         memory, desk = self.state.memory, self._desk
         reform = memory.router.reform(number)
         memory.shelf.rest()

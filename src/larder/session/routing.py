@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
@@ -17,6 +17,7 @@ from jaxtyping import Float32
 from larder.session.embedders.base import Embedder
 from larder.session.exchanges import PastTurn
 from larder.session.matching import NEVER, Match, Rule, is_new, match
+from larder.session.spelled_rows import spelled
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,10 @@ class Router(ABC):
     def reform(self, number: int) -> Reform:
         """Run stage 1 again, because cache `number` has grown beyond its bound."""
 
+    @abstractmethod
+    def told(self) -> dict[str, Any]:
+        """All that it knows, as JSON can say it; its arrangement makes it again of that."""
+
 
 # New topics open episodes; beyond this many times the number once formed, a refresh forms all anew,
 # so that the bytes of all episodes together stay bounded.
@@ -170,6 +175,9 @@ class OneCache(Router):
 
     def reform(self, number: int) -> Reform:
         return Reform(self, (number,))
+
+    def told(self) -> dict[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +247,15 @@ class NearestEpisode(Router):
         episodes = list(self.episodes)
         episodes[number] = self.former.refreshed(episodes[number])
         return Reform(replace(self, episodes=tuple(episodes)), (number,))
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "embedder": self.embedder.name,
+            "episodes": [spelled(vars(episode)) for episode in self.episodes],
+            "turns": [[turn.text, list(turn.places)] for turn in self.turns],
+            "formed": [self.formed, self.formed_of],
+            "tau": self.tau,
+        }
 
     def _tau(self) -> float:
         turns = self.embedder.embed_segments([turn.text for turn in self.turns])

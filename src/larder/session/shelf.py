@@ -6,8 +6,8 @@ that was appended to it; interrupted halfway, no cache is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -94,6 +94,17 @@ class Shelf:
         self._active = (number, restored)
         del self._parked[number]
         return restored
+
+    def copies(self) -> Iterator[SequenceCache]:
+        """Each cache by number, on tensors of its own in host memory; none of them moves."""
+        spec = replace(self._spec, device=torch.device("cpu"))
+        for number in range(len(self)):
+            if self._active is not None and self._active[0] == number:
+                cache = self._active[1]
+                yield SequenceCache.restore(spec, cache.state(), cache.meta())
+            else:
+                parked = self._parked[number]
+                yield SequenceCache.restore(spec, parked.state, parked.meta)
 
     def rest(self) -> None:
         """Write the active cache back, so that the device is free."""

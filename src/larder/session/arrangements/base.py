@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from larder.core.conversation import Conversation
 from larder.session.embedders.base import Embedder
@@ -31,4 +32,12 @@ class Arrangement(ABC):
             embedder: loads an embedder by name.
             count: tokens of a text.
             said: what was said since the conversation, one segment per turn of a chat.
+        """
+
+    @abstractmethod
+    def rearranged(self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]) -> Router:
+        """The router that told this, without arranging anything.
+
+        Raises:
+            KeyError, TypeError, ValueError: no router of this arrangement has.
         """

@@ -9,8 +9,9 @@ eight representative segments (the code's scripts; its default is 4, the paper's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
@@ -24,6 +25,7 @@ from larder.session.exchanges import PastTurn, exchanges
 from larder.session.matching import Rule, calibrate_tau
 from larder.session.routing import Episode, NearestEpisode, Router
 from larder.session.segments import Unit, cut
+from larder.session.spelled_rows import rows_of
 
 LEAST_SEGMENTS = 2  # per episode, before a chat that has grown is divided into topics
 
@@ -98,6 +100,16 @@ class Episodes(Arrangement):
             loaded, self.match, episodes, self, tuple(turns), len(episodes), len(texts)
         )
 
+    def rearranged(self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]) -> Router:
+        loaded = embedder(self.embedder)
+        if told["embedder"] != loaded.name:
+            raise ValueError(f"its texts were embedded by {told['embedder']}")
+        episodes = tuple(_episode_of(episode) for episode in told["episodes"])
+        turns = tuple(PastTurn(str(text), _numbers(places)) for text, places in told["turns"])
+        formed, formed_of = _numbers(told["formed"])
+        tau = None if told["tau"] is None else float(told["tau"])
+        return NearestEpisode(loaded, self.match, episodes, self, turns, formed, formed_of, tau)
+
     def episodes(
         self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]
     ) -> tuple[Episode, ...]:
@@ -153,6 +165,28 @@ def _episode(
         tuple(members.index(index) for index in chosen),
         members,
     )
+
+
+def _episode_of(told: Mapping[str, Any]) -> Episode:
+    """Raises: ValueError: the numbers of its segments do not fit together."""
+    episode = Episode(
+        rows_of(told["centroid"]),
+        rows_of(told["rows"]),
+        tuple(map(str, told["texts"])),
+        _numbers(told["representatives"]),
+        _numbers(told["places"]),
+    )
+    count = len(episode.texts)
+    fits = episode.rows.shape == (count, *episode.centroid.shape) and len(episode.places) == count
+    if not fits or not all(0 <= number < count for number in episode.representatives):
+        raise ValueError("an episode's segments do not fit together")
+    return episode
+
+
+def _numbers(told: Any) -> tuple[int, ...]:
+    if not all(type(number) is int for number in told):
+        raise TypeError("numbers")
+    return tuple(told)
 
 
 Part = Episodes

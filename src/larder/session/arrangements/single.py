@@ -5,8 +5,9 @@ No paper: what every method does that knows no episodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from larder.core.conversation import Conversation
 from larder.session.arrangements.base import Arrangement
@@ -26,6 +27,12 @@ class Single(Arrangement):
         said: Sequence[str] = (),
     ) -> Router:
         del conversation, embedder, count, said
+        return OneCache()
+
+    def rearranged(self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]) -> Router:
+        del embedder
+        if told:
+            raise ValueError("a single cache has no episodes")
         return OneCache()
 
 

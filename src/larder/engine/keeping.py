@@ -1,0 +1,184 @@
+"""Memories that outlive the process: saved with their caches, and restored or read again.
+
+A restored memory goes on as the one that was saved would have gone on: to the bit where the codec
+loses nothing. Whatever is wrong with what was saved, the log of the chat is the source of truth,
+and it is read anew; the reason is logged and counted by the store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from larder.core.errors import LarderError
+from larder.core.settings import LOCAL, home
+from larder.engine.identifying import identity_of_loaded
+from larder.models.loading import Loaded
+from larder.session.log import Log
+from larder.session.memory import Memory
+from larder.session.policy import Policy
+from larder.session.reading import Desk
+from larder.session.snapshot import State, state_of, told
+from larder.store.coding import RAW
+from larder.store.digests import key_of
+from larder.store.saving import Snapshot
+from larder.store.sessions import Asking
+from larder.store.store import Store
+
+NEW = "new"
+# What a reason means to people; the store counts by the word.
+REASONS = {
+    NEW: "nothing was saved",
+    "tokens only": "only what was said was saved",
+    "evicted": "its cache has made room for others",
+    "identity": "it was saved with another model or tokenizer",
+    "policy": "it was saved under another policy",
+    "tokens": "what was saved is of another text",
+    "slower": "reading is quicker than loading",
+    "damaged": "what was saved is damaged",
+    "format": "it was saved by another larder",
+    "slow": "the disk does not answer",
+    "budget": "it does not fit in memory",
+}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What came of an attempt to restore.
+
+    Args:
+        state: None where all must be read anew.
+        reason: one word for why; empty where it was restored.
+        tokens: that were restored.
+        seconds: that it took.
+    """
+
+    state: State | None
+    reason: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def said(self) -> str:
+        """One line for people."""
+        if self.state is not None:
+            return f"restored {self.tokens:,} tokens in {self.seconds:.2f} s"
+        return f"read anew: {REASONS.get(self.reason, self.reason)}"
+
+
+class Keeper(ABC):
+    """Keeps the states of chats."""
+
+    @abstractmethod
+    def load(self, name: str, desk: Desk, policy: Policy, log: Log) -> Resumed:
+        """The newest state of a chat that its log begins with, or none and why.
+
+        Args:
+            policy: with every size filled in.
+        """
+
+    @abstractmethod
+    def save(self, name: str, state: State) -> str:
+        """Keep a state; one word for why its caches were not kept, empty where they were."""
+
+    @abstractmethod
+    def note_reading(self, memory: Memory) -> None:
+        """A chat was read anew: so long it takes."""
+
+
+class Unkept(Keeper):
+    """Every chat is read anew."""
+
+    def load(self, name: str, desk: Desk, policy: Policy, log: Log) -> Resumed:
+        del name, desk, policy, log
+        return Resumed(None, NEW)
+
+    def save(self, name: str, state: State) -> str:
+        del name, state
+        return NEW
+
+    def note_reading(self, memory: Memory) -> None:
+        del memory
+
+
+class StoreKeeper(Keeper):
+    """Keeps the states of one tenant's chats with one model in a store.
+
+    How fast loading and reading go is remembered under `$LARDER_HOME/rates`, so that the quicker
+    way is taken from the first time on.
+
+    Args:
+        principal: whose chats they are.
+        codec: how keys and values are spelled; a file in `store/codecs`.
+    """
+
+    def __init__(
+        self, store: Store, loaded: Loaded, principal: str = LOCAL, codec: str = RAW
+    ) -> None:
+        self._store, self._principal, self._codec = store, principal, codec
+        self._spec = loaded.decoder.spec
+        self._identity = identity_of_loaded(loaded)
+
+    def load(self, name: str, desk: Desk, policy: Policy, log: Log) -> Resumed:
+        begun, parts = time.perf_counter(), self._store.parts
+        parts.rates.know(_remembered(self._pace(policy)))
+        # Caches rest in host memory, whatever they are used on.
+        resting = replace(self._spec, device=torch.device("cpu"))
+        asking = Asking(self._identity, str(policy), resting)
+        ids = log.source(log.transcript(desk.scribe)).ids
+        try:
+            found = self._store.sessions.load(self._principal, name, asking, ids)
+            self._remember(policy)
+            if found is None or found.cache is None:
+                return Resumed(None, NEW if found is None else found.reason)
+            caches, seconds = [found.cache, *found.others], time.perf_counter() - begun
+            state = state_of(found.transcript, found.ids, caches, desk, policy, log, seconds)
+        except LarderError as error:
+            return Resumed(None, parts.refusals.note_error(error))
+        return Resumed(state, "", len(found.ids), time.perf_counter() - begun)
+
+    def save(self, name: str, state: State) -> str:
+        memory = state.memory
+        ids = state.log.source(memory.transcript).ids
+        try:
+            first, *others = memory.shelf.copies()
+            own = self._identity, str(memory.policy), self._codec, tuple(others)
+            record = self._store.sessions.save(
+                self._principal, name, ids, Snapshot(first, *own), transcript=told(state)
+            )
+        except LarderError as error:
+            return self._store.parts.refusals.note_error(error)
+        return "" if record.spans else "tokens only"
+
+    def note_reading(self, memory: Memory) -> None:
+        figures = memory.figures
+        self._store.parts.rates.read(figures.context_tokens, figures.prefill_seconds)
+        self._remember(memory.policy)
+
+    def _pace(self, policy: Policy) -> Path:
+        """Reading takes as long as model and policy have it take."""
+        return home() / "rates" / f"{key_of('rates', self._identity.key, str(policy))[:32]}.json"
+
+    def _remember(self, policy: Policy) -> None:
+        path = self._pace(policy)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._store.parts.rates.known()))
+            temporary.replace(path)
+        except OSError:
+            return  # it is measured again
+
+
+def _remembered(path: Path) -> dict[str, float]:
+    """What was measured before; nothing where that cannot be read."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -1,0 +1,103 @@
+"""What a chat's caches do not say of its state: the way to them, and how they came to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import Damaged
+from larder.session.log import Log
+from larder.session.memory import Figures, Memory
+from larder.session.policy import Policy
+from larder.session.reading import Desk
+from larder.session.rooms import tokens_of
+from larder.session.shelf import Shelf
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """A chat between two turns; each turn makes another one.
+
+    Args:
+        refreshes: how often caches had to be built anew.
+        opened: how many episodes turns have opened.
+    """
+
+    memory: Memory
+    log: Log
+    refreshes: int = 0
+    opened: int = 0
+
+
+def told(state: State) -> bytes:
+    """Everything of a state but its log and its caches."""
+    record = {
+        "schema": SCHEMA,
+        "turns": len(state.log.exchanges),
+        "counts": [state.refreshes, state.opened],
+        "router": state.memory.router.told(),
+    }
+    return json.dumps(record, ensure_ascii=False).encode()
+
+
+def state_of(
+    data: bytes | None,
+    ids: Sequence[int],
+    caches: Sequence[SequenceCache],
+    desk: Desk,
+    policy: Policy,
+    log: Log,
+    seconds: float,
+) -> State:
+    """The state that was told, over its caches, which are taken over.
+
+    Args:
+        data: from `told`.
+        ids: every token of that state.
+        log: as long as that state's or longer; the state has the turns of its time alone.
+        seconds: that loading took so far.
+
+    Raises:
+        Damaged: it is not what `told` wrote, or another chat's.
+    """
+    known = _parsed(data)
+    try:
+        log = replace(log, exchanges=log.exchanges[: known["turns"]])
+        refreshes, opened = map(int, known["counts"])
+        router = policy.session.rearranged(known["router"], desk.embedder)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"The saved state of the chat cannot be used ({error}).") from error
+    transcript = log.transcript(desk.scribe)
+    if log.source(transcript).ids != tuple(ids) or len(caches) != max(1, len(router.prompts())):
+        raise Damaged("The saved state of the chat does not fit its log or its caches.")
+    shelf, context = Shelf(desk.decoder.spec, caches), len(ids)
+    held = shelf.holdings()
+    figures = Figures(
+        context_tokens=context,
+        budget_tokens=min(tokens_of(policy), context),
+        full_kv_bytes=desk.decoder.spec.full_bytes(context),
+        kv_bytes=shelf.nbytes,
+        active_kv_bytes=max(each.in_use for each in held),
+        peak_kv_bytes=shelf.nbytes,
+        peak_entries=max(each.entries for each in held),
+        prefill_seconds=seconds,
+    )
+    memory = Memory(policy, log.history, transcript, shelf, router, figures)
+    return State(memory, log, refreshes, opened)
+
+
+def _parsed(data: bytes | None) -> dict[str, Any]:
+    try:
+        known = json.loads(data or b"")
+    except (ValueError, RecursionError) as error:
+        raise Damaged("The saved state of the chat is not JSON.") from error
+    if not isinstance(known, dict) or known.get("schema") != SCHEMA:
+        raise Damaged(f"The saved state of the chat is not of schema {SCHEMA}.")
+    if type(known.get("turns")) is not int or known["turns"] < 0:
+        raise Damaged("The saved state of the chat does not tell its turns.")
+    return known
