@@ -106,7 +106,7 @@ def _said(told: dict[str, Any], vocabulary: int) -> Said:
     return Said(turns, prompt, str(told["text"]), answer, unread, asked, str(told["reason"]))
 
 
-def _ids(told: Sequence[int], vocabulary: int) -> array[int]:
+def _ids(told: Sequence[int], vocabulary: int) -> array:
     ids = array(ID, told)
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         raise ValueError("token ids outside the vocabulary")

@@ -13,6 +13,7 @@ from larder.engine.streaming import TextStream
 from larder.prefill.reader import Reader
 from larder.prefill.tending import Tending
 from larder.server.request import Listener, Report, Request, Ticket, Turn
+from larder.server.rule import By
 from larder.server.sitting import ID, Asked, Said, Sitting
 
 
@@ -26,6 +27,7 @@ class Piece:
 
     ids: tuple[int, ...]
     length: int
+    by: By = By.OTHERS
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Job(Ticket):
         return (self.ids[-1] if self.ids else self.wanted[-1],)
 
     @property
-    def prompt(self) -> array[int]:
+    def prompt(self) -> array:
         """The part of the text that this request has added."""
         before = sum(each.tokens for each in self.said)
         return array(ID, self.wanted[before:])
@@ -147,17 +149,17 @@ def pieces_of(said: Sequence[Said], wanted: tuple[int, ...], start: int, block: 
     Args:
         said: the finished exchanges that the text begins with.
     """
-    cuts, place, unread = list[tuple[int, int, int]](), 0, 0
+    cuts, place, unread = list[tuple[int, int, int, By]](), 0, 0
     for each in said:
         ready = place + len(each.prompt)
-        cuts.append((place - unread, ready - 1, ready))
+        cuts.append((place - unread, ready - 1, ready, By.OTHERS))
         place = ready + len(each.answer)
         unread = each.unread
-        cuts.append((ready - 1, place - unread, place - unread))
-    cuts.append((place - unread, len(wanted) - 1, len(wanted)))
+        cuts.append((ready - 1, place - unread, place - unread, By.MODEL))
+    cuts.append((place - unread, len(wanted) - 1, len(wanted), By.OTHERS))
     found: list[Piece] = []
-    for first, stop, length in cuts:
+    for first, stop, length, by in cuts:
         first = max(first, start)
         for begin, end in even_cuts(max(0, stop - first), block):
-            found.append(Piece(wanted[first + begin : first + end], length))
+            found.append(Piece(wanted[first + begin : first + end], length, by))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from larder.core.errors import LarderError
 from larder.engine.sampling import Sampling
@@ -86,6 +86,7 @@ class Report:
     seconds: float
 
 
+@runtime_checkable
 class Listener(Protocol):
     """Who hears an answer. Called from the model's thread: it must neither block nor raise.
 

@@ -8,8 +8,10 @@ no reading holds more than M + 2 M_block, where `larder chat` builds such a cach
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
+from larder.cache.ragged import GROWTH_TOKENS
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import UsageError
 from larder.core.ledger import SURPRISE
@@ -34,6 +36,13 @@ from larder.session.sizes import HEAD_BYTES, NUMBER_BYTES, resolve_open
 
 EVERYTHING = "full"
 LAYERS_PASSING = 2  # held for a moment while one is laid out anew: its old storage, and a copy
+
+
+class By(Enum):
+    """Who has said a text: the model, or others to it."""
+
+    MODEL = "model"
+    OTHERS = "others"
 
 
 @dataclass(frozen=True)
@@ -128,11 +137,19 @@ class Rule:
         planner, quotas = readied(self.desk, self.policy, reading, max(length, self.tokens))
         return Reader(self.desk.decoder, planner, reading, quotas, Meter())
 
-    def read(self, reader: Reader, cache: SequenceCache, ids: tuple[int, ...]) -> None:
-        """Read a block of at most M_block tokens, and judge if that is due."""
+    @property
+    def tends(self) -> bool:
+        """Whether entries go while text is generated."""
+        return self.policy.timing.excess() is not None
+
+    def read(self, reader: Reader, cache: SequenceCache, ids: tuple[int, ...], by: By) -> None:
+        """Read a block of at most M_block tokens, and judge if that is due.
+
+        An answer is judged only where it was when it was given.
+        """
         lane = Lane(cache, self._book)
         cache.reserve(len(ids))
-        if self._is_due(cache, len(ids)):
+        if (by is By.OTHERS or self.tends) and self._is_due(cache, len(ids)):
             reader.settle([lane], ids, ids, cache.next_position)
         else:
             reader.append([lane], ids)
@@ -141,20 +158,22 @@ class Rule:
         """What keeps the cache within its budget while it answers, for policies that do so."""
         return tend(self.desk, self.policy, [cache])
 
-    def need(self, held: Held, length: int, new_tokens: int) -> Need:
+    def need(self, held: Held, length: int, new_tokens: int, again: int = 0) -> Need:
         """The most that a turn can bring a cache to.
 
         Args:
             held: what it holds before.
             length: of the whole text once the prompt is read.
             new_tokens: the longest answer.
+            again: of the longest former answer that must be read again.
         """
         per_head = length + new_tokens
         if self.is_limited:
             per_cache = -(-held.entries // max(1, self.heads))
             unread = max(0, length - held.read)
             least = max(per_cache, self.tokens + self.block)
-            per_head = min(per_head, least + min(self.block, unread) + new_tokens)
+            per_head = min(per_head, least + max(min(self.block, unread), again) + new_tokens)
+            per_head += GROWTH_TOKENS if self.tends else 0
         return self._bytes(per_head, length, new_tokens)
 
     def is_lossless(self, cache: SequenceCache) -> bool:

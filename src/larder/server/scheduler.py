@@ -190,6 +190,7 @@ class Scheduler:
         sitting.read = array(ID, (*job.wanted, *job.ids)[: cache.next_position])
         sitting.note()
         sitting.epoch += 1
+        sitting.is_new = False
         try:
             self._tiers.settle(sitting)
             self._keeper.commit(sitting, said)
@@ -232,6 +233,7 @@ class Scheduler:
             self.running.remove(job)
         sitting.is_answering = sitting.is_running = False
         sitting.last_used, sitting.uses = now, sitting.uses + 1
-        if not sitting.epoch:
+        if sitting.is_new:
             self._keeper.abandon(sitting)
-        self._tiers.weigh(sitting)
+        else:
+            self._tiers.weigh(sitting)

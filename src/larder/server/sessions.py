@@ -153,12 +153,17 @@ class Sessions:
             return self._following(request, rule)
         return self._matching(request, rule)
 
+    def _made(self, sitting: Sitting) -> Sitting:
+        """A session that lasts only if its first turn does."""
+        sitting.is_new = True
+        return sitting
+
     def _named(self, request: Request, rule: Rule) -> Sitting:
         """A new session, under the client's name where that is free."""
         name = request.session
         if name is not None and (request.tenant, name) in self._sittings:
-            return self.fork(self.find(request.tenant, name), None, rule, 0)
-        return self.open(request.tenant, name, rule)
+            return self._made(self.fork(self.find(request.tenant, name), None, rule, 0))
+        return self._made(self.open(request.tenant, name, rule))
 
     def _following(self, request: Request, rule: Rule) -> Resolved:
         name = str(request.follows)
@@ -171,7 +176,7 @@ class Sessions:
         said = tuple(sitting.said)
         wanted = self._wanted(said, turns)
         if sitting.rule is not rule:
-            sitting = self.fork(sitting, None, rule, len(said))
+            sitting = self._made(self.fork(sitting, None, rule, len(said)))
         return Resolved(sitting, said, turns, wanted)
 
     def _matching(self, request: Request, rule: Rule) -> Resolved:
@@ -189,7 +194,7 @@ class Sessions:
         if best is None or (request.session is None and not exchanges):
             return Resolved(self._named(request, rule), (), request.turns, wanted)
         if not is_whole or best.is_answering or best.rule is not rule:
-            best = self.fork(best, None, rule, exchanges)
+            best = self._made(self.fork(best, None, rule, exchanges))
         return Resolved(best, said, match.rest, wanted)
 
     def _candidates(self, request: Request) -> list[Sitting]:

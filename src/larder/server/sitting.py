@@ -52,9 +52,9 @@ class Said:
     """
 
     turns: tuple[Turn, ...]
-    prompt: array[int]
+    prompt: array
     text: str
-    answer: array[int]
+    answer: array
     unread: int
     asked: Asked
     reason: str
@@ -83,6 +83,7 @@ class Sitting:
         read: the tokens that the cache has read.
         settled: how many of them stand in it for good: what came later can be taken back.
         origin: the session that it was forked from, until it has a cache of its own.
+        is_new: a request has made it, and nothing was said in it yet: it goes with the request.
         is_answering: a request is waiting for it, or running.
         is_running: its cache is in use and stays on the device.
     """
@@ -97,10 +98,11 @@ class Sitting:
     said: list[Said] = field(default_factory=list)
     cache: SequenceCache | None = None
     parked: Parked | None = None
-    read: array[int] = field(default_factory=lambda: array(ID))
+    read: array = field(default_factory=lambda: array(ID))
     settled: int = 0
     is_lossless: bool = True
     origin: Sitting | None = None
+    is_new: bool = False
     is_answering: bool = False
     is_running: bool = False
     is_pinned: bool = False
@@ -111,7 +113,7 @@ class Sitting:
     log: Reservation | None = None
 
     @property
-    def ids(self) -> array[int]:
+    def ids(self) -> array:
         """Every token that was said."""
         ids = array(ID)
         for each in self.said:
@@ -206,7 +208,7 @@ def matched(said: Sequence[Said], turns: tuple[Turn, ...]) -> Matched:
     return Matched(exchanges, turns[place:])
 
 
-def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array[int]:
+def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array:
     """Tokens that new messages add behind finished exchanges.
 
     Raises:

@@ -62,7 +62,7 @@ class Starting:
         reader = sitting.rule.reader(piece.length)
         plans = cache.plans
         try:
-            sitting.rule.read(reader, cache, piece.ids)
+            sitting.rule.read(reader, cache, piece.ids, piece.by)
         finally:
             if cache.plans != plans:  # nor can a pass be taken back that failed halfway
                 sitting.settled = cache.next_position + (cache.next_position == len(sitting.read))
@@ -161,7 +161,8 @@ class Starting:
     def _need(self, job: Job, source: Sitting | None) -> Need:
         """Of the turn over what a session holds now."""
         held = job.sitting.held if source is None else source.held
-        need = job.sitting.rule.need(held, len(job.wanted), job.new_tokens)
+        again = max((len(each.answer) for each in job.said), default=0)
+        need = job.sitting.rule.need(held, len(job.wanted), job.new_tokens, again)
         if source is None:
             return need
         nbytes = source.nbytes

@@ -1,0 +1,217 @@
+"""Conversations over one model, for one thread: what happens between two steps, and the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from larder.core.errors import BudgetError, InputError
+from larder.engine.engine import Engine
+from larder.server import archive
+from larder.server.answering import Answering
+from larder.server.budget import Purse
+from larder.server.job import Job, Times
+from larder.server.refusals import invalid, overloaded, too_long, too_much
+from larder.server.request import Listener, Report, Request, Ticket, Turn
+from larder.server.rule import Held, Rule
+from larder.server.scheduler import Keeper, Scheduler
+from larder.server.sessions import Resolved, Sessions
+from larder.server.sitting import Said, Sitting
+from larder.server.starting import Starting
+from larder.server.tiers import Tiers
+from larder.server.views import view_of
+from larder.store.eviction.base import EVICTIONS
+from larder.store.ledger import Budgets, ByteLedger
+
+
+class _Done(Ticket):
+    """Of an answer that was there already."""
+
+    def cancel(self) -> None:
+        """Nothing is left to cancel."""
+
+
+class _Directory(Keeper):
+    """Keeps the index of sessions, and hands turns on to whoever keeps them for good."""
+
+    def __init__(
+        self, sessions: Sessions, forget: Callable[[Sitting], None], keeper: Keeper
+    ) -> None:
+        self._sessions, self._forget, self._keeper = sessions, forget, keeper
+
+    def commit(self, sitting: Sitting, said: Said) -> None:
+        if len(sitting.said) == 1 or sitting.epoch == 1:
+            self._sessions.remember(sitting)
+        self._keeper.commit(sitting, said)
+
+    def abandon(self, sitting: Sitting) -> None:
+        self._forget(sitting)
+        self._keeper.abandon(sitting)
+
+
+class Core:
+    """A hub without a thread: whoever uses it calls `step` until it has nothing to do.
+
+    Args:
+        engine, budgets, eviction, rows, waiting, keeper, clock: as `LocalHub` takes them.
+        wake: told that a step would have something to do.
+
+    Raises:
+        UsageError: the policy is not one that a server can follow.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        budgets: Budgets,
+        eviction: str,
+        rows: int,
+        waiting: int,
+        keeper: Keeper,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self.engine, self.clock, self._wake, self._waiting = engine, clock, wake, waiting
+        self.rule = Rule.of(engine)
+        self._exact = self.rule.exact() if self.rule.is_limited else self.rule
+        self.ledger = ByteLedger(budgets)
+        self.purse = Purse(self.ledger)
+        self.sessions = Sessions(engine.scribe, clock)
+        self.tiers = Tiers(self.ledger, self.purse, EVICTIONS.load(eviction)(), clock)
+        starting = Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing)
+        told = engine.loaded.decoder, engine.scribe, engine.stops, starting, self.purse
+        directory = _Directory(self.sessions, self.forget, keeper)
+        self.scheduler = Scheduler(Answering(*told), starting, self.tiers, directory, clock, rows)
+        self.refused: Counter[str] = Counter()
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model was made for."""
+        config = self.engine.loaded.decoder.module.config.get_text_config()
+        return int(config.max_position_embeddings)
+
+    def step(self) -> bool:
+        """As `Scheduler.step`."""
+        return self.scheduler.step()
+
+    def submit(self, request: Request, listener: Listener, asked: float) -> Ticket:
+        """As `Hub.submit`.
+
+        Args:
+            asked: when the request came.
+        """
+        if self.scheduler.waiting >= self._waiting:
+            raise overloaded(self.scheduler.waiting)
+        if request.max_new_tokens < 1:
+            raise invalid(
+                f"At least 1 new token must be asked for, got {request.max_new_tokens}.",
+                "max_tokens",
+            )
+        found = self.sessions.resolve(request, self._exact if request.exact else self.rule)
+        if found.again is not None:
+            return self._repeat(found, found.again, listener, asked)
+        try:
+            job = self._job(request, found, listener, asked)
+        except BaseException:
+            if found.sitting.is_new:
+                self.forget(found.sitting)
+            raise
+        self.scheduler.enqueue(job)
+        self._wake()
+        return job
+
+    def open(self, tenant: str, name: str, turns: Sequence[Turn]) -> Sitting:
+        """As `Hub.open`."""
+        sitting = self.sessions.open(tenant, name, self.rule)
+        sitting.opening = tuple(turns)
+        return self._weighed(sitting)
+
+    def fork(self, tenant: str, name: str, new_name: str | None) -> Sitting:
+        """As `Hub.fork`."""
+        source = self.sessions.idle(tenant, name)
+        made = self.sessions.fork(source, new_name, source.rule, len(source.said))
+        made.epoch = source.epoch
+        if made.said:
+            self.sessions.remember(made)
+        return self._weighed(made)
+
+    def compact(self, tenant: str, name: str) -> Sitting:
+        """As `Hub.compact`."""
+        sitting = self.sessions.idle(tenant, name)
+        if sitting.cache is not None:
+            self.tiers.settle(sitting)
+        return sitting
+
+    def release(self, tenant: str, name: str) -> Sitting:
+        """As `Hub.release`."""
+        sitting = self.sessions.idle(tenant, name)
+        self.tiers.drop(sitting)
+        return sitting
+
+    def prefetch(self, sitting: Sitting) -> Sitting:
+        """Bring a parked cache back to the device; what is nowhere stays so.
+
+        Raises:
+            Refusal: there is no room now.
+        """
+        if sitting.parked is None:
+            return sitting
+        try:
+            self.tiers.grant(sitting, sitting.rule.need(sitting.held, sitting.held.read, 0))
+        except BudgetError as error:
+            raise overloaded(self.scheduler.waiting) from error
+        self.tiers.revive(sitting)
+        self.tiers.settle(sitting)
+        return sitting
+
+    def import_(self, tenant: str, name: str, data: bytes) -> Sitting:
+        """As `Hub.import_`."""
+        decoder = self.engine.loaded.decoder
+        try:
+            opening, said = archive.read(data, decoder.spec.fingerprint, decoder.vocabulary)
+        except InputError as error:
+            raise invalid(str(error)) from error
+        sitting = self.sessions.open(tenant, name, self.rule)
+        sitting.opening, sitting.said, sitting.epoch = opening, said, len(said)
+        if said:
+            self.sessions.remember(sitting)
+        return self._weighed(sitting)
+
+    def forget(self, sitting: Sitting) -> None:
+        """A session is no more."""
+        self.tiers.forget(sitting)
+        self.sessions.forget(sitting)
+
+    def _job(self, request: Request, found: Resolved, listener: Listener, asked: float) -> Job:
+        length = len(found.wanted)
+        if length >= self.context:
+            raise too_long(length, self.context)
+        new_tokens = min(request.max_new_tokens, self.context - length)
+        again = max((len(each.answer) for each in found.said), default=0)
+        need = found.sitting.rule.need(Held(), length, new_tokens, again)
+        if not self.purse.fits(request.tenant, need):
+            raise too_much(
+                BudgetError(
+                    f"The conversation may come to {need.total} bytes of keys and values, more "
+                    "than may be held: shorten it, ask for fewer new tokens, or raise the budget."
+                )
+            )
+        told = request, listener, found.sitting, found.said, found.turns, found.wanted, new_tokens
+        return Job(*told, Times(asked), self._wake)
+
+    def _repeat(self, found: Resolved, said: Said, listener: Listener, asked: float) -> Ticket:
+        """Give an answer once more that was given before."""
+        if said.text:
+            listener.on_text(said.text)
+        sitting, seconds = found.sitting, self.clock() - asked
+        prompt, view = sitting.tokens - len(said.answer), view_of(sitting)
+        counts = prompt, prompt, 0, 0, len(said.answer), view.evicted_tokens, view.merged_tokens
+        told = sitting.name, *counts, sitting.is_lossless, sitting.tier, said.reason
+        listener.on_done(Report(*told, 0.0, seconds, seconds))
+        return _Done()
+
+    def _weighed(self, sitting: Sitting) -> Sitting:
+        if not self.tiers.weigh(sitting):
+            self.forget(sitting)
+            raise too_much(BudgetError("There is no room for another session: remove some."))
+        return sitting

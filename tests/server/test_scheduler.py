@@ -1,0 +1,157 @@
+"""Many conversations at once: each is answered as if it were alone, and none waits for another."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.models.loading import Loaded
+from larder.server.request import Refusal, Turn
+from larder.store.ledger import Tier
+from server_core import POLICIES, Served, answered, told, user
+
+MODES = sorted(POLICIES)
+
+
+def need(loaded: Loaded, policy: str, sentences: int = 3) -> int:
+    """Bytes that one of the conversations below may come to."""
+    served = Served(loaded, policy)
+    served.ask(told(11, sentences))
+    return served.core.purse.peak
+
+
+@pytest.mark.parametrize("policy", MODES)
+def test_twelve_sessions_on_a_budget_for_three_answer_as_each_alone(
+    small: Loaded, policy: str
+) -> None:
+    crowd = Served(small, policy, device=3 * need(small, policy))
+    alone = Served(small, policy)
+    texts: dict[int, list[Turn]] = {number: told(number) for number in range(12)}
+    for more in ("And then?", "Sure?"):
+        own = {n: alone.ask(turns, f"n{n}").text for n, turns in texts.items()}
+        clients = {n: crowd.submit(turns, f"n{n}")[0] for n, turns in texts.items()}
+        crowd.run()
+        assert {n: client.text for n, client in clients.items()} == own
+        texts = {n: answered(turns, clients[n], more) for n, turns in texts.items()}
+    assert crowd.core.tiers.parked["host"] > 0 < crowd.core.tiers.restored["host"]
+    assert crowd.core.scheduler.steps < alone.core.scheduler.steps
+
+
+@pytest.mark.parametrize("policy", MODES)
+def test_a_cache_that_was_dropped_is_read_again_to_the_same_answer(
+    small: Loaded, policy: str
+) -> None:
+    kept, lost = Served(small, policy), Served(small, policy, host=300_000)
+    turns, told_lost = told(1, 6), None
+    for more in ("And box 8?", "And box 9?", "Why?"):
+        first = kept.ask(turns, "x")
+        told_lost = lost.ask(turns, "x")
+        assert told_lost.text == first.text
+        turns = answered(turns, first, more)
+        lost.core.tiers.drop(lost.core.sessions.find("a", "x"))
+    assert told_lost is not None and told_lost.told.recomputed_tokens > 0
+    assert told_lost.told.cached_tokens == 0
+
+
+def test_a_long_prompt_does_not_stop_answers(small: Loaded) -> None:
+    served = Served(small, "limited")
+    short, _ = served.submit(told(1, 1), max_new_tokens=24)
+    while not short.text:
+        served.step()
+    long, _ = served.submit(told(2, 40))
+    served.run()
+    assert long.told.prompt_tokens > 20 * served.core.rule.block
+    between = [after - before for before, after in zip(short.steps, short.steps[1:], strict=False)]
+    assert max(between) <= 2  # a token may finish no character: text then comes with the next one
+
+
+def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: Loaded) -> None:
+    served = Served(small, "limited")
+    flood = [served.submit(told(number, 20))[0] for number in range(3)]
+    served.step()
+    other, _ = served.submit(told(5, 4), tenant="b", max_new_tokens=1)
+    while other.report is None:
+        served.step()
+    assert served.core.scheduler.blocks < 25 and all(client.report is None for client in flood)
+    served.run()
+    assert all(client.told.new_tokens for client in flood)
+
+
+@pytest.mark.parametrize("policy", MODES)
+@pytest.mark.parametrize("steps", [0, 1, 3, 7])
+def test_a_cancelled_request_leaves_nothing(small: Loaded, policy: str, steps: int) -> None:
+    served, other = Served(small, policy), Served(small, policy)
+    turns = told(1)
+    before = served.ask(turns, "x")
+    other.ask(turns, "x")
+    used = served.core.ledger.used(Tier.DEVICE)
+    client, ticket = served.submit(
+        answered(turns, before, "And " + told(2, 5)[0].text), "x", max_new_tokens=40
+    )
+    new, new_ticket = served.submit(told(3, 5), max_new_tokens=40)
+    for _ in range(steps):
+        served.step()
+    assert client.report is None
+    ticket.cancel()
+    new_ticket.cancel()
+    served.step()
+    assert client.told.reason == new.told.reason == "cancelled"
+    assert served.core.ledger.used(Tier.DEVICE) <= used
+    assert [each.name for each in served.core.sessions] == ["x"]
+    assert served.core.sessions.find("a", "x").epoch == 1
+    again = answered(turns, before, "Which box?")
+    assert served.ask(again, "x").text == other.ask(again, "x").text
+
+
+def test_a_row_that_fails_ends_alone(small: Loaded) -> None:
+    served, alone = Served(small, "tended"), Served(small, "tended")
+    clients = [served.submit(told(number))[0] for number in range(3)]
+    while not all(client.text for client in clients):
+        served.step()
+    broken = served.core.scheduler.running[1]
+    cache = broken.sitting.cache
+    assert cache is not None
+    cache.spoil()
+    served.run()
+    failed = [client for client in clients if client.error is not None]
+    assert len(failed) == 1 and broken.listener is failed[0]
+    for number, client in enumerate(clients):
+        if client is not failed[0]:
+            assert client.text == alone.ask(told(number)).text
+    assert len(list(served.core.sessions)) == 2
+
+
+def test_a_listener_that_fails_ends_alone(small: Loaded) -> None:
+    served = Served(small)
+
+    def fail(text: str) -> None:
+        raise IndexError(text)
+
+    good, bad = served.submit(told(1))[0], served.submit(told(2))[0]
+    bad.on_text = fail  # type: ignore[method-assign]
+    served.run()
+    assert isinstance(bad.error, IndexError) and good.told.new_tokens == 6
+
+
+def test_what_can_never_fit_is_refused_at_once(small: Loaded) -> None:
+    served = Served(small, device=60_000)
+    with pytest.raises(Refusal, match="raise the budget") as caught:
+        served.submit(told(1, 30))
+    assert (caught.value.status, caught.value.code) == (400, "kv_budget_exceeded")
+    assert not list(served.core.sessions) and served.core.ledger.used(Tier.DEVICE) == 0
+    with pytest.raises(Refusal, match="shorten") as caught:
+        Served(small).submit([user("word " * 1000)])
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
+    served = Served(small, device=20_000_000, host=20_000_000)
+    for number in range(4):
+        served.ask(told(number), f"n{number}")
+    half = served.core.ledger.used(Tier.DEVICE) // 2
+    assert served.core.tiers.lower(Tier.DEVICE, half) == 0
+    served.check()
+    served.core.tiers.lower(Tier.DEVICE, 1000)
+    client, _ = served.submit(told(1)[:1], "n1")  # the very same request needs no memory
+    assert client.told.new_tokens
+    assert served.core.tiers.lower(Tier.HOST, 6000) == 0
+    served.check()

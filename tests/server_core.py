@@ -1,0 +1,152 @@
+"""A server's core without threads, clients that write down what they hear, and small texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded, adopt
+from larder.models.tiny import tiny
+from larder.server.core import Core
+from larder.server.request import Report, Request, Ticket, Turn
+from larder.server.scheduler import Keeper
+from larder.store.ledger import Budgets, Tier
+
+LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
+TENDED = "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
+POLICIES = {"full": "full", "limited": LIMITED, "tended": TENDED}
+BUDGET, BLOCK = 32, 12
+
+
+def characters() -> Loaded:
+    """A random model of two layers whose tokens are characters, without a chat template."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    names = {chr(number): number for number in range(3, 128)}
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, **names}, "<pad>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return Loaded(adopt(tiny("qwen3", layers=2)), told, "characters")
+
+
+@dataclass
+class Client:
+    """Hears one answer."""
+
+    text: str = ""
+    report: Report | None = None
+    error: Exception | None = None
+    steps: list[int] = field(default_factory=list)
+    served: Served | None = None
+
+    def on_text(self, text: str) -> None:
+        self.text += text
+        if self.served is not None:
+            self.steps.append(self.served.core.scheduler.blocks)
+
+    def on_done(self, report: Report) -> None:
+        assert self.report is None and self.error is None
+        self.report = report
+
+    def on_error(self, error: Exception) -> None:
+        assert self.report is None and self.error is None
+        self.error = error
+
+    @property
+    def told(self) -> Report:
+        assert self.error is None, self.error
+        assert self.report is not None, "the answer is not complete"
+        return self.report
+
+
+class Served:
+    """A core whose budget is looked at after every step."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        policy: str = "full",
+        device: int | None = None,
+        host: int | None = None,
+        keeper: Keeper | None = None,
+        rows: int = 64,
+    ) -> None:
+        limited = policy != "full"
+        sizes = (str(BUDGET), BLOCK) if limited else (None, None)
+        totals = {Tier.DEVICE: device, Tier.HOST: host}
+        budgets = Budgets({tier: size for tier, size in totals.items() if size is not None})
+        times = count(1_700_000_000)
+        self.core = Core(
+            Engine(loaded, POLICIES.get(policy, policy), *sizes),
+            budgets,
+            "lru",
+            rows,
+            64,
+            keeper or Keeper(),
+            lambda: float(next(times)),
+            lambda: None,
+        )
+
+    def submit(
+        self,
+        turns: Sequence[Turn],
+        session: str | None = None,
+        tenant: str = "a",
+        **options: object,
+    ) -> tuple[Client, Ticket]:
+        client = Client(served=self)
+        told: dict[str, object] = {"max_new_tokens": 6, **options}
+        request = Request(tenant, tuple(turns), session, **told)  # pyright: ignore
+        return client, self.core.submit(request, client, self.core.clock())
+
+    def step(self) -> bool:
+        goes_on = self.core.step()
+        self.check()
+        return goes_on
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def ask(self, turns: Sequence[Turn], session: str | None = None, **options: object) -> Client:
+        """The answer, told to the end."""
+        client, _ = self.submit(turns, session, **options)  # pyright: ignore
+        self.run()
+        assert client.told is not None
+        return client
+
+    def check(self) -> None:
+        """What is held and spoken for is within the budget, and nothing else is held."""
+        core = self.core
+        assert core.purse.violations == 0
+        for tier in (Tier.DEVICE, Tier.HOST):
+            assert core.ledger.used(tier) <= core.ledger.limit(tier)
+        held = sum(each.cache.nbytes for each in core.sessions if each.cache is not None)
+        assert held <= core.ledger.used(Tier.DEVICE)
+        parked = sum(each.parked.nbytes for each in core.sessions if each.parked is not None)
+        assert parked <= core.ledger.used(Tier.HOST)
+
+
+def user(text: str) -> Turn:
+    return Turn("user", text)
+
+
+def told(number: int, sentences: int = 3) -> list[Turn]:
+    """A message like no other."""
+    facts = "".join(
+        f"Box {number * 7 + n} holds {number + 3 * n} coins. " for n in range(sentences)
+    )
+    return [user(f"{facts}What does box {number * 7} hold?")]
+
+
+def answered(turns: Sequence[Turn], client: Client, more: str) -> list[Turn]:
+    """The conversation with the answer, and what is said next."""
+    return [*turns, Turn("assistant", client.text), user(more)]
