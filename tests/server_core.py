@@ -17,7 +17,7 @@ from larder.store.ledger import Budgets, Tier
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
 TENDED = "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
 POLICIES = {"full": "full", "limited": LIMITED, "tended": TENDED}
-BUDGET, BLOCK = 32, 12
+BUDGET, BLOCK = 32, 16
 
 
 def characters() -> Loaded:
@@ -103,7 +103,7 @@ class Served:
         **options: object,
     ) -> tuple[Client, Ticket]:
         client = Client(served=self)
-        told: dict[str, object] = {"max_new_tokens": 6, **options}
+        told: dict[str, object] = {"max_new_tokens": 4, **options}
         request = Request(tenant, tuple(turns), session, **told)  # pyright: ignore
         return client, self.core.submit(request, client, self.core.clock())
 
@@ -139,7 +139,7 @@ def user(text: str) -> Turn:
     return Turn("user", text)
 
 
-def told(number: int, sentences: int = 3) -> list[Turn]:
+def told(number: int, sentences: int = 2) -> list[Turn]:
     """A message like no other."""
     facts = "".join(
         f"Box {number * 7 + n} holds {number + 3 * n} coins. " for n in range(sentences)

@@ -1,0 +1,188 @@
+"""Which conversation a request goes on with, and what it finds there."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.engine.sampling import Sampling
+from larder.models.loading import Loaded
+from larder.server.request import Refusal, Turn
+from larder.store.ledger import Tier
+from server_core import Served, answered, told, user
+
+
+def test_a_conversation_that_goes_on_is_not_read_again(small: Loaded) -> None:
+    served = Served(small)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    second = served.ask(answered(turns, first, "Why?"), "x")
+    assert second.told.session == "x" and second.told.lossless
+    unread = 2  # the last token that was chosen, and the end of the answer's turn
+    assert (
+        second.told.cached_tokens == first.told.prompt_tokens + first.told.new_tokens + 1 - unread
+    )
+    assert second.told.recomputed_tokens == 0 and second.told.tier == "device"
+
+
+def test_an_answer_keeps_the_tokens_that_were_generated(small: Loaded) -> None:
+    served = Served(small)
+    client = served.ask(told(1), "x")
+    sitting = served.core.sessions.find("a", "x")
+    spaced = [*told(1), Turn("assistant", f"  {client.text}\n"), user("Why?")]
+    served.ask(spaced, "x")
+    assert [each.name for each in served.core.sessions] == ["x"]
+    assert tuple(sitting.read) == tuple(sitting.ids[: len(sitting.read)])
+
+
+def test_the_same_request_again_is_the_same_turn(small: Loaded) -> None:
+    served = Served(small)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    steps = served.core.scheduler.steps
+    again = served.ask(turns, "x")
+    assert (again.text, again.told.session) == (first.text, "x")
+    assert served.core.scheduler.steps == steps
+    second = served.ask(answered(turns, first, "Why?"), "x")
+    assert served.ask(answered(turns, first, "Why?"), "x").text == second.text
+    assert len(served.core.sessions.find("a", "x").said) == 2
+
+
+def test_a_second_request_into_a_busy_session_is_refused(small: Loaded) -> None:
+    served = Served(small)
+    client, _ = served.submit(told(1), "x")
+    for turns in (told(1), told(2)):
+        with pytest.raises(Refusal, match="wait") as caught:
+            served.submit(turns, "x")
+        told_ = caught.value
+        assert (told_.status, told_.code) == (409, "session_busy") and told_.retry_after
+    other, _ = served.submit(told(1), "x", tenant="b")
+    served.run()
+    assert client.told.session == other.told.session == "x"
+    assert len(list(served.core.sessions)) == 2
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+def test_another_text_goes_on_in_a_fork(small: Loaded, policy: str) -> None:
+    served, alone = Served(small, policy), Served(small, policy)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    served.ask(answered(turns, first, "Why?"), "x")
+    before = served.core.sessions.find("a", "x")
+    said, read = list(before.said), bytes(before.read)
+    edited = answered(turns, first, "Who?")
+    fork = served.ask(edited, "x")
+    assert fork.told.session == "x~2"
+    assert (before.said, bytes(before.read)) == (said, read)
+    alone.ask(turns, "x")
+    assert fork.text == alone.ask(edited, "x").text
+    more = answered(edited, fork, "Sure?")
+    assert served.ask(more, "x").told.session == "x~2"
+    reseeded = served.ask(more, "x", sampling=Sampling(temperature=1.0, seed=3))
+    assert reseeded.told.session == "x~3"
+
+
+def test_conversations_that_share_a_beginning_share_its_work(small: Loaded) -> None:
+    served, alone = Served(small), Served(small)
+    shared = Turn("system", "You count coins in boxes, and you say so. " * 2)
+    texts = [[shared, user(f"Number {n}?")] for n in range(2)]
+    clients = [served.ask(turns) for turns in texts]
+    assert clients[1].told.cached_tokens > 80
+    for more in ("Why?", "Sure?"):
+        texts = [answered(*pair, more) for pair in zip(texts, clients, strict=True)]
+        clients = [served.ask(turns) for turns in texts]
+        assert all(client.told.tier == "device" for client in clients)
+        assert all(client.told.recomputed_tokens == 0 for client in clients)
+    assert len(list(served.core.sessions)) == 2
+    foreign = served.ask(texts[0], tenant="b")
+    assert foreign.told.cached_tokens == 0
+    assert foreign.text == clients[0].text == alone.ask(texts[0]).text
+
+
+def test_what_a_policy_has_dropped_is_shared_with_nobody(small: Loaded) -> None:
+    served = Served(small, "limited")
+    shared = Turn("system", "You count coins in boxes, and you say so. " * 3)
+    lossy = served.ask([shared, user("Number 1?")])
+    assert not lossy.told.lossless and lossy.told.evicted_tokens > 0
+    assert served.ask([shared, user("Number 2?")]).told.cached_tokens == 0
+
+
+def test_who_asks_for_everything_gets_an_answer_from_everything(small: Loaded) -> None:
+    served, full = Served(small, "limited"), Served(small, "full")
+    turns = told(1, 5)
+    lossy = served.ask(turns, "x")
+    assert not lossy.told.lossless
+    exact = served.ask(turns, "y", exact=True)
+    assert exact.told.lossless and exact.text == full.ask(turns, "y").text
+    more = answered(turns, lossy, "Why?")
+    again = served.ask(more, "x", exact=True)
+    assert again.told.lossless and again.told.session != "x"
+
+
+def test_a_turn_may_follow_a_session_by_its_name_alone(small: Loaded) -> None:
+    served, whole = Served(small), Served(small)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    whole.ask(turns, "x")
+    second = served.ask([user("Why?")], follows="x")
+    assert second.text == whole.ask(answered(turns, first, "Why?"), "x").text
+    assert served.ask([user("Why?")], follows="x").text == second.text
+    assert len(served.core.sessions.find("a", "x").said) == 2
+    with pytest.raises(Refusal) as caught:
+        served.submit([user("Why?")], follows="x", tenant="b")
+    assert (caught.value.status, caught.value.code) == (404, "session_not_found")
+
+
+def test_a_text_without_turns_is_continued_as_it_is(small: Loaded) -> None:
+    served = Served(small)
+    first = served.ask([], raw_prompt="Once upon a time there was a box")
+    longer = served.ask([], raw_prompt="Once upon a time there was a box" + first.text)
+    assert longer.told.cached_tokens >= first.told.prompt_tokens
+    with pytest.raises(Refusal, match="empty"):
+        served.submit([], raw_prompt="")
+
+
+@pytest.mark.parametrize("turns", [[], [Turn("assistant", "Hello.")]])
+def test_what_cannot_be_answered_is_refused(small: Loaded, turns: list[Turn]) -> None:
+    served = Served(small)
+    with pytest.raises(Refusal) as caught:
+        served.submit(turns, "x")
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert not list(served.core.sessions)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 256, "a\nb", "a\0b"])
+def test_names_that_are_none_are_refused(small: Loaded, name: str) -> None:
+    with pytest.raises(Refusal, match="printable"):
+        Served(small).submit(told(1), name)
+
+
+def test_a_session_survives_export_and_import(small: Loaded) -> None:
+    from larder.server import archive
+
+    served, other = Served(small, "limited"), Served(small, "limited")
+    turns = told(1)
+    first = served.ask(turns, "x")
+    data = archive.told(served.core.sessions.find("a", "x"))
+    other.core.import_("b", "y", data)
+    more = answered(turns, first, "Why?")
+    assert other.ask(more, "y", tenant="b").text == served.ask(more, "x").text
+    for damaged in (data[:-1], data[:40], b"", b"PK" + data, data.replace(data[20:21], b"\0")):
+        with pytest.raises(Refusal) as caught:
+            other.core.import_("b", "z", damaged)
+        assert caught.value.status == 400
+    assert [each.name for each in other.core.sessions] == ["y"]
+
+
+def test_ten_thousand_idle_sessions_stay_within_host_memory(small: Loaded) -> None:
+    served = Served(small, host=3_000_000)
+    for number in range(10_000):
+        try:
+            served.core.open("a", f"n{number}", [user("Hello.")])
+        except Refusal as error:
+            assert error.code == "kv_budget_exceeded"
+            break
+    held = len(list(served.core.sessions))
+    assert held < 3_000 and served.core.ledger.used(Tier.HOST) <= 3_000_000
+    for number in range(held):
+        served.core.forget(served.core.sessions.find("a", f"n{number}"))
+    assert served.core.ledger.used(Tier.HOST) == 0
