@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _timing import environment, write
+from _texts import text_ids
+from _timing import environment, quickest, write
 from torch import Tensor
 
-from larder.bench.demo_conversation import demo_conversation
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.models.loading import load
@@ -31,18 +30,7 @@ from larder.store.coding import coded, decoded, nbytes
 from larder.store.container import pack, unpack
 
 OUT = Path("results/store_codecs.jsonl")
-RUNS = 3
 BLOCK_TOKENS = 512
-
-
-def quickest(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What a function returns, and the shortest of its times in seconds."""
-    times = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        made = run()
-        times.append(time.perf_counter() - start)
-    return made, min(times)
 
 
 def measured(name: str, cache: SequenceCache, follow: Callable[[SequenceCache], Tensor]) -> Any:
@@ -112,13 +100,6 @@ def main() -> None:
         rows.append({"model": given.model, "tokens": given.tokens, **measured(name, cache, follow)})
         print(json.dumps(rows[-1]), flush=True)
     write(given.out, [row | {"environment": environment()} for row in rows])
-
-
-def text_ids(tokenizer: Any, count: int) -> tuple[int, ...]:
-    """So many tokens of a conversation, from its beginning again where it is too short."""
-    said = " ".join(message.content for message in demo_conversation().messages)
-    ids = tuple(tokenizer.encode(said, add_special_tokens=False))
-    return (ids * (count // len(ids) + 1))[:count]
 
 
 if __name__ == "__main__":

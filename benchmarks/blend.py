@@ -1,0 +1,82 @@
+"""What putting a text together from pieces costs: divergence from reading it, and time.
+
+    python benchmarks/blend.py [--model NAME] [--tokens 2048] [--piece 256] [--continued 64]
+
+A text is cut into pieces, each is read alone, and the pieces are put together with a share of their
+tokens computed again (CacheBlend). The continuation is read over that cache and over the one that
+has read the text: the Kullback-Leibler divergence of the next tokens' distributions is what a
+reader notices. One JSONL line per share in results/blend.jsonl; `time_ratio` is of putting together
+to reading, in one run, the best of some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from _texts import text_ids
+from _timing import environment, quickest, write
+from torch import Tensor
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.types import Mode
+from larder.models.blending import SHARE, Piece, blend
+from larder.models.decoder import Decoder
+from larder.models.loading import load
+from larder.models.passes import Row
+
+OUT = Path("results/blend.jsonl")
+SHARES = (0.0, SHARE, 0.5, 1.0)
+
+
+def read(decoder: Decoder, ids: tuple[int, ...]) -> SequenceCache:
+    cache = SequenceCache(decoder.spec, Form.DENSE)
+    decoder.read([Row(cache, ids)], Mode.APPEND)
+    return cache
+
+
+def follow(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tensor:
+    """Log-probabilities of a continuation, [N, V]."""
+    logits = decoder.predict([Row(cache, ids)], Mode.APPEND, range(len(ids)))
+    return logits.double().log_softmax(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="seed")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--piece", type=int, default=256)
+    parser.add_argument("--continued", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    loaded = load(given.model)
+    decoder = loaded.decoder
+    ids = text_ids(loaded.tokenizer, given.tokens + given.continued)
+    text, continued = ids[: given.tokens], ids[given.tokens :]
+    starts = range(0, len(text), given.piece)
+    parts = [text[start : start + given.piece] for start in starts]
+    pieces = [Piece(part, read(decoder, part)) for part in parts]
+    full, read_seconds = quickest(lambda: read(decoder, text))
+    exact = follow(decoder, full, continued)
+    for share in SHARES:
+        found, seconds = quickest(lambda share=share: blend(decoder, pieces, share))
+        near = follow(decoder, found.cache, continued)
+        divergence = (exact.exp() * (exact - near)).sum(-1)
+        row = {
+            "model": given.model,
+            "tokens": len(text),
+            "piece_tokens": given.piece,
+            "share": share,
+            "computed": len(found.chosen) / len(text),
+            "kl_mean": float(divergence.mean()),
+            "kl_max": float(divergence.max()),
+            "same_next_token": float((exact.argmax(-1) == near.argmax(-1)).double().mean()),
+            "time_ratio": seconds / read_seconds,
+        }
+        print(json.dumps(row), flush=True)
+        write(given.out, [row | {"environment": environment()}])
+
+
+if __name__ == "__main__":
+    main()
