@@ -136,18 +136,32 @@ function showKept() {
   find("actions").firstElementChild.textContent = known()?.pinned ? "Unpin" : "Pin";
 }
 
+// The address names the session, so that it can be kept and opened again.
+function remember() {
+  const name = state.session === null ? "" : `#${encodeURIComponent(state.session)}`;
+  history.replaceState(null, "", `${location.pathname}${name}`);
+}
+
 async function choose(session) {
   state.speaking?.abort();
   Object.assign(state, { session, turns: [], kept: null, speaking: null });
   find("took").textContent = "";
+  trouble(null);
+  remember();
   showTurns();
   showKept();
   await look();
   find("text").focus();
 }
 
+// A name that one can tell from others in a list, and that two tabs do not share.
+function newName() {
+  const now = new Date().toISOString().slice(0, 16).replace("T", " ");
+  return `${now} ${Math.random().toString(36).slice(2, 6)}`;
+}
+
 async function say(text) {
-  state.session ??= `page-${crypto.randomUUID()}`;
+  state.session ??= newName();
   const spoken = { role: "assistant", text: "" };
   const before = state.turns;
   state.turns = [...before, { role: "user", text }, spoken];
@@ -188,6 +202,7 @@ function showTook(took) {
   }
   const { kv, usage } = took;
   state.session = kv.session;
+  remember();
   const read = usage ? `${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens}` : "";
   const exact = kv.lossless ? "nothing was dropped" : "from a compressed cache";
   find("took").textContent =
@@ -206,6 +221,9 @@ async function act(name) {
   const session = state.session;
   const pinned = known()?.pinned;
   if (name === "delete") {
+    if (!window.confirm(`Forget ${session}?`)) {
+      return;
+    }
     await ask(place(session), { method: "DELETE" });
     await choose(null);
     return;
@@ -226,7 +244,8 @@ async function enter() {
   find("door").hidden = true;
   trouble(null);
   showKept();
-  await look();
+  const named = decodeURIComponent(location.hash.slice(1));
+  await (named ? choose(named) : look());
 }
 
 find("door").addEventListener("submit", (event) => {
