@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import larder
-from larder.cli import ask, bench, cache, chat, eval, plot, policy, report
+from larder.cli import ask, bench, cache, chat, eval, plot, policy, report, serve
 from larder.cli.demo import command as demo
 from larder.cli.failing import Unwritable, tell
 from larder.cli.groups import OneLineGroup
@@ -25,6 +25,7 @@ app.command("demo")(demo.demo)
 app.command("ask")(ask.ask)
 app.command("eval")(eval.evaluate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("bench")(bench.bench)
 app.command("plot")(plot.plot)
 app.command("report")(report.report)

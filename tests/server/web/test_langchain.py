@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_openai import ChatOpenAI
+
 from server.fake_hub import NAME
 from server.web.conftest import ANNE
 from server.web.places import Running

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from server.fake_hub import NAME
-from server.web.places import Running, running
 
 from larder.server.request import Turn
 from larder.server.tenants import LOCAL, Loopback
+from server.fake_hub import NAME
+from server.web.places import Running, running
 
 SCRIPTS = ("talk.js", "map.js", "page.js")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -1,0 +1,174 @@
+"""`larder serve`: an OpenAI-compatible server over one model."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
+from larder.cli.options import Common, command
+from larder.core.errors import DependencyError, InputError, UsageError
+
+if TYPE_CHECKING:
+    from larder.server.hub import Hub
+    from larder.server.tenants import Door
+    from larder.store.ledger import Budgets
+
+KEYS = "LARDER_API_KEYS"
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+BYTES = re.compile(r"(\d+)(KiB|MiB|GiB|TiB)")
+
+
+@dataclass(frozen=True)
+class Serving(Common):
+    """How a server is set up."""
+
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="SPELLING",
+            help="Of each conversation; one that reads in blocks and drops, such as full or h2o.",
+        ),
+    ] = "full"
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen at; 0 takes a free one.")
+    ] = 8000
+    kv_budget: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="Of all caches where the model runs, never exceeded."),
+    ] = "1GiB"
+    host_budget: Annotated[
+        str, typer.Option(metavar="BYTES", help="Of caches parked in host memory.")
+    ] = "4GiB"
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="API keys: lines of 'NAME KEY' or 'NAME KEY operator'.  "
+            f"Default: ${KEYS}; without keys only this machine is served.",
+        ),
+    ] = None
+
+
+@command
+def serve(options: Serving) -> None:
+    """Serve many conversations at once to OpenAI's and other clients, and a page to look inside.
+
+    Clients find it at http://HOST:PORT/v1, browsers at http://HOST:PORT/.
+    """
+    budgets, door = _budgets(options), _door(options)
+    bound = _bound(options)
+    with bound:
+        _run(options, _hub(options, budgets), door, bound)
+
+
+def _hub(options: Serving, budgets: Budgets) -> Hub:
+    from larder.cli.sitting import open_engine
+    from larder.server.local_hub import LocalHub
+
+    return LocalHub(open_engine(options), budgets)
+
+
+def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
+    """Serve until a signal ends it."""
+    import uvicorn
+
+    from larder.cli.sitting import sampling
+    from larder.core.settings import home
+    from larder.server.app import create_app
+    from larder.server.web.archive import Archive
+    from larder.server.web.desk import Settings
+
+    settings = Settings(sampling=sampling(options), max_new_tokens=options.max_new_tokens)
+    try:
+        archive = Archive(home() / "server" / "archive.sqlite")
+        app = create_app(hub, door, archive, settings)
+        _tell(options, hub, bound)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+        )
+        uvicorn.Server(config).run(sockets=[bound])
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        hub.close()
+
+
+def _tell(options: Serving, hub: Hub, bound: socket.socket) -> None:
+    [served] = hub.models()
+    host, port = bound.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if options.json:
+        told = {"url": url, "model": served.name, "policy": served.policy}
+        print_document({"schema": SCHEMA, **told})
+        sys.stdout.flush()
+        return
+    print(f"Serving {served.name} at {url} (Ctrl-C ends it)", file=sys.stderr)
+
+
+def _door(options: Serving) -> Door:
+    """Who may ask.
+
+    Raises:
+        UsageError: everybody could, from anywhere.
+    """
+    try:
+        from larder.server.tenants import Locked, Loopback, is_loopback, keys_of, read_keys
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            f"'larder serve' needs {error.name}: pip install 'larder[serve]'."
+        ) from error
+
+    if options.keys is not None:
+        return Locked(keys_of(options.keys))
+    if os.environ.get(KEYS):
+        return Locked(read_keys(os.environ[KEYS], f"${KEYS}"))
+    if not is_loopback(options.host):
+        raise UsageError(
+            f"--host {options.host} is open to other machines, but there are no API keys: give "
+            "--keys FILE, or listen at 127.0.0.1."
+        )
+    return Loopback()
+
+
+def _bound(options: Serving) -> socket.socket:
+    """A socket that listens where the options say.
+
+    Raises:
+        InputError: it cannot.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        raise InputError(
+            f"{options.host} port {options.port} cannot be listened at ({error}): take another "
+            "--port or --host."
+        ) from error
+
+
+def _budgets(options: Serving) -> Budgets:
+    from larder.store.ledger import Budgets, Tier
+
+    return Budgets(
+        {
+            Tier.DEVICE: _bytes("--kv-budget", options.kv_budget),
+            Tier.HOST: _bytes("--host-budget", options.host_budget),
+        }
+    )
+
+
+def _bytes(option: str, text: str) -> int:
+    """Raises: UsageError: the text is no number of bytes."""
+    found = BYTES.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{option} {text!r} is not a size: write 512MiB or 2GiB.")
+    return int(found[1]) * UNITS[found[2]]

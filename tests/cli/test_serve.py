@@ -1,0 +1,94 @@
+"""`larder serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+
+from commands import Run, complaint, document
+from larder.cli.failing import INTERRUPTED
+
+ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a client is answered by a server that is then interrupted."""
+    replies: dict[str, Any] = {}
+
+    async def talk(config: uvicorn.Config) -> None:
+        transport = httpx2.ASGITransport(config.app)  # pyright: ignore[reportArgumentType]
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for name in ("/health", "/v1/models", "/metrics"):
+                replies[name] = await client.get(name)
+            if replies["/v1/models"].is_error:
+                return
+            [model] = replies["/v1/models"].json()["data"]
+            body = {"model": model["id"], **ASKED}
+            replies["chat"] = await client.post("/v1/chat/completions", json=body)
+
+    def run(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        replies["port"] = sockets[0].getsockname()[1]
+        asyncio.run(talk(self.config))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    return replies
+
+
+def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str, Any]) -> None:
+    done = run("serve", "--port", "0", "--kv-budget", "64MiB")
+    assert done.exit_code == INTERRUPTED, done.exception
+    assert (done.exit_code, done.stdout) == (INTERRUPTED, "")
+    assert f"at http://127.0.0.1:{answered['port']} " in done.stderr
+    assert answered["/health"].json() == {"status": "ok"}
+    assert 'larder_budget_bytes{tier="device"} 6.7108864e+07' in answered["/metrics"].text
+    told = answered["chat"].json()
+    assert told["usage"]["completion_tokens"] <= 3 and told["kv"]["lossless"]
+
+
+def test_where_it_serves_is_told_as_a_document(run: Run, answered: dict[str, Any]) -> None:
+    told = document(run("serve", "--port", "0", "--json", "--policy", "h2o", "--budget", "64"))
+    assert told["url"] == f"http://127.0.0.1:{answered['port']}"
+    assert "column_mass" in told["policy"] and not answered["chat"].is_error
+
+
+def test_an_open_server_takes_keys(run: Run, tmp_path: Path) -> None:
+    said = complaint(run("serve", "--host", "0.0.0.0", "--port", "0"), 2)
+    assert said.startswith("--host 0.0.0.0 is open") and "--keys FILE" in said
+    keys = tmp_path / "keys"
+    for content, why in (
+        ("", "holds no key"),
+        ("anne", "line 1: not 'NAME KEY'"),
+        ("# mine\nanne short", "line 2: a key is 16"),
+        ("an/ne sk-0123456789abcdef", "line 1: a name is"),
+        ("anne sk-0123456789abcdef king", "line 1: not 'NAME KEY'"),
+        ("anne sk-0123456789abcdef\nbob sk-0123456789abcdef", "line 2: this key"),
+    ):
+        keys.write_text(content)
+        said = complaint(run("serve", "--port", "0", "--keys", keys), 1)
+        assert why in said and "0123456789" not in said
+    assert "cannot be read" in complaint(run("serve", "--keys", tmp_path / "none"), 1)
+
+
+def test_keys_come_from_the_environment(
+    run: Run, answered: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LARDER_API_KEYS", "anne sk-0123456789abcdef")
+    run("serve", "--port", "0")
+    assert answered["/v1/models"].status_code == 401
+
+
+def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
+    assert "64MB' is not a size" in complaint(run("serve", "--kv-budget", "64MB"), 2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
+    assert "cannot be listened at" in said and "another --port" in said
+    said = complaint(run("serve", "--port", "0", "--policy", "epicache"), 2)
+    assert "a server keeps one" in said
