@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
+from fastapi import FastAPI
 
 from larder.server.app import create_app
 from larder.server.tenants import Door
@@ -33,6 +34,13 @@ def running(
     """Run a server on a free port until the block is left."""
     hub, kept = FakeHub(), archive or Archive()
     app = create_app(hub, door, kept, settings or Settings())
+    with listening(app) as url:
+        yield Running(hub, url, kept)
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Run an application likewise; its address."""
     config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     with socket.socket() as bound:
@@ -43,7 +51,7 @@ def running(
         while not server.started:
             thread.join(0.01)
             assert thread.is_alive()
-        yield Running(hub, f"http://127.0.0.1:{bound.getsockname()[1]}", kept)
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
