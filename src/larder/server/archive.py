@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import zstandard
@@ -38,8 +38,17 @@ def told(sitting: Sitting) -> bytes:
     return zstandard.ZstdCompressor().compress(text.encode())
 
 
-def read(data: bytes, fingerprint: str, vocabulary: int) -> tuple[tuple[Turn, ...], list[Said]]:
-    """Opening and exchanges of a session.
+@dataclass(frozen=True)
+class Archived:
+    """What was written of a session, as in `Sitting`."""
+
+    root: str
+    opening: tuple[Turn, ...]
+    said: list[Said]
+
+
+def read(data: bytes, fingerprint: str, vocabulary: int) -> Archived:
+    """What `told` has told.
 
     Args:
         fingerprint: of the model that is to go on with it.
@@ -55,11 +64,12 @@ def read(data: bytes, fingerprint: str, vocabulary: int) -> tuple[tuple[Turn, ..
             "where that model answers."
         )
     try:
+        root = str(document["root"])
         opening = tuple(_turn(each) for each in document["opening"])
         said = [_said(each, vocabulary) for each in document["said"]]
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, LarderError) as error:
         raise _damaged(str(error)) from error
-    return opening, said
+    return Archived(root, opening, said)
 
 
 def _document(data: bytes) -> dict[str, Any]:

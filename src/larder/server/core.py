@@ -48,6 +48,13 @@ class _Directory(Keeper):
         self._forget(sitting)
         self._keeper.abandon(sitting)
 
+    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
+        return self._keeper.recall(tenant, name)
+
+    def remove(self, sitting: Sitting) -> None:
+        self._keeper.remove(sitting)
+        self._forget(sitting)
+
 
 class Core:
     """A hub without a thread: whoever uses it calls `step` until it has nothing to do.
@@ -80,7 +87,7 @@ class Core:
         self.tiers = Tiers(self.ledger, self.purse, EVICTIONS.load(eviction)(), clock)
         starting = Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing)
         told = engine.loaded.decoder, engine.scribe, engine.stops, starting, self.purse
-        directory = _Directory(self.sessions, self.forget, keeper)
+        directory = self._directory = _Directory(self.sessions, self.forget, keeper)
         self.scheduler = Scheduler(Answering(*told), starting, self.tiers, directory, clock, rows)
         self.refused: Counter[str] = Counter()
 
@@ -107,6 +114,7 @@ class Core:
                 f"At least 1 new token must be asked for, got {request.max_new_tokens}.",
                 "max_tokens",
             )
+        self._recall(request.tenant, request.session, request.follows)
         found = self.sessions.resolve(request, self._exact if request.exact else self.rule)
         if found.again is not None:
             return self._repeat(found, found.again, listener, asked)
@@ -122,13 +130,15 @@ class Core:
 
     def open(self, tenant: str, name: str, turns: Sequence[Turn]) -> Sitting:
         """As `Hub.open`."""
+        self._recall(tenant, name)
         sitting = self.sessions.open(tenant, name, self.rule)
         sitting.opening = tuple(turns)
         return self._weighed(sitting)
 
     def fork(self, tenant: str, name: str, new_name: str | None) -> Sitting:
         """As `Hub.fork`."""
-        source = self.sessions.idle(tenant, name)
+        self._recall(tenant, new_name)
+        source = self.idle(tenant, name)
         made = self.sessions.fork(source, new_name, source.rule, len(source.said))
         made.epoch = source.epoch
         if made.said:
@@ -137,14 +147,14 @@ class Core:
 
     def compact(self, tenant: str, name: str) -> Sitting:
         """As `Hub.compact`."""
-        sitting = self.sessions.idle(tenant, name)
+        sitting = self.idle(tenant, name)
         if sitting.cache is not None:
             self.tiers.settle(sitting)
         return sitting
 
     def release(self, tenant: str, name: str) -> Sitting:
         """As `Hub.release`."""
-        sitting = self.sessions.idle(tenant, name)
+        sitting = self.idle(tenant, name)
         self.tiers.drop(sitting)
         return sitting
 
@@ -166,21 +176,65 @@ class Core:
 
     def import_(self, tenant: str, name: str, data: bytes) -> Sitting:
         """As `Hub.import_`."""
-        decoder = self.engine.loaded.decoder
+        self._recall(tenant, name)
         try:
-            opening, said = archive.read(data, decoder.spec.fingerprint, decoder.vocabulary)
+            return self._weighed(self._imported(tenant, name, data))
         except InputError as error:
             raise invalid(str(error)) from error
-        sitting = self.sessions.open(tenant, name, self.rule)
-        sitting.opening, sitting.said, sitting.epoch = opening, said, len(said)
-        if said:
-            self.sessions.remember(sitting)
-        return self._weighed(sitting)
+
+    def find(self, tenant: str, name: str) -> Sitting:
+        """A session, from where it is kept if need be.
+
+        Raises:
+            Refusal: there is none.
+        """
+        self._recall(tenant, name)
+        return self.sessions.find(tenant, name)
+
+    def idle(self, tenant: str, name: str) -> Sitting:
+        """The same, if it is not answering.
+
+        Raises:
+            Refusal: there is none, or it is.
+        """
+        self._recall(tenant, name)
+        return self.sessions.idle(tenant, name)
+
+    def remove(self, tenant: str, name: str) -> None:
+        """As `Hub.remove`."""
+        self._directory.remove(self.idle(tenant, name))
 
     def forget(self, sitting: Sitting) -> None:
         """A session is no more."""
         self.tiers.forget(sitting)
         self.sessions.forget(sitting)
+
+    def _recall(self, tenant: str, *names: str | None) -> None:
+        """Have sessions be in memory that are kept elsewhere, with their forks."""
+        for name in names:
+            number, tried = 1, name
+            while tried is not None and not self.sessions.has(tenant, tried):
+                found = self._directory.recall(tenant, tried)
+                if found is None:
+                    break
+                try:
+                    sitting = self._imported(tenant, tried, found[0])
+                except InputError as error:
+                    raise invalid(str(error), "session") from error
+                sitting.written = sitting.epoch = found[1]
+                self._weighed(sitting)
+                number += 1
+                tried = f"{sitting.root}~{number}"
+
+    def _imported(self, tenant: str, name: str, data: bytes) -> Sitting:
+        decoder = self.engine.loaded.decoder
+        told = archive.read(data, decoder.spec.fingerprint, decoder.vocabulary)
+        root = told.root if name.startswith(f"{told.root}~") else name
+        sitting = self.sessions.open(tenant, name, self.rule, root)
+        sitting.opening, sitting.said, sitting.epoch = told.opening, told.said, len(told.said)
+        if told.said:
+            self.sessions.remember(sitting)
+        return sitting
 
     def _job(self, request: Request, found: Resolved, listener: Listener, asked: float) -> Job:
         length = len(found.wanted)

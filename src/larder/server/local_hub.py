@@ -81,7 +81,7 @@ class LocalHub(Hub):
         return self._thread.call(lambda: tuple(map(view_of, self._core.sessions.of(tenant))))
 
     def session(self, tenant: str, name: str) -> SessionTurns:
-        return self._thread.call(lambda: turns_of(self._core.sessions.find(tenant, name)))
+        return self._thread.call(lambda: turns_of(self._core.find(tenant, name)))
 
     def open(self, tenant: str, name: str, turns: Sequence[Turn] = ()) -> SessionView:
         return self._thread.call(lambda: view_of(self._core.open(tenant, name, turns)))
@@ -97,7 +97,7 @@ class LocalHub(Hub):
 
     def prefetch(self, tenant: str, name: str) -> SessionView:
         core = self._core
-        return self._thread.call(lambda: view_of(core.prefetch(core.sessions.idle(tenant, name))))
+        return self._thread.call(lambda: view_of(core.prefetch(core.idle(tenant, name))))
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
         return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
@@ -106,18 +106,17 @@ class LocalHub(Hub):
         return self._thread.call(lambda: view_of(self._core.compact(tenant, name)))
 
     def export(self, tenant: str, name: str) -> bytes:
-        return self._thread.call(lambda: archive.told(self._core.sessions.find(tenant, name)))
+        return self._thread.call(lambda: archive.told(self._core.find(tenant, name)))
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
         return self._thread.call(lambda: view_of(self._core.import_(tenant, name, data)))
 
     def remove(self, tenant: str, name: str) -> None:
-        core = self._core
-        self._thread.call(lambda: core.forget(core.sessions.idle(tenant, name)))
+        self._thread.call(lambda: self._core.remove(tenant, name))
 
     def kept(self, tenant: str, name: str) -> Kept:
         def kept() -> Kept:
-            sitting = self._core.sessions.find(tenant, name)
+            sitting = self._core.find(tenant, name)
             return kept_of(sitting if sitting.is_answering else self._core.prefetch(sitting))
 
         return self._thread.call(kept)
@@ -141,6 +140,6 @@ class LocalHub(Hub):
         self._thread.wake()
 
     def _pinned(self, tenant: str, name: str, is_pinned: bool) -> SessionView:
-        sitting = self._core.sessions.find(tenant, name)
+        sitting = self._core.find(tenant, name)
         sitting.is_pinned = is_pinned
         return view_of(sitting)

@@ -35,7 +35,14 @@ class Keeper:
         """A turn is complete: from now on it must not be lost."""
 
     def abandon(self, sitting: Sitting) -> None:
-        """A session that never had a turn is not needed."""
+        """A session that never had a turn, or is not the newest, need not be in memory."""
+
+    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
+        """What is kept of a session, and its epoch; None where there is none."""
+        del tenant, name
+
+    def remove(self, sitting: Sitting) -> None:
+        """Whoever it belongs to wants it gone."""
 
 
 class Scheduler:
@@ -190,12 +197,15 @@ class Scheduler:
         sitting.read = array(ID, (*job.wanted, *job.ids)[: cache.next_position])
         sitting.note()
         sitting.epoch += 1
-        sitting.is_new = False
+        was_new, sitting.is_new = sitting.is_new, False
         try:
-            self._tiers.settle(sitting)
             self._keeper.commit(sitting, said)
             job.stream.finish()
+            self._tiers.settle(sitting)
         except FAILURES as error:
+            sitting.said.pop()
+            sitting.epoch, sitting.is_new = sitting.epoch - 1, was_new
+            self._undo(job)
             self._fail(job, error)
             return
         self._close(job, reason)
@@ -233,7 +243,7 @@ class Scheduler:
             self.running.remove(job)
         sitting.is_answering = sitting.is_running = False
         sitting.last_used, sitting.uses = now, sitting.uses + 1
-        if sitting.is_new:
+        if sitting.is_new or sitting.is_stale:
             self._keeper.abandon(sitting)
         else:
             self._tiers.weigh(sitting)

@@ -64,6 +64,10 @@ class Sessions:
         own = [each for (whose, _), each in self._sittings.items() if whose == tenant]
         return sorted(own, key=lambda each: -each.last_used)
 
+    def has(self, tenant: str, name: str) -> bool:
+        """Whether there is one of that name."""
+        return (tenant, name) in self._sittings
+
     def find(self, tenant: str, name: str) -> Sitting:
         """Raises: Refusal: there is none."""
         found = self._sittings.get((tenant, name))

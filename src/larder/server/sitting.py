@@ -83,7 +83,9 @@ class Sitting:
         read: the tokens that the cache has read.
         settled: how many of them stand in it for good: what came later can be taken back.
         origin: the session that it was forked from, until it has a cache of its own.
+        written: the epoch under which it outlives the process; 0 where it does not.
         is_new: a request has made it, and nothing was said in it yet: it goes with the request.
+        is_stale: somebody else has gone on with it: what is here is not used any more.
         is_answering: a request is waiting for it, or running.
         is_running: its cache is in use and stays on the device.
     """
@@ -103,12 +105,14 @@ class Sitting:
     is_lossless: bool = True
     origin: Sitting | None = None
     is_new: bool = False
+    is_stale: bool = False
     is_answering: bool = False
     is_running: bool = False
     is_pinned: bool = False
     last_used: float = 0.0
     uses: int = 0
     epoch: int = 0
+    written: int = 0
     host: Reservation | None = None
     log: Reservation | None = None
 

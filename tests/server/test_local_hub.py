@@ -1,0 +1,121 @@
+"""The thread that owns the model: many clients at once, cancels at any time, and an end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from larder.server.local_hub import LocalHub
+from larder.server.request import Refusal, Report, Request, Ticket, Turn
+from larder.store.ledger import Budgets, Tier
+from server_core import told, user
+
+
+class Waiting:
+    """Hears one answer, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.text, self.ended = "", threading.Event()
+        self.report: Report | None = None
+        self.error: Exception | None = None
+
+    def on_text(self, text: str) -> None:
+        self.text += text
+
+    def on_done(self, report: Report) -> None:
+        self.report = report
+        self.ended.set()
+
+    def on_error(self, error: Exception) -> None:
+        self.error = error
+        self.ended.set()
+
+    def wait(self) -> Report:
+        assert self.ended.wait(60) and self.report is not None, self.error
+        return self.report
+
+
+@pytest.fixture
+def hub(small: Loaded) -> Iterator[LocalHub]:
+    served = LocalHub(Engine(small, "full"), Budgets({Tier.DEVICE: 2_000_000}))
+    yield served
+    served.close()
+
+
+def ask(hub: LocalHub, turns: list[Turn], session: str, new: int = 3) -> tuple[Waiting, Ticket]:
+    client = Waiting()
+    request = Request("a", tuple(turns), session, max_new_tokens=new)
+    return client, hub.submit(request, client)
+
+
+def test_clients_of_many_threads_are_answered(hub: LocalHub) -> None:
+    reports: dict[int, Report] = {}
+
+    def talk(number: int) -> None:
+        reports[number] = ask(hub, told(number, 1), f"n{number}")[0].wait()
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {report.session for report in reports.values()} == {f"n{n}" for n in range(6)}
+    stats = hub.stats()
+    assert stats.done == {"length": 6} and stats.new_tokens == 18 and stats.sessions == {"idle": 6}
+    assert stats.budget_violations == 0 and 0 < stats.tier_bytes["device"] <= 2_000_000
+    assert stats.budget_bytes == {"device": 2_000_000} and stats.steps <= 18
+
+
+def test_an_answer_may_be_cancelled_from_outside(hub: LocalHub) -> None:
+    client, ticket = ask(hub, told(1), "x", new=1000)
+    ticket.cancel()
+    assert client.wait().reason == "cancelled"
+    ticket.cancel()
+    assert hub.sessions("a") == () and hub.stats().tier_bytes["device"] == 0
+
+
+def test_sessions_are_managed_by_name(hub: LocalHub) -> None:
+    ask(hub, told(1), "x")[0].wait()
+    assert hub.pin("a", "x").pinned and not hub.unpin("a", "x").pinned
+    fork = hub.fork("a", "x", "y")
+    assert fork.turns == 2 and fork.tier == "none" and hub.compact("a", "x").tier == "device"
+    kept = hub.kept("a", "x")
+    [[first, _], _] = kept.layers
+    assert first == tuple(range(kept.tokens))
+    turns = hub.session("a", "x")
+    assert [turn.role for turn in turns.turns] == ["user", "assistant"]
+    assert turns.spans[-1][1] == turns.view.tokens
+    assert hub.release("a", "x").tier_bytes["device"] == 0
+    assert hub.prefetch("a", "x").tier == "none"
+    hub.import_("a", "z", hub.export("a", "x"))
+    hub.remove("a", "x")
+    assert sorted(view.name for view in hub.sessions("a")) == ["y", "z"]
+    assert hub.sessions("b") == ()
+    for name in ("x", "unheard of"):
+        with pytest.raises(Refusal) as caught:
+            hub.session("a", name)
+        assert caught.value.code == "session_not_found"
+    with pytest.raises(Refusal) as caught:
+        hub.open("a", "y")
+    assert caught.value.code == "session_exists"
+
+
+def test_tokens_go_there_and_back(hub: LocalHub) -> None:
+    assert hub.detokenize(hub.tokenize("Box 7.")) == "Box 7."
+    with pytest.raises(Refusal, match="vocabulary"):
+        hub.detokenize([5, 4000])
+    [model] = hub.models()
+    assert model.name == "characters" and model.context_tokens == 4096
+
+
+def test_a_hub_that_is_closed_takes_nothing_and_leaves_nobody_waiting(hub: LocalHub) -> None:
+    client, _ = ask(hub, told(1), "x", new=1000)
+    hub.close()
+    assert client.wait().reason == "cancelled" and not hub.is_healthy()
+    with pytest.raises(Refusal) as caught:
+        ask(hub, [user("Why?")], "x")
+    assert caught.value.status == 503

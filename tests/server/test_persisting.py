@@ -1,0 +1,94 @@
+"""Conversations that outlive their server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreFull
+from larder.models.loading import Loaded
+from larder.server.persisting import Persisting
+from larder.server.request import Refusal, Turn
+from larder.store.store import Store
+from server_core import Served, answered, told, user
+
+
+def kept_in(folder: Path, loaded: Loaded) -> Persisting:
+    store = Store(str(folder / "blobs"), folder / "home")
+    return Persisting(store, loaded.decoder.spec)
+
+
+def talk(served: Served, session: str = "x") -> list[Turn]:
+    turns = told(1)
+    turns = answered(turns, served.ask(turns, session), "Why?")
+    return answered(turns, served.ask(turns, session), "Sure?")
+
+
+def test_a_conversation_goes_on_after_a_restart(small: Loaded, tmp_path: Path) -> None:
+    turns = talk(Served(small, "limited", keeper=kept_in(tmp_path, small)))
+    other = Served(small, "limited")
+    talk(other)
+    again = Served(small, "limited", keeper=kept_in(tmp_path, small))
+    last = again.ask(turns, "x")
+    assert last.text == other.ask(turns, "x").text
+    assert last.told.session == "x" and last.told.recomputed_tokens > 0
+    third = Served(small, "limited", keeper=kept_in(tmp_path, small))
+    assert third.ask([user("Yes?")], follows="x").told.new_tokens
+    assert len(third.core.find("a", "x").said) == 4
+    with pytest.raises(Refusal):
+        third.core.find("b", "x")
+
+
+def test_forks_come_back_with_their_session(small: Loaded, tmp_path: Path) -> None:
+    served = Served(small, keeper=kept_in(tmp_path, small))
+    talk(served)
+    fork = served.ask(told(2), "x")
+    again = Served(small, keeper=kept_in(tmp_path, small))
+    more = answered(told(2), fork, "Why?")
+    assert again.ask(more, "x").told.session == fork.told.session == "x~2"
+
+
+def test_two_servers_do_not_both_write_a_session(small: Loaded, tmp_path: Path) -> None:
+    first = Served(small, keeper=kept_in(tmp_path, small))
+    turns = talk(first)
+    second = Served(small, keeper=kept_in(tmp_path, small))
+    second.ask(turns, "x")
+    late, _ = first.submit(turns[:-1] + [user("Or not?")], "x")
+    first.run()
+    assert isinstance(late.error, Refusal) and late.error.status == 409
+    assert len(first.core.find("a", "x").said) == 3  # what the other has written
+    assert first.ask(turns, "x").told.session == "x"
+    assert len(kept_said(small, tmp_path)) == 3
+
+
+def kept_said(small: Loaded, folder: Path) -> list[object]:
+    return list(Served(small, keeper=kept_in(folder, small)).core.find("a", "x").said)
+
+
+def test_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
+    served = Served(small, keeper=kept_in(tmp_path, small))
+    talk(served)
+    served.core.remove("a", "x")
+    again = Served(small, keeper=kept_in(tmp_path, small))
+    with pytest.raises(Refusal):
+        again.core.find("a", "x")
+    talk(again)
+    assert len(kept_said(small, tmp_path)) == 2
+
+
+def test_a_full_disk_stops_no_answer(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = kept_in(tmp_path, small)
+    served = Served(small, keeper=keeper)
+
+    def full(*told: object, **named: object) -> None:
+        raise StoreFull("The disk is full: remove something.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper._store.sessions, "save", full)
+        turns = talk(served)
+    assert keeper.failed == {"StoreFull": 2}
+    served.ask(turns, "x")
+    assert len(kept_said(small, tmp_path)) == 3
