@@ -12,6 +12,9 @@ import pytest
 
 from larder.bench import surroundings
 from larder.bench.rows import (
+    MANNER,
+    SHOWN,
+    apart,
     append,
     key,
     known_rows,
@@ -71,6 +74,18 @@ def test_what_only_a_figure_shows_is_no_job(tmp_path: Path) -> None:
     append(path, [CELL, shown])
     run = Run([3, 4], lambda seed: CELL | {"seed": seed}, key, lambda seed: {}, path, {})
     assert run.left() == [4]
+
+
+def test_exhibits_tell_how_they_were_measured(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    part = {"row": "breakdown", "step": "step", "parts": []}
+    for matched in ("bytes", "tokens"):
+        append(path, apart(CELL | {"matched": matched, SHOWN: [part]}))
+    old = {n: v for n, v in rows_of(path)[0].items() if n not in MANNER}
+    append(path, [old, rows_of(path)[0]])
+    found = results([path]).shown("breakdown")
+    assert [row.get("matched") for row in found] == ["bytes", "tokens", None]
+    assert all(row["device"] == "cpu" and row["measure"] == "forced" for row in found[:2])
 
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:

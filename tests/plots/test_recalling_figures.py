@@ -43,3 +43,24 @@ def test_parts_of_steps_stand_in_one_order(tmp_path: Path) -> None:
     [one] = draw([figure_of("latency")], *read([write_rows(tmp_path, rows)]))
     words = [text.get_text() for axes in one.figure.axes for text in axes.texts]
     assert [w for w in words if w in steps["d2o"]] == list(steps["d2o"])
+
+
+def test_parts_at_equal_bytes_and_at_equal_tokens_stand_apart(tmp_path: Path) -> None:
+    rows = [
+        exhibit("breakdown", policy, step="step", budget=budget, matched=matched, measure="decode")
+        | {"parts": [{"name": "model", "p50": seconds}]}
+        for policy, budget, matched, seconds in (
+            ("h2o", "1/4", "bytes", 0.25),
+            ("h2o", "1/4", "tokens", 0.5),
+            ("full", "1/1", "bytes", 1.0),  # the same at either, and measured once
+        )
+    ]
+    rows.append(rows[-1] | {"measure": "reading"})
+    drawn = draw([figure_of("latency")], *read([write_rows(tmp_path, rows)]))
+    assert [one.title.partition("needles, ")[2] for one in drawn] == [
+        "equal bytes, decode, step",
+        "equal tokens, decode, step",
+        "equal bytes, reading, step",
+    ]
+    widths = [[bar.get_width() for bar in one.figure.axes[0].patches] for one in drawn]
+    assert widths == [[0.25, 1.0], [0.5, 1.0], [1.0]]

@@ -23,7 +23,9 @@ SCHEMA = 1
 ENVIRONMENT, CELL, PAPER = "environment", "cell", "paper"
 # What a row tells of what was read and how; its data follows.
 HEAD = ("study", "model", "task", "tokens", "seed", "policy", "spelling", "budget")
-# Rows that a figure of their own is drawn from, and what tells two of a kind apart beside HEAD.
+# What it tells since it was first written, where it is a study's.
+MANNER = ("matched", "measure", "device", "dtype")
+# Rows that a figure of their own is drawn from, and what tells two of a kind apart beside those.
 #   budgets     `lengths`: entries that each kv head of each layer keeps, of one `episode`
 #   clusters    `segments` on a map, and the `episodes` that they form (`larder.bench.exhibits`)
 #   prompt      `items` as a cell's, each with its `similarity`, under a prompt taken around that
@@ -132,7 +134,7 @@ def results(paths: Iterable[Path]) -> Results:
             _check(row, path)
         rows += mine
     cells = {key(row): {**_SINCE, **row} for row in rows if row["row"] == CELL}
-    exhibits = {_shown_by(row): row for row in rows if row["row"] in EXHIBITS}
+    exhibits = {shown_by(row): row for row in rows if row["row"] in EXHIBITS}
     environments = {row["id"]: row for row in rows if row["row"] == ENVIRONMENT}
     papers = {row["study"]: row for row in rows if row["row"] == PAPER}
     shown = tuple(exhibits.values()), tuple(papers.values())
@@ -191,7 +193,7 @@ def append(path: Path, rows: Sequence[Row]) -> None:
 
 def apart(row: Row) -> list[Row]:
     """A row that was just measured, behind the exhibits that it came with, headed as it is."""
-    head = {name: row[name] for name in (*HEAD, "environment") if name in row}
+    head = {name: row[name] for name in (*HEAD, *MANNER, "environment") if name in row}
     shown = [{"schema": SCHEMA, "row": one["row"]} | head | one for one in row.get(SHOWN, ())]
     return [*shown, {name: value for name, value in row.items() if name != SHOWN}]
 
@@ -199,6 +201,12 @@ def apart(row: Row) -> list[Row]:
 def untimed(row: Row) -> Row:
     """The row without what differs between two runs."""
     return {name: value for name, value in row.items() if not _is_timed(name)}
+
+
+def shown_by(row: Row) -> str:
+    """What no two exhibits have in common."""
+    own = (row[name] for name in _NEEDED[row["row"]])
+    return json.dumps([row["row"], *own, *(row.get(name) for name in MANNER)])
 
 
 def _check(row: Any, path: Path) -> None:
@@ -215,11 +223,6 @@ def _check(row: Any, path: Path) -> None:
             f"{path} has a row {kind!r} without {', '.join(missing)}: name files that larder bench "
             "has written."
         )
-
-
-def _shown_by(row: Row) -> str:
-    """What no two exhibits have in common."""
-    return json.dumps([row["row"], *(row[name] for name in _NEEDED[row["row"]])])
 
 
 def _is_timed(name: str) -> bool:

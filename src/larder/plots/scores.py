@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from larder.bench.amounts import OWN, WHOLE
 from larder.bench.bootstrap import Bootstrap, Interval
-from larder.bench.rows import Row
+from larder.bench.rows import Row, shown_by
 from larder.bench.tables import drawn
 from larder.core.errors import InputError
 
@@ -84,6 +85,22 @@ def families(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {_label(key, varied): own for key, own in found.items()}
 
 
+def beside_each(rows: Sequence[Row]) -> list[Row]:
+    """Exhibits, and those of what chooses no budget once more beside whatever is held equal.
+
+    They are the same there, and were measured once.
+    """
+    found = {shown_by(row): row for row in rows}
+    held: dict[tuple[Any, ...], dict[str, None]] = {}
+    for row in rows:
+        held.setdefault(_manner(row), {})[row.get("matched", "")] = None
+    for row in rows:
+        for matched in held[_manner(row)] if row["budget"] in (WHOLE, OWN) else ():
+            again = row | {"matched": matched}
+            found.setdefault(shown_by(again), again)
+    return list(found.values())
+
+
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, Row]]:
     """The rows of each policy and budget, by seed; of rows for the same the last counts."""
     found: dict[tuple[str, str], dict[int, Row]] = {}
@@ -142,6 +159,11 @@ def score_title(score: str) -> str:
 def sentence(text: str) -> str:
     """The text with a capital letter at its start; names in it keep theirs."""
     return text[:1].upper() + text[1:]
+
+
+def _manner(row: Row) -> tuple[Any, ...]:
+    """How it was measured, whatever was held equal."""
+    return tuple(row.get(name, "") for name in _FAMILY if name != "matched")
 
 
 def _known(rows: Sequence[Row]) -> list[str]:

@@ -115,7 +115,7 @@ class Latency(Figure):
     def broken(self, results: Results, looks: Looks) -> list[tuple[str, list[Broken]]]:
         """The same of the parts of each kind of step."""
         rows = [row for row in results.shown("breakdown") if row["policy"] in looks]
-        groups = scores.grouped(rows, "matched", "measure")
+        groups = scores.grouped(scores.beside_each(rows))
         titles = scores.titles(list(groups))
         return [
             (f"{titles[group]}, {step}", _broken([r for r in own if r["step"] == step]))

@@ -70,7 +70,10 @@ class Recall(Figure):
         rows = [r for r in results.shown("recall") if r["policy"] in looks and r[key] is not None]
         if self.along is not Along.STEP and (whole := [r for r in rows if r["layer"] is None]):
             rows = whole  # beside them are layers and steps one by one
-        return [(label, self._panels(own)) for label, own in scores.families(rows).items()]
+        return [
+            (label, self._panels(own))
+            for label, own in scores.families(scores.beside_each(rows)).items()
+        ]
 
     def _panels(self, rows: Sequence[Row]) -> list[Panel]:
         ranks = sorted({int(rank) for row in rows for rank in row["recall"]})
