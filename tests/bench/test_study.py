@@ -75,6 +75,8 @@ def test_equal_policies_are_one() -> None:
         ('"rag_2k"', '"rag2k"', UnknownName, "No control named 'rag2k'. Did you mean 'rag_2k'"),
         ("files = 2", 'matched = "byte"', UnknownName, "Did you mean 'bytes'"),
         ('name = "tiny"', "", UsageError, "needs name"),
+        ("files = 2", "models = []", UsageError, "names no models"),
+        ("files = 2", "matched = []", UsageError, "names no matched"),
         ('name = "tiny"', "name = tiny", InputError, "TOML"),
         ("snapkv", "snapvk", UnknownName, "Did you mean 'snapkv'"),
         ("kivi:exact", "kivi:exakt", UnknownName, "Did you mean 'exact'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,19 @@ def test_what_comes_to_the_same_is_measured_once(
     halves = run(bench, wanted, tmp_path / "halves.jsonl", stop_after=4)
     halves = run(bench, wanted, tmp_path / "halves.jsonl")
     assert list(map(untimed, halves)) == list(map(untimed, whole)) and len(measured) == 8
+
+
+def test_what_is_named_twice_is_measured_once() -> None:
+    wanted = study(("h2o",))
+    twice = replace(
+        wanted,
+        models=wanted.models * 2,
+        tasks=wanted.tasks * 2,
+        measure=("forced", "forced()"),
+        matched=wanted.matched * 2,
+        budgets=wanted.budgets * 2,
+    )
+    assert check(twice) == check(wanted)
 
 
 def test_only_what_was_asked_for_counts(bench: Workbench, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
         ((), 2, "Tasks: "),
         (("paskey",), 2, "Did you mean 'passkey'"),
         (("passkey", "--tokens", "many"), 2, "--tokens 1500,4000"),
+        (("passkey", "--tokens", ""), 2, "--tokens 1500,4000"),
         (("passkey", "--budget", "2/1"), 2, "is no size"),
         (("passkey", *TINY, "--control", "full", "--device", "xpu"), 1, "cannot be used: "),
         (("passkey", "--measure", "fored"), 2, "Did you mean 'forced'"),

@@ -89,6 +89,9 @@ class Study:
             raise UsageError(f"The study {self.name!r} compares nothing: name policies.")
         if self.files < 1:
             raise UsageError(f"files must be 1 or more, got {self.files}.")
+        for name in ("models", "measure", "matched", "budgets"):
+            if not getattr(self, name):
+                raise UsageError(f"The study {self.name!r} names no {name}: name one or more.")
         lengths = [tokens for task in self.tasks for tokens in task.tokens]
         if min(lengths) < 1:
             raise UsageError(f"tokens must be 1 or more, got {min(lengths)}.")

@@ -50,7 +50,7 @@ def check(study: Study) -> list[Cell]:
     Raises:
         LarderError: something in the study does not exist.
     """
-    cells = [cell for model in study.models for cell in _cells(study, model)]
+    cells = [cell for model in dict.fromkeys(study.models) for cell in _cells(study, model)]
     _check_paper(study, cells)
     return cells
 
@@ -204,6 +204,10 @@ def _spelled(paper: Paper) -> Paper:
 
 
 def _cells(study: Study, model: str) -> list[Cell]:
-    """All cells of a model, measures spelled in the one way."""
+    """All cells of a model, each once however often it is named; measures spelled in one way."""
     spellings = {one: spelled(measure_of(one)) for one in study.measure}
-    return [replace(cell, measure=spellings[cell.measure]) for cell in cells_of(study, model)]
+    found: dict[tuple[object, ...], Cell] = {}
+    for cell in cells_of(study, model):
+        one = replace(cell, measure=spellings[cell.measure])
+        found.setdefault((*one.place, one.seed, one.measure), one)
+    return list(found.values())

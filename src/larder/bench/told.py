@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from larder.core.errors import UnknownName, UsageError
@@ -26,9 +27,9 @@ def whole(value: Any, where: str) -> int:
 
 
 def number_or_text(value: Any, where: str) -> float | int | str:
-    """Raises: UsageError: it is neither a number nor a text."""
-    if type(value) not in (int, float, str):
-        raise UsageError(f"{where} must be a number, or a text in quotes, got {value!r}.")
+    """Raises: UsageError: it is neither a finite number nor a text."""
+    if type(value) not in (int, float, str) or value in (inf, -inf) or value != value:
+        raise UsageError(f"{where} must be a finite number, or a text in quotes, got {value!r}.")
     return value
 
 

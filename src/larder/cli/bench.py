@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Names = list[str]
 RESULTS = Path("results")
 NO_CONTROLS = "none"
+USUAL = (1500,)  # tokens
 # What a study's file says, and the options that may say otherwise.
 CHANGEABLE = {"model": "models", "files": "files", "budget": "budgets", "measure": "measure"}
 NAMES = {"policy": "policies", "control": "controls", **CHANGEABLE}
@@ -152,7 +153,7 @@ def study_of(tasks: list[str], options: BenchOptions) -> Study:
         return changed(written, said | _other_tasks(written, tasks, options.tokens))
     if not tasks:
         raise UsageError(f"Nothing to run: name a task or --study. {_known()}")
-    lengths = _numbers(options.tokens or "1500")
+    lengths = _numbers(options.tokens)
     wanted = tuple(TaskAt(task, lengths) for task in tasks)
     values: dict[str, Any] = {"name": "bench", "tasks": wanted} | said
     return Study(**values)
@@ -164,7 +165,7 @@ def _other_tasks(study: Study, tasks: list[str], tokens: str | None) -> dict[str
 
     if not tasks and tokens is None:
         return {}
-    lengths = _numbers(tokens or "1500")
+    lengths = _numbers(tokens)
     own = tasks or [task.spelling for task in study.tasks]
     return {"tasks": tuple(TaskAt(task, lengths) for task in own)}
 
@@ -187,9 +188,10 @@ def _said(options: BenchOptions) -> dict[str, Any]:
     return told
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str | None) -> tuple[int, ...]:
+    """Lengths, or the usual one where nothing is said."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return USUAL if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(
             f"--tokens {text!r} is no list of lengths: write --tokens 1500,4000."
