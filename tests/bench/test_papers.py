@@ -111,7 +111,8 @@ def test_what_is_not_run_any_more_is_left_out(tmp_path: Path) -> None:
             UsageError,
             "one of the two",
         ),
-        ("paper = 41", "paper = true", UsageError, "a number, or a text"),
+        ("paper = 41", "paper = true", UsageError, "a finite number, or a text"),
+        ("paper = 41", "paper = nan", UsageError, "a finite number, or a text"),
         ("paper = 41", "papre = 41", UnknownName, "Did you mean 'paper'"),
         ('scale = "exact"', 'scale = "exakt"', UnknownName, "Did you mean 'exact'"),
         ('scale = "exact"\n', "", UsageError, "values needs scale"),
@@ -173,6 +174,15 @@ def test_a_report_is_drawn_from_rows_alone(tmp_path: Path, monkeypatch: pytest.M
     line = "<th scope=row>snapkv</th><td>1/4</td><td>41.5 % F1 (MF-en)</td>"
     assert f"{line}<td>Exact match; all tasks</td><td>0.50</td>" in page
     assert "<li>the data</li>" in page and "absent" not in page
+
+
+def test_what_a_later_version_wrote_is_told() -> None:
+    row = ROW_OF_SMALL.row("small")
+    [value, *_] = row["values"]
+    assert Paper.of(row) == ROW_OF_SMALL
+    for other, said in (({"scale": "new"}, "No scale named 'new'"), ({"new": 1}, "named 'new'")):
+        with pytest.raises(UnknownName, match=f"The paper of small: .*{said}"):
+            Paper.of(row | {"values": [value | other]})
 
 
 def test_it_is_written_once_and_again_when_it_changed(tmp_path: Path) -> None:

@@ -40,6 +40,21 @@ def test_means_and_differences() -> None:
     assert "keydiff − h2o" in shown and "(1 refused)" in shown and "full − h2o" not in shown
 
 
+def test_items_that_one_has_no_number_for_are_in_no_difference() -> None:
+    blank: dict[str, Any] = {"exact": None, "counts": True}
+    [exact] = Table(ENTRIES).held(SCALES)
+    one = Entry("h2o", "1/4", "a", (*items(True, True), blank))
+    other = Entry("random", "1/4", "a", (*items(False), blank, *items(True)))
+    pair = Table([one, other]).difference(exact, "h2o", "random", "1/4")
+    assert pair is not None and pair.mean == 1.0  # of the first items alone
+    assert (
+        Table([one, Entry("random", "1/4", "a", (blank,) * 3)]).difference(
+            exact, "h2o", "random", "1/4"
+        )
+        is None
+    )
+
+
 def test_speeds_and_refusals_are_told() -> None:
     head = {"task": "text()", "tokens": 64, "seed": 0, "budget": "1/4", "bytes_share": 0.25}
     fast = entry(head | {"policy": "h2o", "items": [], "tokens_per_second": 12.34})

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from commands import complaint, document
 from larder.cli.main import app
-from plots_rows import CELLS, EXHIBITS, write_rows
+from plots_rows import CELLS, EXHIBITS, cell, write_rows
 
 
 def run(*words: str) -> Result:
@@ -45,6 +45,8 @@ def test_plot_tells_what_is_wrong(tmp_path: Path) -> None:
     assert "cannot be written" in complaint(
         run("plot", results, "--figure", "memory", "--out", results), 1
     )
+    nothing = str(write_rows(tmp_path, [cell("h2o", refused="too small", items=[])]))
+    assert "suffice for no figure" in complaint(run("plot", nothing, *out), 1)
 
 
 def test_report_writes_a_page(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from larder.plots.drawing import draw, figure_of, read
-from plots_rows import EXHIBITS, write_rows
+from plots_rows import EXHIBITS, exhibit, write_rows
 
 
 def points(spelling: str, path: Path) -> list[tuple[float, float]]:
@@ -20,3 +20,6 @@ def test_eviction_shows_what_is_saved_of_what_could_be(tmp_path: Path) -> None:
     path = write_rows(tmp_path, EXHIBITS)
     assert points("eviction", path) == [(0.25, 0.125), (0.5, 0.25)]
     assert points('eviction(saved="tokens")', path) == [(0.25, 0.2), (0.5, 0.4)]
+    idle = dict.fromkeys(("hit_tokens", "known_tokens", "hit_seconds", "known_seconds"), 0)
+    more = [*EXHIBITS, exhibit("eviction", "lru", needed_share=1.0, **idle)]  # nothing comes twice
+    assert points("eviction", write_rows(tmp_path, more)) == [(0.25, 0.125), (0.5, 0.25)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from larder.plots.drawing import draw, figure_of, read
+from larder.plots.drawing import draw, draw_all, figure_of, read
 from plots_rows import cell, write_rows
 
 
@@ -19,3 +19,9 @@ def test_layers_lie_side_by_side_with_bars_over_texts(tmp_path: Path) -> None:
     [drawing] = draw([figure_of("similarity")], *read([one]))
     [shown] = [line.get_data() for line in drawing.figure.axes[0].lines[:1]]
     assert list(shown[1]) == [1.0, 0.875, 0.75, 0.625]
+
+
+def test_a_study_of_layers_alone_has_that_figure_alone(tmp_path: Path) -> None:
+    layers = [{"question": n, "similarity": 1 - n / 8, "counts": True} for n in range(3)]
+    found = read([write_rows(tmp_path, [cell("full", items=layers, latency={})])])
+    assert [one.name for one in draw_all(*found)] == ["latency", "similarity"]

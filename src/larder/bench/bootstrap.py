@@ -114,6 +114,18 @@ def one_by_one(scores: Sequence[float]) -> list[list[float]]:
     return [[score] for score in scores]
 
 
+def paired(
+    first: Sequence[float | int | None], second: Sequence[float | int | None]
+) -> tuple[list[float], list[float]]:
+    """Scores of two systems on the same questions, less those that one of them has no score for."""
+    missing = {n for side in (first, second) for n, score in enumerate(side) if score is None}
+    one, other = (
+        [float(score) for n, score in enumerate(side) if score is not None and n not in missing]
+        for side in (first, second)
+    )
+    return one, other
+
+
 @lru_cache(maxsize=4096)
 def _mean(drawing: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
     """Tables and figures ask for the same intervals again and again."""

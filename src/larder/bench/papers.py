@@ -164,8 +164,17 @@ class Paper:
 
     @staticmethod
     def of(row: Row) -> Paper:
-        """Of a row that `larder bench` has written."""
-        values = tuple(Reported(**value) for value in row["values"])
+        """Of a row that `larder bench` has written.
+
+        Raises:
+            UnknownName: a value has a key or a scale that nobody knows, as of a later version.
+            UsageError: or it is not what its key takes.
+        """
+        values = tuple(_reported(value, f"The paper of {row['study']}") for value in row["values"])
+        for value in values:
+            if value.scale not in known_scales():
+                told = unknown("scale", value.scale, list(known_scales()))
+                raise UnknownName(f"The paper of {row['study']}: {told}")
         return Paper(row["cite"], row["setup"], tuple(row["differs"]), values)
 
 

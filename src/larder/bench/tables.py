@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from larder.bench.amounts import by_size
-from larder.bench.bootstrap import Bootstrap, Interval, one_by_one
+from larder.bench.bootstrap import Bootstrap, Interval, one_by_one, paired
 from larder.bench.rows import Row
 
 Pairs = Sequence[tuple[str, str]]
@@ -226,10 +226,13 @@ class Table:
         both = [source for source in left if source in right]
         if not both:
             return None
-        one, other = (
-            [[float(item[scale.key]) for item in side[source]] for source in both]
-            for side in (left, right)
+        told = (
+            [[i.get(scale.key) for i in side[source]] for source in both] for side in (left, right)
         )
+        each = [paired(*sides) for sides in zip(*told, strict=True)]
+        one, other = ([side[n] for side in each if side[n]] for n in (0, 1))
+        if not one or not other:
+            return None
         return Bootstrap().difference(drawn(one), drawn(other))
 
     def bytes_share(self, name: str, budget: str) -> float:

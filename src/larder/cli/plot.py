@@ -46,12 +46,15 @@ def plot(
     ] = "svg,png",
 ) -> None:
     """Draw figures from RESULTS; no model is loaded, and equal results give equal SVG files."""
+    from larder.core.errors import InputError
     from larder.plots.drawing import draw, draw_all, figure_of, read
 
     formats = _formats(format)
     wanted = [figure_of(spelling) for spelling in figure or ()]
     found, looks = read(results, policy or ())
     drawings = draw(wanted, found, looks) if wanted else draw_all(found, looks)
+    if not drawings:
+        raise InputError("The results suffice for no figure: 'larder report' says what is in them.")
     written = [(one, _save(drawings, number, out, formats)) for number, one in enumerate(drawings)]
     if options.json:
         told = [

@@ -59,6 +59,7 @@ class Eviction(Figure):
     def charts(self, results: Results, looks: Looks) -> list[tuple[str, list[Panel]]]:
         """What is drawn, in numbers: a sheet for each study and model, a panel for each trace."""
         rows = [row for row in results.shown("eviction") if row["policy"] in looks]
+        rows = [row for row in rows if row[f"known_{self.saved.value}"]]  # anything to save
         return [(label, self._panels(own)) for label, own in scores.families(rows).items()]
 
     def _panels(self, rows: Sequence[Row]) -> list[Panel]:

@@ -68,7 +68,7 @@ class Quality(Figure):
     def draw(self, results: Results, looks: Looks) -> list[Drawing]:
         charts = self.charts(results, looks)
         if not charts:
-            wrong = scores.lacking("quality", self.score, results.measured)
+            wrong = self.score and scores.lacking("quality", self.score, results.measured)
             raise wrong or self.nothing("scored cells")
         return [
             Drawing(
