@@ -187,3 +187,19 @@ def shown(page: str) -> dict:
     found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
     assert found is not None
     return json.loads(found[1])
+
+
+def test_a_reading_is_kept_and_restored_when_asked(
+    run: Run, talk: Path, larder_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("ask", talk, "-q", CAT, *SMALL)
+    first = run(*words)
+    assert not (larder_home / "store").exists()
+    assert run(*words, "--keep").stdout == first.stdout
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "read", lambda *_: pytest.fail("read anew"))
+        again = run(*words, "--keep")
+    assert (again.exit_code, again.stdout, again.stderr) == (0, first.stdout, "")
+    run("ask", talk, "-q", CAT, "--policy", "snapkv", "--budget", "56", "--keep")
+    assert len(document(run("cache", "list", "--json"))["sessions"]) == 2, "another budget"
+    assert "--keep" in complaint(run(*words, "--codec", "int4"), 2)

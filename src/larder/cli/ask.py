@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from larder.cli.failing import INTERRUPTED, print_document
+from larder.cli.kept import CodecName, StoreUrl, check_codec, keeping
 from larder.cli.options import Common, command
 from larder.cli.showing import asides, seconds, size
 from larder.core.conversation import Conversation, Question
@@ -16,6 +18,8 @@ from larder.core.errors import LarderError, UsageError
 
 if TYPE_CHECKING:
     from larder.cli.sitting import Sitting
+    from larder.engine.engine import Engine
+    from larder.engine.keeping import Keeper
 
 
 @command
@@ -31,17 +35,28 @@ def ask(
         Path | None,
         typer.Option(metavar="PAGE.html", help="Write a page that shows what each cache keeps."),
     ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the reading, and restore it the next time.")
+    ] = False,
+    store: StoreUrl = None,
+    codec: CodecName = "raw",
 ) -> None:
     """Answer questions about FILE from a cache within the budget.
 
     Questions are independent of each other. A question that FILE knows the answer to is scored.
     """
+    from larder.cli.sitting import open_engine
     from larder.session.files import read_conversation
 
     _check_page(explain)
+    check_codec(codec)
+    if not keep and (store is not None or codec != "raw"):
+        raise UsageError("--store and --codec say how a reading is kept: give --keep as well.")
     conversation = read_conversation(file)
     questions = [_known(conversation, text) for text in question]
-    sitting, is_whole = _sit(options, conversation, questions)
+    engine = open_engine(options)
+    with keeping(engine, store, codec) if keep else nullcontext() as keeper:
+        sitting, is_whole = _sit(engine, keeper, options, conversation, questions)
     if explain is not None and is_whole:
         _write_page(explain, sitting)
     if options.json:
@@ -56,17 +71,20 @@ def ask(
 
 
 def _sit(
-    options: Common, conversation: Conversation, questions: list[Question]
+    engine: Engine,
+    keeper: Keeper | None,
+    options: Common,
+    conversation: Conversation,
+    questions: list[Question],
 ) -> tuple[Sitting, bool]:
     """Read and ask; whether every question had its turn before Ctrl-C.
 
     Raises:
         LarderError: the first question's, if none could be answered.
     """
-    from larder.cli.sitting import open_engine, prompts_for, read, sampling
+    from larder.cli.sitting import prompts_for, read, sampling
 
-    engine = open_engine(options)
-    sitting = read(engine, conversation, prompts_for(engine, questions))
+    sitting = read(engine, conversation, prompts_for(engine, questions), keeper=keeper)
     drawn = sampling(options)
     try:
         for one in questions:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from larder.bench.metrics import exact, f1, f1_stemmed
+from larder.cli.kept import tell_resumed
 from larder.cli.options import Common
 from larder.cli.showing import watched
 from larder.core.conversation import Conversation, Question
@@ -14,6 +15,8 @@ from larder.core.spelling import name_of
 from larder.engine.answer import Answer
 from larder.engine.decoding import Limits
 from larder.engine.engine import Engine, unheard
+from larder.engine.keeping import Keeper
+from larder.engine.reading import read_or_restore
 from larder.engine.sampling import Sampling
 from larder.models.loading import load
 from larder.session.memory import Memory
@@ -131,13 +134,26 @@ def sampling(options: Common) -> Sampling:
 
 
 def read(
-    engine: Engine, conversation: Conversation, prompts: Mapping[str, str], doing: str = "Reading"
+    engine: Engine,
+    conversation: Conversation,
+    prompts: Mapping[str, str],
+    doing: str = "Reading",
+    keeper: Keeper | None = None,
 ) -> Sitting:
-    """Read a conversation, with a bar that says what is being done."""
+    """Read a conversation, with a bar that says what is being done.
+
+    Args:
+        keeper: restores the reading, or keeps it; None where it is not to be kept.
+    """
     session = name_of(type(engine.policy.session))
     builds = "" if session == "single" else f" into {session}"
     with watched(f"{doing} {conversation.name}{builds}", "tokens") as watch:
-        memory = engine.read(conversation, prompts, watch)
+        if keeper is None:
+            memory, resumed = engine.read(conversation, prompts, watch), None
+        else:
+            memory, resumed = read_or_restore(engine, keeper, conversation, prompts, watch)
+    if resumed is not None:
+        tell_resumed(conversation.name, resumed)
     return Sitting(engine, memory, memory.figures.peak_kv_bytes)
 
 
