@@ -20,7 +20,7 @@ POLICIES = {"full": "full", "limited": LIMITED, "tended": TENDED}
 BUDGET, BLOCK = 32, 16
 
 
-def characters() -> Loaded:
+def characters(architecture: str = "qwen3") -> Loaded:
     """A random model of two layers whose tokens are characters, without a chat template."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -34,7 +34,7 @@ def characters() -> Loaded:
     tokenizer.decoder = Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    return Loaded(adopt(tiny("qwen3", layers=2)), told, "characters")
+    return Loaded(adopt(tiny(architecture, layers=2)), told, "characters")
 
 
 @dataclass
@@ -78,9 +78,10 @@ class Served:
         host: int | None = None,
         keeper: Keeper | None = None,
         rows: int = 64,
+        tokens: int = BUDGET,
     ) -> None:
         limited = policy != "full"
-        sizes = (str(BUDGET), BLOCK) if limited else (None, None)
+        sizes = (str(tokens), BLOCK) if limited else (None, None)
         totals = {Tier.DEVICE: device, Tier.HOST: host}
         budgets = Budgets({tier: size for tier, size in totals.items() if size is not None})
         times = count(1_700_000_000)

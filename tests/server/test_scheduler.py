@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from larder.core.errors import LarderError
 from larder.models.loading import Loaded
 from larder.server.request import Refusal, Turn
 from larder.store.ledger import Tier
-from server_core import POLICIES, Served, answered, told, user
+from server_core import POLICIES, Served, answered, characters, told, user
 
 MODES = sorted(POLICIES)
 
@@ -167,3 +168,47 @@ def test_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
     assert client.told.new_tokens
     assert served.core.tiers.lower(Tier.HOST, 12_000) == 0
     served.check()
+
+
+@pytest.mark.parametrize("policy", ["kivi", "sirllm", "cam", "kvzip"])
+def test_no_policy_holds_more_than_was_spoken_for(small: Loaded, policy: str) -> None:
+    served = Served(small, policy, tokens=48)
+    turns = told(1, 6)
+    more = answered(turns, served.ask(turns, "x"), "Why?")
+    client = served.ask(more, "x", max_new_tokens=8)
+    assert not client.told.lossless and served.core.purse.violations == 0
+
+
+def test_layers_that_slide_a_window_are_never_taken_back() -> None:
+    windows = characters("gemma3")
+    crowd, alone = Served(windows, device=220_000), Served(windows)
+    texts: dict[int, list[Turn]] = {number: told(number) for number in range(3)}
+    for more in ("Why?", "Sure?"):
+        clients = {n: crowd.submit(turns, f"n{n}")[0] for n, turns in texts.items()}
+        gone, ticket = crowd.submit(told(7), "gone")
+        crowd.step()
+        ticket.cancel()
+        crowd.run()
+        assert gone.told.reason == "cancelled"
+        for number, client in clients.items():
+            assert client.text == alone.ask(texts[number], f"n{number}").text
+        edited = [*texts[0][:-1], user("Who?")]
+        assert crowd.ask(edited, "n0").text == alone.ask(edited, "n0").text
+        texts = {n: answered(turns, clients[n], more) for n, turns in texts.items()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "way"),
+    [
+        ("epicache", "single"),
+        ("icecache", "drops or folds"),
+        ("snapkv_whole", "blockwise"),
+        ("exact_question", "question"),
+        ("snapkv", "raise --budget"),
+    ],
+)
+def test_a_policy_that_cannot_be_served_is_refused_at_the_start(
+    small: Loaded, policy: str, way: str
+) -> None:
+    with pytest.raises(LarderError, match=way):
+        Served(small, policy, tokens=32 if policy == "snapkv" else 256)

@@ -31,7 +31,7 @@ from larder.session.filing import block_of
 from larder.session.policy import Policy
 from larder.session.prompts import common_prompts, require
 from larder.session.reading import Desk, readied, tend
-from larder.session.rooms import empty_cache, entries_of, governed, tokens_of
+from larder.session.rooms import check_room, empty_cache, entries_of, governed, tokens_of
 from larder.session.sizes import HEAD_BYTES, NUMBER_BYTES, resolve_open
 
 EVERYTHING = "full"
@@ -64,6 +64,7 @@ class Rule:
 
     Raises:
         UsageError: the policy is not one that a server can follow.
+        BudgetError: its budget cannot hold what it always keeps.
     """
 
     desk: Desk
@@ -87,6 +88,9 @@ class Rule:
                 "reads in blocks: take blockwise() in its place, or full."
             )
         require(self._book, policy.scorer.wanted())
+        if self.is_limited:  # what is too small for the policy is refused now, not when asked
+            check_room(policy, self.tokens)
+            self.reader(0)
 
     @staticmethod
     def of(engine: Engine) -> Rule:
