@@ -30,7 +30,8 @@ class FakeHub(Hub):
 
     The last message may say otherwise: `wait` answers once it is cancelled, `break` fails in the
     middle, `crash` fails with an error that is none of ours, `refuse CODE STATUS` is refused,
-    `long` is cut by its length, `busy` is refused wherever a session is named.
+    `long` is cut by its length, `fork` is answered in a session beside the one named, `busy` is
+    refused wherever a session is named.
     """
 
     asked: list[Request] = field(default_factory=list)
@@ -67,6 +68,8 @@ class FakeHub(Hub):
                 listener.on_error(ZeroDivisionError("a secret of the inside"))
                 return
         name = request.session or f"session-{len(self.held)}"
+        if last == "fork":
+            name = f"{name} forked"
         turns = [*request.turns, Turn("assistant", "".join(said))]
         known = len(self.held.get((request.tenant, name), ()))
         self.held[request.tenant, name] = turns

@@ -51,6 +51,18 @@ def test_a_conversation_remembers(anne: OpenAI, served: Running) -> None:
     assert told.value.code == "conversation_not_found"
 
 
+def test_no_session_of_a_deleted_conversation_stays(anne: OpenAI, served: Running) -> None:
+    """Failure test 21, as far as HTTP has a part in it."""
+    conversation = anne.conversations.create()
+    for text in ("one", "fork", "two"):
+        anne.responses.create(model=NAME, input=text, conversation=conversation.id)
+    assert served.hub.asked[-1].session == f"{conversation.id} forked"
+    assert len(served.hub.held) == 2
+    assert set(conversation.to_dict()) == {"id", "object", "created_at", "metadata"}
+    anne.conversations.delete(conversation.id)
+    assert not served.hub.held
+
+
 def test_items_come_and_go(anne: OpenAI, served: Running) -> None:
     conversation = anne.conversations.create(items=[{"role": "user", "content": "a"}])
     added = anne.conversations.items.create(
@@ -67,14 +79,16 @@ def test_items_come_and_go(anne: OpenAI, served: Running) -> None:
 
 def test_a_response_goes_on_from_another(anne: OpenAI, served: Running) -> None:
     first = anne.responses.create(model=NAME, input="one")
-    second = anne.responses.create(model=NAME, input="two", previous_response_id=first.id)
+    second = anne.responses.create(model=NAME, input="fork", previous_response_id=first.id)
+    assert served.hub.asked[-1].session == "session-0"
     anne.responses.create(
         model=NAME, input=[{"role": "user", "content": "other"}], previous_response_id=first.id
     )
     assert said(served) == ["user: one", "assistant: You said: one ", "user: other"]
     anne.responses.create(model=NAME, input="three", previous_response_id=second.id)
-    assert len(said(served)) == 5
-    assert anne.responses.retrieve(second.id).output_text == "You said: two "
+    assert served.hub.asked[-1].session == "session-0 forked"
+    assert [line.split()[-1] for line in said(served)] == ["one", "one", "fork", "fork", "three"]
+    assert anne.responses.retrieve(second.id).output_text == "You said: fork "
     assert [item.type for item in anne.responses.input_items.list(second.id)] == ["message"]
     anne.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError) as told:
@@ -114,9 +128,9 @@ def test_a_repeated_request_is_not_a_second_turn(
     first = http.post("/v1/responses", json=body).json()
     retried = {"x-stainless-retry-count": "1"}
     assert http.post("/v1/responses", json=body, headers=retried).json() == first
+    assert http.post("/v1/responses", json=body).json()["id"] != first["id"]
     text = http.post("/v1/responses", json={**body, "stream": True}, headers=retried).text
     assert first["id"] not in text  # asked otherwise: another request
-    assert http.post("/v1/responses", json=body).json()["id"] != first["id"]
     assert len(served.hub.asked) == 3
 
 

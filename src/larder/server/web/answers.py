@@ -139,7 +139,9 @@ class Exchange:
         items = (*self.inputs, answer)
         if self.conversation is not None:
             archive.append(tenant, self.conversation["id"], items, expected=len(self.past))
-            last = {"session": session, "last": [self.digest, self.id]}
+            sessions = dict.fromkeys([*self.conversation["sessions"], session])
+            last = {"sessions": list(sessions), "last": [self.digest, self.id]}
+            last["session"] = session
             archive.put(tenant, CONVERSATION, self.conversation["id"], self.conversation | last)
         if self.asked.store:
             document = {

@@ -27,6 +27,7 @@ Metadata = Annotated[
     dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
     Field(max_length=16),
 ]
+SHOWN = ("id", "object", "created_at", "metadata")
 CONTENT = {"assistant": "output_text"}
 
 
@@ -60,6 +61,7 @@ def create(http: HttpRequest, begun: Begun | None = None) -> JSONResponse:
         "created_at": int(time.time()),
         "metadata": wanted.metadata or {},
         "session": name,
+        "sessions": [name],
     }
     desk.archive.put(tenant, CONVERSATION, name, document)
     desk.archive.append(tenant, name, items_of(wanted.items or ()))
@@ -83,14 +85,14 @@ def update(http: HttpRequest, name: str, told: Told) -> JSONResponse:
 
 @router.delete("/{name}")
 def delete(http: HttpRequest, name: str) -> JSONResponse:
-    """Forget a conversation, its session with it."""
+    """Forget a conversation, and every session that has held it."""
     desk, tenant = desk_of(http), tenant_of(http)
-    session = found(desk, tenant, name)["session"]
-    try:
-        desk.hub.remove(tenant, session)
-    except Refusal as refusal:
-        if refusal.code != "session_not_found":  # nothing has been asked in it yet
-            raise
+    for session in found(desk, tenant, name)["sessions"]:
+        try:
+            desk.hub.remove(tenant, session)
+        except Refusal as refusal:
+            if refusal.code != "session_not_found":  # nothing was asked in it, or it is gone
+                raise
     desk.archive.remove(tenant, CONVERSATION, name)
     return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
@@ -201,4 +203,4 @@ def _item(desk: Desk, tenant: str, name: str, wanted: str) -> Item:
 
 
 def _shown(document: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in document.items() if key != "session"}
+    return {key: value for key, value in document.items() if key in SHOWN}
