@@ -31,7 +31,8 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 return
             [model] = replies["/v1/models"].json()["data"]
             body = {"model": model["id"], **ASKED}
-            replies["chat"] = await client.post("/v1/chat/completions", json=body)
+            named = {"x-session-id": "about cats"}
+            replies["chat"] = await client.post("/v1/chat/completions", json=body, headers=named)
 
     def run(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
         replies["port"] = sockets[0].getsockname()[1]
@@ -51,6 +52,8 @@ def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str,
     assert 'larder_budget_bytes{tier="device"} 6.7108864e+07' in answered["/metrics"].text
     told = answered["chat"].json()
     assert told["usage"]["completion_tokens"] <= 3 and told["kv"]["lossless"]
+    [kept] = document(run("cache", "list", "--json"))["sessions"]
+    assert kept["session"] == "about cats"
 
 
 def test_where_it_serves_is_told_as_a_document(run: Run, answered: dict[str, Any]) -> None:

@@ -6,6 +6,8 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,6 +50,14 @@ class Serving(Common):
     host_budget: Annotated[
         str, typer.Option(metavar="BYTES", help="Of caches parked in host memory.")
     ] = "4GiB"
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where turns are written before their end is told: a folder or an fsspec "
+            "address.  Default: $LARDER_HOME/store.",
+        ),
+    ] = None
     keys: Annotated[
         Path | None,
         typer.Option(
@@ -66,15 +76,29 @@ def serve(options: Serving) -> None:
     """
     budgets, door = _budgets(options), _door(options)
     bound = _bound(options)
-    with bound:
-        _run(options, _hub(options, budgets), door, bound)
+    with bound, _hub(options, budgets) as hub:
+        _run(options, hub, door, bound)
 
 
-def _hub(options: Serving, budgets: Budgets) -> Hub:
+@contextmanager
+def _hub(options: Serving, budgets: Budgets) -> Iterator[Hub]:
     from larder.cli.sitting import open_engine
+    from larder.core.settings import home
     from larder.server.local_hub import LocalHub
+    from larder.server.persisting import Persisting
+    from larder.store.store import Store
 
-    return LocalHub(open_engine(options), budgets)
+    engine = open_engine(options)
+    store = Store(str(home() / "store") if options.store is None else options.store, home())
+    try:
+        keeper = Persisting(store, engine.loaded.decoder.spec)
+        hub = LocalHub(engine, budgets, keeper=keeper)
+        try:
+            yield hub
+        finally:
+            hub.close()
+    finally:
+        store.close()
 
 
 def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
@@ -98,8 +122,6 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
         uvicorn.Server(config).run(sockets=[bound])
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    finally:
-        hub.close()
 
 
 def _tell(options: Serving, hub: Hub, bound: socket.socket) -> None:
