@@ -104,6 +104,11 @@ def test_what_a_policy_has_dropped_is_shared_with_nobody(small: Loaded) -> None:
     lossy = served.ask([shared, user("Number 1?")])
     assert not lossy.told.lossless and lossy.told.evicted_tokens > 0
     assert served.ask([shared, user("Number 2?")]).told.cached_tokens == 0
+    more = answered([shared, user("Number 1?")], lossy, "Why?")
+    assert served.ask(more, "another").told.cached_tokens == 0
+    whole = Served(small)
+    more = answered(more[:2], whole.ask(more[:2]), "Why?")
+    assert whole.ask(more, "another").told.cached_tokens > 0
 
 
 def test_who_asks_for_everything_gets_an_answer_from_everything(small: Loaded) -> None:
