@@ -116,8 +116,13 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
         archive = Archive(home() / "server" / "archive.sqlite")
         app = create_app(hub, door, archive, settings)
         _tell(options, hub, bound)
+        # Its own configuration of logging would close the handlers of everybody else.
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
         )
         uvicorn.Server(config).run(sockets=[bound])
     except KeyboardInterrupt:
