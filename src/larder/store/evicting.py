@@ -50,6 +50,7 @@ class Evicting:
         self._chunks, self._shelves = chunks, shelves
         self._holdings = Holdings(manifest)
         self._clock = 0.0
+        self._clocks: dict[str, tuple[float, float]] = {}  # by name, at what last use
         shelves.make_room = self.make_room
 
     def make_room(self, tenant: str, count: int) -> None:
@@ -65,51 +66,68 @@ class Evicting:
         found = self._candidates(tenant if is_own else None)
         told = [candidate for candidate, _ in found]
         order = self._rule.leaving(Candidates.of(told), self._manifest.clock(), wanted)
-        self._clock = order.clock
+        self._clock = max(self._clock, order.clock)
         for row in order.rows:
             self._leave(found[row][1])
 
     def _candidates(self, tenant: str | None) -> list[tuple[Candidate, _Leaving]]:
         chunks, states = self._chunks.all(), self._states()
-        holders = Counter(ref.digest for record, *_ in states for ref in set(record.spans))
+        held = {(r.tenant, r.session, ref.digest) for r, *_ in states for ref in r.spans}
+        holders = Counter(digest for *_, digest in held)  # sessions, each of which may go alone
         shared = {chunk.ref.digest for _, chunk, *_ in chunks}
         found: list[tuple[Candidate, _Leaving]] = []
         for whose, chunk, last_used, uses in chunks:
+            name = f"chunk {chunk.row}"
             one = Candidate(
-                name=f"chunk {chunk.row}",
+                name=name,
                 bytes=chunk.ref.bytes,
                 seconds=float(chunk.stop - chunk.start),
                 last_used=last_used,
                 uses=uses,
-                clock=self._clock,
+                clock=self._clock_of(name, last_used),
                 parent=f"chunk {chunk.parent}" if chunk.parent else "",
             )
             found.append((one, _Leaving(whose, (chunk.ref,), chunk)))
+        taken: set[str] = set()  # by a newer state of the same session
         for record, is_head, last_used, uses in states:
             own = [
-                r for r in set(record.spans) if r.digest not in shared and holders[r.digest] == 1
+                ref
+                for ref in dict.fromkeys(record.spans)
+                if holders[ref.digest] == 1 and ref.digest not in shared and ref.digest not in taken
             ]
             if not own:
                 continue
+            taken |= {ref.digest for ref in own}
+            name = f"state {record.session} {record.epoch}"
             one = Candidate(
-                name=f"state {record.session} {record.epoch}",
+                name=name,
                 bytes=max(sum(ref.bytes for ref in own), 1),
                 seconds=float(record.num_tokens),
                 last_used=last_used,
                 uses=uses,
-                clock=self._clock,
+                clock=self._clock_of(name, last_used),
                 session=record.session,
                 superseded=not is_head,
             )
             found.append((one, _Leaving(record.tenant, tuple(own))))
+        there = {candidate.name for candidate, _ in found}
+        self._clocks = {name: told for name, told in self._clocks.items() if name in there}
         return [pair for pair in found if tenant in (None, pair[1].tenant)]
 
+    def _clock_of(self, name: str, last_used: float) -> float:
+        """The tier's clock when a candidate was last used, as far as that was seen."""
+        known = self._clocks.get(name)
+        if known is None or known[0] != last_used:
+            known = self._clocks[name] = last_used, self._clock
+        return known[1]
+
     def _states(self) -> list[tuple[Record, bool, float, int]]:
-        """Every state whose cache is kept, whether it is the newest, and its session's use."""
+        """Every state whose cache is kept, newer ones first, whether it is the newest, and its
+        session's use."""
         with self._manifest.reading() as rows:
             found = rows(
                 "SELECT tenant, session, epoch, epoch = head, last_used, uses "
-                "FROM epochs JOIN sessions USING (tenant, session)"
+                "FROM epochs JOIN sessions USING (tenant, session) ORDER BY epoch DESC"
             )
         states = []
         for tenant, session, epoch, is_head, last_used, uses in found:

@@ -11,11 +11,11 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import Damaged, StoreError, StoreSlow, Superseded
+from larder.core.errors import Damaged, Refused, StoreError, StoreSlow, Superseded
 from larder.store.records import Record, record_of, spelled
 from larder.store.tables import BUSY_SECONDS, SCHEMA, TABLES, errors
 
@@ -153,6 +153,20 @@ class Manifest:
         """Tenant and key of every session, the one that was used last first."""
         with self.reading() as rows:
             return rows("SELECT tenant, session FROM sessions ORDER BY last_used DESC, session")
+
+    def heads_of(self, tenant: str) -> list[Record]:
+        """The newest state of each session of a tenant that is whole, last used first."""
+        with self.reading() as rows:
+            found = rows(
+                "SELECT session, head, record FROM sessions JOIN epochs USING (tenant, session) "
+                "WHERE tenant = ? AND epoch = head ORDER BY last_used DESC, session",
+                (tenant,),
+            )
+        records = list[Record]()
+        for session, head, data in found:
+            with suppress(Damaged, Refused):
+                records.append(self._record(data, tenant, session, head))
+        return [record for record in records if not record.removed]
 
     def used(self, tenant: str, session: str) -> None:
         """A session was read."""

@@ -21,6 +21,18 @@ from larder.store.digests import is_digest, key_of, same, seal_of
 FOLDER = "sessions"
 SCHEMA = 1
 MAX_NAME = 255
+CACHED = (
+    "identity",
+    "policy",
+    "codec",
+    "cache",
+    "spans",
+    "cache_bytes",
+    "lossless",
+    "others",
+    "cache_tokens",
+    "cache_prefix",
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,9 @@ class Record:
         made: seconds since 1970.
         removed: the session is gone; nobody can write a state behind this one.
         others: the caches behind the first, in order.
+        cache_tokens: how many of the tokens the caches have read; 0 for all.
+        cache_prefix: digest of those tokens, where they are not all.
+        labels: what else who saves it wants to know without opening anything.
     """
 
     tenant: str
@@ -81,7 +96,15 @@ class Record:
     made: float = 0.0
     removed: bool = False
     others: tuple[Held, ...] = ()
+    cache_tokens: int = 0
+    cache_prefix: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
+
+    @property
+    def read_tokens(self) -> int:
+        """How many of the tokens its caches have read; 0 where there are none."""
+        return (self.cache_tokens or self.num_tokens) if self.spans else 0
 
     @property
     def refs(self) -> tuple[Ref, ...]:
@@ -113,7 +136,11 @@ class Record:
     def without_cache(self) -> Record:
         """The same with tokens and transcript alone."""
         bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0, others=())
-        return replace(bare, codec="", lossless=True)
+        return replace(bare, codec="", lossless=True, cache_tokens=0, cache_prefix="")
+
+    def with_cache_of(self, other: Record) -> Record:
+        """The same with another record's cache."""
+        return replace(self, **{name: getattr(other, name) for name in CACHED})
 
 
 def session_key(tenant: str, name: str) -> str:

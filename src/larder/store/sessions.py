@@ -49,7 +49,7 @@ class Loaded:
 
     Args:
         record: what is written of it.
-        ids: every token that it has read.
+        ids: every token of it; the caches may have read fewer, as the record tells.
         transcript: what was said as text, where that was saved.
         cache: None where the text must be read again.
         reason: one word for why; empty where there is a cache.
@@ -140,7 +140,8 @@ class Sessions:
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
         try:
             self._check(record, known, asking, ids)
-            cache, *others = parts.reader.caches(record, known, asking.identity, asking.spec)
+            read = known[: record.read_tokens]
+            cache, *others = parts.reader.caches(record, read, asking.identity, asking.spec)
             parts.manifest.used(tenant, session)
         except LarderError as error:
             return Loaded(record, known, said, None, parts.refusals.note_error(error))
@@ -274,10 +275,11 @@ class Sessions:
             raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
         if record.policy != asking.policy:
             raise Refused(f"The cache was made by {record.policy}.", "policy")
-        if ids is not None and tuple(ids[: len(known)]) != tuple(known):
+        read = tuple(known[: record.read_tokens])
+        if ids is not None and tuple(ids[: len(read)]) != read:
             raise Refused("The text does not begin as the session does.", "tokens")
         stored = sum(ref.bytes for ref in record.spans)
-        if self._parts.rates.quicker(Tier.DISK, stored, len(known)) is not Way.LOAD:
+        if self._parts.rates.quicker(Tier.DISK, stored, len(read)) is not Way.LOAD:
             raise Refused("Reading the text again is quicker than loading the cache.", "slower")
 
 

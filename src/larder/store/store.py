@@ -10,6 +10,7 @@ from larder.store.parts import Parts
 from larder.store.places import Place
 from larder.store.prefixes import Prefixes
 from larder.store.sessions import Sessions
+from larder.store.turns import Turns
 from larder.store.upkeep import Upkeep
 
 
@@ -23,6 +24,7 @@ class Store:
     def __init__(self, url: str | Place, home: Path, **options: Any) -> None:
         self.parts = Parts(url, home, **options)
         self.sessions = Sessions(self.parts)
+        self.turns = Turns(self.parts)
         self.prefixes = Prefixes(self.parts)
         self.upkeep = Upkeep(self.parts)
         self.exchange = Exchange(self.parts)

@@ -1,0 +1,223 @@
+"""Sessions that are written turn by turn, and their caches apart from that, when there is time.
+
+A turn is small and written at once; the cache that was saved last stays with the session, though it
+has not read that turn. A cache is written in two steps: its blobs, which takes long, and then the
+record that names them, behind whatever has become of the session meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from larder.core.errors import LarderError, Refused
+from larder.store import chunks as chunk_index
+from larder.store.chunks import prefix_of
+from larder.store.envelopes import ids_of, token_log
+from larder.store.parts import Parts
+from larder.store.records import Record, session_key
+from larder.store.saving import Snapshot, Written, check, is_chunked
+
+NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A session with its newest turn.
+
+    Args:
+        ids: every token that was said.
+        transcript: what was said as text.
+        labels: as in `Record`.
+    """
+
+    ids: Sequence[int]
+    transcript: bytes
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A cache whose blobs are written, and stay for a while.
+
+    Args:
+        ids: that it has read.
+    """
+
+    ids: tuple[int, ...]
+    snapshot: Snapshot
+    written: Written
+
+
+class Turns:
+    """The sessions of all tenants, as `Sessions` has them. Safe from threads and processes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def append(self, principal: str, name: str, turn: Turn, expected: int) -> Record:
+        """Make this the session's newest state, with the cache that was saved last.
+
+        Args:
+            expected: the epoch that it follows; 0 for a new session. The same again is one turn.
+
+        Raises:
+            Superseded: another state is the newest.
+            BudgetError, StoreError: it cannot be kept; what was saved before is untouched.
+        """
+        parts, (tenant, session) = self._parts, self._keys(principal, name)
+        newest = parts.heads.newest(tenant, session)
+        if newest is not None and newest.removed and not expected:
+            expected = newest.epoch
+        with parts.shelves.indexing(), parts.shelves.saving(tenant) as saving:
+            record = Record(
+                tenant,
+                session,
+                name,
+                expected + 1,
+                tokens=saving.put(token_log(turn.ids)),
+                num_tokens=len(turn.ids),
+                previous=expected,
+                transcript=saving.put(turn.transcript),
+                made=parts.clock(),
+                labels=dict(turn.labels),
+            )
+            if newest is not None and _is_again(record, newest):
+                return newest
+            if newest is not None and self._holds(newest, turn.ids):
+                count, prefix = newest.read_tokens, prefix_of(turn.ids[: newest.read_tokens])
+                record = record.with_cache_of(newest)
+                record = replace(record, cache_tokens=count, cache_prefix=prefix)
+            return self._committed(record)
+
+    @contextmanager
+    def prepared(
+        self, principal: str, ids: Sequence[int], snapshot: Snapshot
+    ) -> Iterator[Prepared]:
+        """While a cache's blobs are there; afterwards, if nothing names them, they go.
+
+        Args:
+            ids: that it has read.
+
+        Raises:
+            BudgetError, StoreError: they cannot be kept.
+        """
+        check(ids, snapshot)
+        tenant, shelves = self._parts.tenant(principal), self._parts.shelves
+        chunks = len(ids) // chunk_index.TOKENS if is_chunked(snapshot) else 0
+        with shelves.saving(tenant) as saving:
+            with shelves.indexing(chunks):
+                written = self._parts.writer.snapshot(saving, tenant, ids, snapshot)
+            yield Prepared(tuple(ids), snapshot, written)
+
+    def attach(
+        self,
+        principal: str,
+        name: str,
+        prepared: Prepared,
+        expected: int,
+        labels: Mapping[str, str] = NOTHING,
+    ) -> Record:
+        """Have a cache stand with a session whose text begins with what it has read.
+
+        Args:
+            expected: the epoch of the session.
+            labels: in addition to those that the session has.
+
+        Raises:
+            Refused: there is no such session, or its text is another one.
+            Superseded: another state is the newest.
+            BudgetError, StoreError: the record cannot be kept.
+        """
+        parts, own = self._parts, self._keys(principal, name)
+        head = parts.heads.head(*own)
+        if head is None:
+            raise Refused(f"There is no session {name!r} any more.", "gone")
+        count = len(prepared.ids)
+        if self._ids(head)[:count] != prepared.ids:
+            raise Refused("The text does not begin as the cache does.", "tokens")
+        written, snapshot = prepared.written, prepared.snapshot
+        record = replace(
+            head,
+            epoch=expected + 1,
+            previous=expected,
+            made=parts.clock(),
+            identity=snapshot.identity.told(),
+            policy=snapshot.policy,
+            codec=snapshot.codec,
+            cache=snapshot.cache.meta(),
+            spans=written.spans,
+            cache_bytes=written.cache_bytes,
+            lossless=written.lossless,
+            others=written.others,
+            cache_tokens=count,
+            cache_prefix=prefix_of(prepared.ids),
+            labels={**head.labels, **labels},
+        )
+        with parts.shelves.indexing():
+            return self._committed(record)
+
+    def newest(self, principal: str, name: str) -> tuple[Record, bytes] | None:
+        """A session as it was written last, without its cache; None where there is none.
+
+        Raises:
+            Refused: it cannot be had; the reason says why.
+        """
+        parts = self._parts
+        try:
+            record = parts.heads.head(*self._keys(principal, name))
+            if record is None or record.transcript is None:
+                return None
+            return record, parts.blobs.get(record.transcript)
+        except LarderError as error:
+            reason = parts.refusals.note_error(error)
+            raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
+
+    def has_cache(self, record: Record) -> bool:
+        """Whether a session's cache was saved and has not left since."""
+        return bool(record.spans) and not self._parts.shelves.holdings.has_left(record)
+
+    def of(self, principal: str) -> list[Record]:
+        """The newest state of each session of one principal, the one that was used last first.
+
+        The index alone is asked: what another machine has written shows once it is asked for.
+        """
+        return self._parts.manifest.heads_of(self._parts.tenant(principal))
+
+    def merge(self, principal: str, name: str) -> int:
+        """Keep the newest state of a session alone; the bytes that are freed."""
+        parts = self._parts
+        dropped = parts.heads.prune(*self._keys(principal, name), keep=1)
+        freed = parts.shelves.drop(ref for old in dropped for ref in old.refs)
+        parts.shelves.settle()
+        return freed
+
+    def _keys(self, principal: str, name: str) -> tuple[str, str]:
+        tenant = self._parts.tenant(principal)
+        return tenant, session_key(tenant, name)
+
+    def _holds(self, record: Record, ids: Sequence[int]) -> bool:
+        """Whether a record's cache is there and can answer for the beginning of a text."""
+        count = record.read_tokens
+        if record.removed or not 0 < count <= len(ids) or not self.has_cache(record):
+            return False
+        if record.cache_prefix:
+            return record.cache_prefix == prefix_of(ids[:count])
+        return self._ids(record)[:count] == tuple(ids[:count])
+
+    def _ids(self, record: Record) -> tuple[int, ...]:
+        return ids_of(self._parts.blobs.get(record.tokens), record.num_tokens)
+
+    def _committed(self, record: Record) -> Record:
+        parts = self._parts
+        parts.heads.commit(record, record.previous)
+        dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
+        parts.shelves.drop(ref for old in dropped for ref in old.refs)
+        return record
+
+
+def _is_again(record: Record, newest: Record) -> bool:
+    """Whether a turn was written before by somebody who did not hear that it was."""
+    told = (record.epoch, record.tokens, record.transcript)
+    return told == (newest.epoch, newest.tokens, newest.transcript)

@@ -1,0 +1,109 @@
+"""Sessions that grow turn by turn under a cache that was saved once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import Refused, Superseded
+from larder.store.coding import same_state
+from larder.store.ledger import Budgets, Tier
+from larder.store.records import Record
+from larder.store.store import Store
+from larder.store.turns import Turn
+from store.caches import IDS, TALK, WHO, asking, compressed, snapshot, store_at
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+MORE = (*IDS, 40, 41, 42)
+
+
+def say(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Record:
+    text = f"{len(ids)} tokens".encode()
+    return store.turns.append(WHO, name, Turn(ids, text, {"turns": str(expected)}), expected)
+
+
+def attach(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Record:
+    told = snapshot(compressed(ids))
+    with store.turns.prepared(WHO, ids, told) as prepared:
+        return store.turns.attach(WHO, name, prepared, expected, {"settled": "3"})
+
+
+def test_a_cache_stays_with_the_turns_behind_it(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    say(store, IDS, 0)
+    assert store.sessions.load(WHO, TALK, asking()).reason == "tokens only"  # pyright: ignore
+    attach(store, IDS[:-1], 1)
+    written = say(store, MORE, 2)
+    assert written.epoch == 3 and written.read_tokens == len(IDS) - 1
+    assert written.labels == {"turns": "2"} and store.turns.has_cache(written)
+    again = store_at(tmp_path)
+    found = again.sessions.load(WHO, TALK, asking(), MORE)
+    assert found is not None and found.cache is not None and found.ids == MORE
+    assert same_state(found.cache.state(), compressed(IDS[:-1]).state())
+    assert again.turns.newest(WHO, TALK) == (written, b"24 tokens")
+
+
+def test_a_cache_of_another_text_goes(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    say(store, IDS, 0)
+    attach(store, IDS, 1)
+    assert say(store, (9, *MORE), 2).spans == ()
+    with pytest.raises(Refused, match="does not begin"):
+        attach(store, IDS, 3)
+    with pytest.raises(Superseded):
+        attach(store, (9, *IDS), 2)
+    assert attach(store, (9, *IDS), 3).epoch == 4
+
+
+def test_the_same_turn_again_is_one_turn(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    first = say(store, IDS, 0)
+    assert say(store, IDS, 0) == first
+    with pytest.raises(Superseded):
+        say(store, MORE, 0)
+
+
+def test_a_cache_that_nobody_attaches_leaves_nothing(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    say(store, IDS, 0)
+    before = store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO))
+    with store.turns.prepared(WHO, IDS, snapshot(compressed(IDS))):
+        assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) > before
+    assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) == before
+
+
+def test_one_that_stands_in_many_states_makes_room_once(tmp_path: Path) -> None:
+    probe = store_at(tmp_path / "probe")
+    say(probe, IDS, 0)
+    size = attach(probe, IDS, 1).spans[0].bytes
+    room = probe.parts.ledger.used(Tier.DISK) + 5 * 64 * 1024
+    store = store_at(tmp_path, budgets=Budgets({Tier.DISK: room + size}))
+    say(store, IDS, 0)
+    attach(store, IDS, 1)
+    written = say(store, MORE, 2)
+    store.parts.shelves.make_room(store.parts.tenant(WHO), room)
+    assert not store.turns.has_cache(written)
+    assert store.turns.newest(WHO, TALK) is not None
+    assert say(store, (*MORE, 5), 3).spans == ()
+
+
+def test_sessions_are_listed_from_the_index_alone(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    for number in range(3):
+        say(store, IDS, 0, f"n{number}")
+    store.sessions.remove(WHO, "n1")
+    assert {record.name for record in store.turns.of(WHO)} == {"n0", "n2"}
+    assert store.turns.of("somebody else") == []
+
+
+def test_merging_leaves_the_newest_state_alone(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    say(store, IDS, 0)
+    say(store, MORE, 1)
+    assert store.turns.merge(WHO, TALK) > 0
+    own = store.parts.tenant(WHO)
+    [record] = store.turns.of(WHO)
+    assert store.parts.manifest.epochs(own, record.session) == [2]
+    assert store.turns.newest(WHO, TALK) == (record, b"24 tokens")
