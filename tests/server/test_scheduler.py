@@ -45,6 +45,12 @@ def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
     assert crowd.core.scheduler.steps < alone.core.scheduler.steps
 
 
+def test_idle_sessions_of_others_leave_where_a_tenant_has_none(small: Loaded) -> None:
+    served = Served(small, device=int(1.9 * need(small, "full")), host=50_000)
+    for tenant in "abca":
+        assert served.ask(told(11), "x", tenant=tenant).told.new_tokens
+
+
 @pytest.mark.parametrize("policy", MODES)
 def test_a_cache_that_was_dropped_is_read_again_to_the_same_answer(
     small: Loaded, policy: str

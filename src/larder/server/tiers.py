@@ -15,7 +15,7 @@ from larder.server.sitting import ID, Sitting
 from larder.session.shelf import park
 from larder.store.candidates import Candidate, Candidates
 from larder.store.eviction.base import Eviction
-from larder.store.ledger import ByteLedger, Tier
+from larder.store.ledger import NOBODY, ByteLedger, Tier
 
 FOREVER = float("inf")
 
@@ -52,7 +52,7 @@ class Tiers:
             BudgetError: those that are left are all in use; what has left stays where it is now.
         """
         missing = self._purse.missing(sitting.key, sitting.tenant, need)
-        while missing and self._leave_device(sitting, missing):
+        while missing and self._leave_device(sitting, need, missing):
             missing = self._purse.missing(sitting.key, sitting.tenant, need)
         self._purse.grant(sitting.key, sitting.tenant, need)
         self.on_device[sitting.key] = sitting
@@ -132,9 +132,13 @@ class Tiers:
             above = self._ledger.used(tier) - count
         return max(0, above)
 
-    def _leave_device(self, sitting: Sitting, missing: int) -> bool:
-        """Have idle sessions leave the device; whether any did."""
-        whose = sitting.tenant if self._is_own(Tier.DEVICE, missing) else None
+    def _leave_device(self, sitting: Sitting, need: Need, missing: int) -> bool:
+        """Have idle sessions leave the device; whether any did.
+
+        Where all tenants together have room, only the tenant's own need leave.
+        """
+        is_own = not self._purse.missing(sitting.key, NOBODY, need)
+        whose = sitting.tenant if is_own else None
         leaving = self._first(self.on_device.values(), sitting, missing, whose)
         for each in leaving:
             if not self.park(each):
@@ -147,17 +151,14 @@ class Tiers:
         if count > min(limit, self._ledger.tenant_limit(Tier.HOST, sitting.tenant)):
             return False
         while (missing := count - self._ledger.room(Tier.HOST, sitting.tenant)) > 0:
-            whose = sitting.tenant if self._is_own(Tier.HOST, missing) else None
+            is_own = limit - self._ledger.used(Tier.HOST) >= count
+            whose = sitting.tenant if is_own else None
             leaving = self._first(self.in_host.values(), sitting, missing, whose)
             for each in leaving:
                 self.drop(each)
             if not leaving:
                 return False
         return True
-
-    def _is_own(self, tier: Tier, count: int) -> bool:
-        """Whether all tenants together have room, so that only a tenant's own need leave."""
-        return self._ledger.limit(tier) - self._ledger.used(tier) >= count
 
     def _first(
         self,
