@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.requests import Request as HttpRequest
@@ -52,15 +52,22 @@ def version() -> JSONResponse:
 
 
 @router.get("/metrics")
-def metrics(http: HttpRequest) -> Response:
-    """Numbers of all tenants together, for Prometheus and for operators only."""
+def metrics(http: HttpRequest, names: Literal["larder", "vllm"] = "larder") -> Response:
+    """Numbers of all tenants together, for Prometheus and for operators only; with `names=vllm`
+    those that vLLM has too, as it calls them."""
     if not principal_of(http).is_operator:
         raise Refusal(
             "This key is no operator's: write 'operator' behind it in the file of keys.",
             403,
             "forbidden",
         )
-    return Response(desk_of(http).gauges.text(), media_type="text/plain; version=0.0.4")
+    desk = desk_of(http)
+    text = (
+        desk.gauges.text()
+        if names == "larder"
+        else desk.gauges.text_as_vllm(desk.hub.models()[0].name)
+    )
+    return Response(text, media_type="text/plain; version=0.0.4")
 
 
 @router.get("/v1/models")

@@ -10,8 +10,10 @@ from prometheus_client.registry import Collector
 
 from larder.server.hub import Hub, Stats
 from larder.server.request import Report
+from larder.server.web.aliases import renamed
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKENS = (1.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5)
 
 
 class Gauges:
@@ -30,12 +32,16 @@ class Gauges:
             "request_queue_time_seconds", "From a request to its first pass through the model."
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its end.")
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens read for a request.", TOKENS
+        )
 
     def observe(self, report: Report) -> None:
         """Count a finished answer."""
         self._first.observe(report.first_seconds)
         self._wait.observe(report.wait_seconds)
         self._whole.observe(report.seconds)
+        self._computed.observe(max(0, report.prompt_tokens - report.cached_tokens))
         if report.new_tokens > 1:
             spent = report.seconds - report.first_seconds
             self._between.observe(spent / (report.new_tokens - 1))
@@ -44,8 +50,26 @@ class Gauges:
         """Everything, as Prometheus reads it."""
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, told: str) -> Histogram:
-        return Histogram(f"larder_{name}", told, registry=self._registry, buckets=SECONDS)
+    def text_as_vllm(self, model: str) -> bytes:
+        """What vLLM would tell as well, under its names.
+
+        Args:
+            model: that answers.
+        """
+        return generate_latest(_Renamed(self._registry, model))
+
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(f"larder_{name}", told, registry=self._registry, buckets=buckets)
+
+
+class _Renamed(Collector):
+    """A registry's numbers under the names of vLLM."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry, self._model = registry, model
+
+    def collect(self) -> Iterator[Metric]:
+        return renamed(self._registry.collect(), self._model)
 
 
 class _Numbers(Collector):
@@ -68,9 +92,9 @@ def _families(stats: Stats) -> Iterator[Metric]:
 
 
 def _gauges(stats: Stats) -> Iterator[Metric]:
-    limit, held = stats.budget_bytes.get("device", 0), stats.tier_bytes.get("device", 0)
+    yield _gauge("kv_cache_usage_perc", "Share of the device's budget.", _share(stats, "device"))
     yield _gauge(
-        "kv_cache_usage_perc", "Share of the device's budget.", held / limit if limit else 0
+        "kv_offload_cpu_cache_usage_perc", "Share of the host's budget.", _share(stats, "host")
     )
     yield _gauge("num_requests_running", "Requests that are read or answered.", stats.running)
     yield _gauge("num_requests_waiting", "Requests that wait for room.", stats.waiting)
@@ -86,12 +110,18 @@ def _tokens(stats: Stats) -> Iterator[Metric]:
     yield _counter("prefix_cache_queries", "Prompt tokens looked for.", stats.prompt_tokens)
     yield _counter("prefix_cache_hits", "Prompt tokens not read again.", stats.cached_tokens)
     yield _counter("prompt_tokens_cached", "Prompt tokens not read again.", stats.cached_tokens)
+    external = stats.prompt_tokens - stats.cached_tokens + stats.restored_tokens
+    told = "Prompt tokens looked for in slower tiers."
+    yield _counter("external_prefix_cache_queries", told, max(external, 0))
+    told = "Prompt tokens that came back from slower tiers."
+    yield _counter("external_prefix_cache_hits", told, stats.restored_tokens)
     yield _counter("tokens_restored", "Cached tokens of slower tiers.", stats.restored_tokens)
     yield _counter("tokens_recomputed", "Tokens read once more.", stats.recomputed_tokens)
     yield _counter("tokens_evicted", "Entries dropped, per head.", stats.evicted_tokens)
     yield _counter("tokens_merged", "Entries merged, per head.", stats.merged_tokens)
     computed = max(stats.prompt_tokens - stats.cached_tokens, 0)
-    sources = {"computed": computed, "cached": stats.cached_tokens}
+    here = max(stats.cached_tokens - stats.restored_tokens, 0)
+    sources = {"computed": computed, "cached": here, "restored": stats.restored_tokens}
     family = CounterMetricFamily(
         "larder_prompt_tokens_by_source", "Where prompt tokens came from.", labels=["source"]
     )
@@ -103,6 +133,7 @@ def _tokens(stats: Stats) -> Iterator[Metric]:
 def _counters(stats: Stats) -> Iterator[Metric]:
     told = "Times that more was held than may be; must stay 0."
     yield _counter("budget_violations", told, stats.budget_violations)
+    yield _counter("num_preemptions", "Answers that had to give way; none ever has to.", 0)
     yield _counter("decode_steps", "Passes that generate.", stats.steps)
     yield _counter("prefill_blocks", "Passes that read.", stats.blocks)
     yield _counter("ssd_written_bytes", "Bytes written to disk.", stats.written_bytes)
@@ -111,6 +142,12 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counted("kv_parked", "Caches moved to a slower tier.", "tier", stats.parked)
     yield _counted("kv_restored", "Caches brought back.", "tier", stats.restored)
     yield _counted("restore_rejected", "Saved caches not taken.", "reason", stats.rejected)
+
+
+def _share(stats: Stats, tier: str) -> float:
+    """How much of a tier's budget is taken; 0 where it has none."""
+    limit = stats.budget_bytes.get(tier, 0)
+    return stats.tier_bytes.get(tier, 0) / limit if limit else 0.0
 
 
 def _gauge(name: str, told: str, value: float | int) -> Metric:
