@@ -10,6 +10,7 @@ from larder.engine.engine import Engine
 from larder.server import archive
 from larder.server.answering import Answering
 from larder.server.budget import Purse
+from larder.server.directory import Directory
 from larder.server.job import Job, Times
 from larder.server.refusals import invalid, overloaded, too_long, too_much
 from larder.server.request import Listener, Report, Request, Ticket, Turn
@@ -23,37 +24,14 @@ from larder.server.views import view_of
 from larder.store.eviction.base import EVICTIONS
 from larder.store.ledger import Budgets, ByteLedger
 
+REFRESHED = 4  # times that a request looks again where others are quicker
+
 
 class _Done(Ticket):
     """Of an answer that was there already."""
 
     def cancel(self) -> None:
         """Nothing is left to cancel."""
-
-
-class _Directory(Keeper):
-    """Keeps the index of sessions, and hands turns on to whoever keeps them for good."""
-
-    def __init__(
-        self, sessions: Sessions, forget: Callable[[Sitting], None], keeper: Keeper
-    ) -> None:
-        self._sessions, self._forget, self._keeper = sessions, forget, keeper
-
-    def commit(self, sitting: Sitting, said: Said) -> None:
-        if len(sitting.said) == 1 or sitting.epoch == 1:
-            self._sessions.remember(sitting)
-        self._keeper.commit(sitting, said)
-
-    def abandon(self, sitting: Sitting) -> None:
-        self._forget(sitting)
-        self._keeper.abandon(sitting)
-
-    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
-        return self._keeper.recall(tenant, name)
-
-    def remove(self, sitting: Sitting) -> None:
-        self._keeper.remove(sitting)
-        self._forget(sitting)
 
 
 class Core:
@@ -87,7 +65,7 @@ class Core:
         self.tiers = Tiers(self.ledger, self.purse, EVICTIONS.load(eviction)(), clock)
         starting = Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing)
         told = engine.loaded.decoder, engine.scribe, engine.stops, starting, self.purse
-        directory = self._directory = _Directory(self.sessions, self.forget, keeper)
+        directory = self._directory = Directory(self.sessions, self.forget, keeper)
         self.scheduler = Scheduler(Answering(*told), starting, self.tiers, directory, clock, rows)
         self.refused: Counter[str] = Counter()
 
@@ -114,12 +92,12 @@ class Core:
                 f"At least 1 new token must be asked for, got {request.max_new_tokens}.",
                 "max_tokens",
             )
-        self._recall(request.tenant, request.session, request.follows)
-        found = self.sessions.resolve(request, self._exact if request.exact else self.rule)
+        found = self._resolved(request)
         if found.again is not None:
             return self._repeat(found, found.again, listener, asked)
         try:
             job = self._job(request, found, listener, asked)
+            self._directory.claim(found.sitting)
         except BaseException:
             if found.sitting.is_new:
                 self.forget(found.sitting)
@@ -189,6 +167,7 @@ class Core:
             Refusal: there is none.
         """
         self._recall(tenant, name)
+        self._is_refreshed(self.sessions.find(tenant, name))
         return self.sessions.find(tenant, name)
 
     def idle(self, tenant: str, name: str) -> Sitting:
@@ -197,7 +176,7 @@ class Core:
         Raises:
             Refusal: there is none, or it is.
         """
-        self._recall(tenant, name)
+        self.find(tenant, name)
         return self.sessions.idle(tenant, name)
 
     def remove(self, tenant: str, name: str) -> None:
@@ -208,6 +187,25 @@ class Core:
         """A session is no more."""
         self.tiers.forget(sitting)
         self.sessions.forget(sitting)
+
+    def _resolved(self, request: Request) -> Resolved:
+        """Where a request goes on, as far as anybody has come with it."""
+        rule = self._exact if request.exact else self.rule
+        self._recall(request.tenant, request.session, request.follows)
+        found = self.sessions.resolve(request, rule)
+        for _ in range(REFRESHED):
+            if not self._is_refreshed(found.sitting):
+                break
+            found = self.sessions.resolve(request, rule)
+        return found
+
+    def _is_refreshed(self, sitting: Sitting) -> bool:
+        """Whether somebody else has gone on with a session, which is had anew then."""
+        if sitting.is_answering or not self._directory.is_behind(sitting):
+            return False
+        self.forget(sitting)
+        self._recall(sitting.tenant, sitting.name)
+        return True
 
     def _recall(self, tenant: str, *names: str | None) -> None:
         """Have sessions be in memory that are kept elsewhere, with their forks."""

@@ -11,7 +11,7 @@ from collections import Counter
 from larder.core.errors import BudgetError, Refused, StoreError, Superseded
 from larder.core.spec import ModelSpec
 from larder.server import archive
-from larder.server.refusals import SOON_SECONDS
+from larder.server.refusals import superseded
 from larder.server.request import Refusal
 from larder.server.scheduler import Keeper
 from larder.server.sitting import Said, Sitting
@@ -44,12 +44,7 @@ class Persisting(Keeper):
             record = self._store.sessions.save(*own, transcript=data, expected=sitting.written)
         except Superseded as error:
             sitting.is_stale = True
-            raise Refusal(
-                f"Session {sitting.name!r} has gone on elsewhere: send the request again.",
-                409,
-                "session_superseded",
-                retry_after=SOON_SECONDS,
-            ) from error
+            raise superseded(sitting.name) from error
         except (BudgetError, StoreError) as error:
             self.failed[type(error).__name__] += 1
             return

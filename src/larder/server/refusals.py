@@ -47,6 +47,26 @@ def busy(name: str) -> Refusal:
     )
 
 
+def held(name: str, seconds: float) -> Refusal:
+    """Another server answers in the session, or did until it fell silent."""
+    return Refusal(
+        f"Session {name!r} is answering at another server: wait for its end, or fork the session.",
+        409,
+        "session_held",
+        retry_after=seconds,
+    )
+
+
+def superseded(name: str) -> Refusal:
+    """Another server has gone on with the session meanwhile."""
+    return Refusal(
+        f"Session {name!r} has gone on elsewhere: send the request again.",
+        409,
+        "session_superseded",
+        retry_after=SOON_SECONDS,
+    )
+
+
 def taken(name: str) -> Refusal:
     """There is a session of that name."""
     return Refusal(

@@ -44,6 +44,21 @@ class Keeper:
     def remove(self, sitting: Sitting) -> None:
         """Whoever it belongs to wants it gone."""
 
+    def is_behind(self, sitting: Sitting) -> bool:
+        """Whether somebody else has gone on with it, so that it must be had anew."""
+        del sitting
+        return False
+
+    def claim(self, sitting: Sitting) -> None:
+        """From now on until `rest` nobody else may answer in it.
+
+        Raises:
+            Refusal: somebody else does.
+        """
+
+    def rest(self, sitting: Sitting) -> None:
+        """Its answer is complete, or given up; also of one that was never claimed."""
+
 
 class Scheduler:
     """Runs requests step by step. For one thread; `step` is all that ever uses the model.
@@ -243,6 +258,7 @@ class Scheduler:
             self.running.remove(job)
         sitting.is_answering = sitting.is_running = False
         sitting.last_used, sitting.uses = now, sitting.uses + 1
+        self._keeper.rest(sitting)
         if sitting.is_new or sitting.is_stale:
             self._keeper.abandon(sitting)
         else:

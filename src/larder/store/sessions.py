@@ -147,6 +147,11 @@ class Sessions:
             return Loaded(record, known, said, None, parts.refusals.note_error(error))
         return Loaded(record, known, said, cache, others=tuple(others))
 
+    def has_moved(self, principal: str, name: str, epoch: int) -> bool:
+        """Whether a session stands elsewhere than at this epoch, which is 0 for none."""
+        newest = self._parts.heads.newest(*self._keys(principal, name))
+        return epoch != (0 if newest is None or newest.removed else newest.epoch)
+
     def fork(self, principal: str, name: str, new_name: str, epoch: int | None = None) -> Record:
         """A second session that begins where the first one is, or was; nothing is copied.
 

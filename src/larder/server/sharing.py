@@ -1,0 +1,118 @@
+"""Sessions in a store that several servers share: who answers has a claim, and looks first.
+
+That two servers never both write a session is seen to by its epochs. Claims see to it that they do
+not both work on it, and that one which was given up for dead writes nothing when it wakes up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from larder.core.errors import StoreError
+from larder.server.refusals import held, superseded
+from larder.server.scheduler import Keeper
+from larder.server.sitting import Said, Sitting
+from larder.store.claims import BEAT_SECONDS, Claim, Claims, Held
+from larder.store.store import Store
+
+LOG = logging.getLogger(__name__)
+
+
+class Sharing(Keeper):
+    """Keeps sessions as another keeper does, whose store others write too. For the model's thread.
+
+    A store that fails does not stop answers: then epochs alone decide who has written.
+
+    Args:
+        keeper: writes and reads them.
+        claims: of this server.
+
+    `failed` counts what could not be asked of the store, by kind of error.
+    """
+
+    def __init__(self, keeper: Keeper, store: Store, claims: Claims) -> None:
+        self._keeper, self._store, self._claims = keeper, store, claims
+        self._held: dict[int, Claim] = {}
+        self.failed: Counter[str] = Counter()
+
+    def commit(self, sitting: Sitting, said: Said) -> None:
+        """Write the session.
+
+        Raises:
+            Refusal: somebody else goes on with it, or has gone on with it.
+        """
+        claim = self._held.get(sitting.key)
+        try:
+            if claim is not None and not self._claims.holds(claim):
+                sitting.is_stale = True
+                raise superseded(sitting.name)
+        except StoreError as error:
+            self._note(error)
+        self._keeper.commit(sitting, said)
+
+    def abandon(self, sitting: Sitting) -> None:
+        self._keeper.abandon(sitting)
+
+    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
+        return self._keeper.recall(tenant, name)
+
+    def remove(self, sitting: Sitting) -> None:
+        self._keeper.remove(sitting)
+
+    def is_behind(self, sitting: Sitting) -> bool:
+        try:
+            own = sitting.tenant, sitting.name
+            return self._store.sessions.has_moved(*own, sitting.written)
+        except StoreError as error:
+            self._note(error)
+            return False
+
+    def claim(self, sitting: Sitting) -> None:
+        try:
+            self._held[sitting.key] = self._claims.take(sitting.tenant, sitting.name)
+        except Held as error:
+            raise held(sitting.name, error.seconds) from error
+        except StoreError as error:
+            self._note(error)
+
+    def rest(self, sitting: Sitting) -> None:
+        claim = self._held.pop(sitting.key, None)
+        try:
+            if claim is not None:
+                self._claims.release(claim)
+        except StoreError as error:
+            self._note(error)
+        self._keeper.rest(sitting)
+
+    def _note(self, error: StoreError) -> None:
+        self.failed[type(error).__name__] += 1
+        LOG.warning("The store that servers share: %s", error)
+
+
+class Beating:
+    """Says every other second that a server is alive, until it is closed."""
+
+    def __init__(self, claims: Claims, seconds: float = BEAT_SECONDS) -> None:
+        self._claims, self._seconds = claims, seconds
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="larder alive", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say that it has ended; what it held is free at once."""
+        self._is_closing.set()
+        self._thread.join()
+        self._try(self._claims.close)
+
+    def _run(self) -> None:
+        while not self._is_closing.wait(self._seconds):
+            self._try(self._claims.beat)
+
+    def _try(self, say: Callable[[], None]) -> None:
+        try:
+            say()
+        except StoreError as error:
+            LOG.warning("The store that servers share: %s", error)
