@@ -7,17 +7,13 @@ and it is read anew; the reason is logged and counted by the store.
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
+from dataclasses import dataclass
 
 from larder.core.errors import LarderError
-from larder.core.settings import LOCAL, home
-from larder.engine.identifying import identity_of_loaded
+from larder.core.settings import LOCAL
+from larder.engine.snapshots import Snapshots
 from larder.models.loading import Loaded
 from larder.session.log import Log
 from larder.session.memory import Memory
@@ -25,9 +21,6 @@ from larder.session.policy import Policy
 from larder.session.reading import Desk
 from larder.session.snapshot import State, state_of, told
 from larder.store.coding import RAW
-from larder.store.digests import key_of
-from larder.store.saving import Snapshot
-from larder.store.sessions import Asking
 from larder.store.store import Store
 
 NEW = "new"
@@ -109,9 +102,6 @@ class Unkept(Keeper):
 class StoreKeeper(Keeper):
     """Keeps the states of one tenant's chats with one model in a store.
 
-    How fast loading and reading go is remembered under `$LARDER_HOME/rates`, so that the quicker
-    way is taken from the first time on.
-
     Args:
         principal: whose chats they are.
         codec: how keys and values are spelled; a file in `store/codecs`.
@@ -120,36 +110,29 @@ class StoreKeeper(Keeper):
     def __init__(
         self, store: Store, loaded: Loaded, principal: str = LOCAL, codec: str = RAW
     ) -> None:
-        self._store, self._principal, self._codec = store, principal, codec
-        self._spec = loaded.decoder.spec
-        self._identity = identity_of_loaded(loaded)
+        self._store, self._principal = store, principal
+        self._snapshots = Snapshots(store, loaded, codec)
 
     def load(self, name: str, desk: Desk, policy: Policy, log: Log) -> Resumed:
-        begun, parts = time.perf_counter(), self._store.parts
-        parts.rates.know(_remembered(self._pace(policy)))
-        # Caches rest in host memory, whatever they are used on.
-        resting = replace(self._spec, device=torch.device("cpu"))
-        asking = Asking(self._identity, str(policy), resting)
+        begun = time.perf_counter()
         ids = log.source(log.transcript(desk.scribe)).ids
         try:
-            found = self._store.sessions.load(self._principal, name, asking, ids)
-            self._remember(policy)
+            found = self._snapshots.load(self._principal, name, str(policy), ids)
             if found is None or found.cache is None:
                 return Resumed(None, NEW if found is None else found.reason)
             caches, seconds = [found.cache, *found.others], time.perf_counter() - begun
             state = state_of(found.transcript, found.ids, caches, desk, policy, log, seconds)
         except LarderError as error:
-            return Resumed(None, parts.refusals.note_error(error))
+            return Resumed(None, self._store.parts.refusals.note_error(error))
         return Resumed(state, "", len(found.ids), time.perf_counter() - begun)
 
     def save(self, name: str, state: State) -> str:
         memory = state.memory
         ids = state.log.source(memory.transcript).ids
         try:
-            first, *others = memory.shelf.copies()
-            own = self._identity, str(memory.policy), self._codec, tuple(others)
+            snapshot = self._snapshots.of(str(memory.policy), tuple(memory.shelf.copies()))
             record = self._store.sessions.save(
-                self._principal, name, ids, Snapshot(first, *own), transcript=told(state)
+                self._principal, name, ids, snapshot, transcript=told(state)
             )
         except LarderError as error:
             return self._store.parts.refusals.note_error(error)
@@ -157,28 +140,5 @@ class StoreKeeper(Keeper):
 
     def note_reading(self, memory: Memory) -> None:
         figures = memory.figures
-        self._store.parts.rates.read(figures.context_tokens, figures.prefill_seconds)
-        self._remember(memory.policy)
-
-    def _pace(self, policy: Policy) -> Path:
-        """Reading takes as long as model and policy have it take."""
-        return home() / "rates" / f"{key_of('rates', self._identity.key, str(policy))[:32]}.json"
-
-    def _remember(self, policy: Policy) -> None:
-        path = self._pace(policy)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._store.parts.rates.known()))
-            temporary.replace(path)
-        except OSError:
-            return  # it is measured again
-
-
-def _remembered(path: Path) -> dict[str, float]:
-    """What was measured before; nothing where that cannot be read."""
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
+        self._snapshots.note_reading(figures.context_tokens, figures.prefill_seconds)
+        self._snapshots.remember(str(memory.policy))

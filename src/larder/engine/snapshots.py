@@ -1,0 +1,93 @@
+"""The caches of one model in a store: who has made them, and which way back is the quicker one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from larder.cache.sequence import SequenceCache
+from larder.core.settings import home
+from larder.engine.identifying import identity_of_loaded
+from larder.models.loading import Loaded
+from larder.store.coding import RAW
+from larder.store.digests import key_of
+from larder.store.saving import Snapshot
+from larder.store.sessions import Asking
+from larder.store.sessions import Loaded as Found
+from larder.store.store import Store
+
+
+class Snapshots:
+    """Makes snapshots of caches and asks for them. Safe from threads.
+
+    How fast loading and reading go is remembered under `$LARDER_HOME/rates`, so that the quicker
+    way is taken from the first time on.
+
+    Args:
+        codec: how keys and values are spelled; a file in `store/codecs`.
+    """
+
+    def __init__(self, store: Store, loaded: Loaded, codec: str = RAW) -> None:
+        self.store, self.codec = store, codec
+        # Caches rest in host memory, whatever they are used on.
+        self.resting = replace(loaded.decoder.spec, device=torch.device("cpu"))
+        self.identity = identity_of_loaded(loaded)
+
+    def of(self, policy: str, caches: Sequence[SequenceCache]) -> Snapshot:
+        """A snapshot of the caches of one session.
+
+        Args:
+            policy: canonical spelling, sizes filled in.
+        """
+        first, *others = caches
+        return Snapshot(first, self.identity, policy, self.codec, tuple(others))
+
+    def load(
+        self, principal: str, name: str, policy: str, ids: Sequence[int] | None = None
+    ) -> Found | None:
+        """As `Sessions.load`, for this model under a policy.
+
+        Raises:
+            Refused: not even the tokens can be had.
+        """
+        self.know(policy)
+        asking = Asking(self.identity, policy, self.resting)
+        found = self.store.sessions.load(principal, name, asking, ids)
+        self.remember(policy)
+        return found
+
+    def note_reading(self, tokens: int, seconds: float) -> None:
+        """The model has read so many tokens in that time."""
+        self.store.parts.rates.read(tokens, seconds)
+
+    def know(self, policy: str) -> None:
+        """Begin with what was measured before, where nothing is known yet."""
+        self.store.parts.rates.know(_remembered(self._pace(policy)))
+
+    def remember(self, policy: str) -> None:
+        """Write down what is known, for the next process."""
+        path = self._pace(policy)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self.store.parts.rates.known()))
+            temporary.replace(path)
+        except OSError:
+            return  # it is measured again
+
+    def _pace(self, policy: str) -> Path:
+        """Reading takes as long as model and policy have it take."""
+        return home() / "rates" / f"{key_of('rates', self.identity.key, policy)[:32]}.json"
+
+
+def _remembered(path: Path) -> dict[str, float]:
+    """What was measured before; nothing where that cannot be read."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
