@@ -30,7 +30,6 @@ from larder.session.logbook import (
 )
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import tend
 from larder.session.rooms import governed, tokens_of
 from larder.session.shelf import Shelf
 from larder.session.snapshot import State
@@ -275,10 +274,9 @@ class Chat:
     def _recall(self, text: str) -> tuple[Drawer, Tending | None]:
         """The cache that answers; a copy of it, where entries go while the answer is generated."""
         former = self._cabinet.shelf.active
-        drawer = self._cabinet.recall(text)
+        drawer, tending = self._cabinet.draw(text)
         self._write_backs += former is not None and former != drawer.number
-        tending = tend(self._engine.desk, self.policy, [drawer.cache])
-        return (drawer if tending is None else drawer.copied()), tending
+        return drawer, tending
 
     def _finish(self, drawer: Drawer, ids: tuple[int, ...], observe: Tend, said: int) -> None:
         """Read what decoding has left unread: the answer's last token, the end of the turn."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 from larder.core.cutting import even_cuts
 from larder.prefill.reader import Lane, Reader
@@ -11,9 +12,25 @@ from larder.prefill.reader import Lane, Reader
 # Called as tokens are read: (tokens read so far over all lanes, tokens to read over all lanes).
 Progress = Callable[[int, int], None]
 
+Made = TypeVar("Made")
+# Work that pauses after every pass over tokens, where others may use the model; what it gives is
+# what `Progress` is called with, if that has changed.
+Steps = Generator[tuple[int, int] | None, None, Made]
+
 
 def silent(done: int, total: int) -> None:
     """Progress for nobody."""
+
+
+def completed(steps: Steps[Made], progress: Progress = silent) -> Made:
+    """Work through to the end; what came of it."""
+    while True:
+        try:
+            told = next(steps)
+        except StopIteration as end:
+            return end.value
+        if told is not None:
+            progress(*told)
 
 
 class Schedule(ABC):
@@ -25,10 +42,14 @@ class Schedule(ABC):
     tokens: int | None
 
     @abstractmethod
+    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
+        """Read `ids` into the cache of every lane and leave each within its budget."""
+
     def read(
         self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
     ) -> None:
-        """Read `ids` into the cache of every lane and leave each within its budget."""
+        """All steps, one after the other."""
+        completed(self.steps(reader, lanes, ids), progress)
 
 
 def read_blocks(
@@ -36,8 +57,7 @@ def read_blocks(
     groups: Sequence[Sequence[Lane]],
     ids: tuple[int, ...],
     tokens: int,
-    progress: Progress,
-) -> None:
+) -> Steps[None]:
     """Read one group of lanes after the other, the lanes of a group together, a plan per block.
 
     Args:
@@ -46,9 +66,9 @@ def read_blocks(
     done, total = 0, len(ids) * sum(len(group) for group in groups)
     for group in groups:
         for block in pieces(ids, tokens):
-            reader.settle(group, block, block, group[0].cache.next_position)
+            yield from reader.settling(group, block, block, group[0].cache.next_position)
             done += len(block) * len(group)
-            progress(done, total)
+            yield done, total
         for number, lane in enumerate(group, start=1):
             reader.finish(lane, group[number:])
 

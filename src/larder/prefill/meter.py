@@ -13,6 +13,8 @@ class Meter:
     Bytes are those of every tensor that a cache owns, of storage that is just being replaced, and
     of the keys and values that a scratch pass reads behind the caches.
 
+    `peak_live_bytes` is that of the fast tiers of the caches being read alone.
+
     Args:
         parked_bytes: bytes of other caches that stay in memory meanwhile.
     """
@@ -20,6 +22,7 @@ class Meter:
     def __init__(self, parked_bytes: int = 0) -> None:
         self.parked_bytes = parked_bytes
         self.peak_bytes = 0
+        self.peak_live_bytes = 0
         self.peak_entries = 0
 
     def park(self, cache: SequenceCache) -> None:
@@ -35,4 +38,6 @@ class Meter:
         held = self.parked_bytes + sum(cache.nbytes for cache in caches)
         entries = sum(cache.managed_entries for cache in caches)
         self.peak_bytes = max(self.peak_bytes, held + passing_bytes)
+        live = sum(cache.fast_nbytes for cache in caches)
+        self.peak_live_bytes = max(self.peak_live_bytes, live + passing_bytes)
         self.peak_entries = max(self.peak_entries, entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
@@ -78,6 +78,13 @@ class Reader:
             block: the tokens to judge by; `ids` are its last ones.
             start: true position of the first token of `block`.
         """
+        for _ in self.settling(lanes, ids, block, start):
+            pass
+
+    def settling(
+        self, lanes: Sequence[Lane], ids: tuple[int, ...], block: tuple[int, ...], start: int
+    ) -> Iterator[None]:
+        """As `settle`, with a pause before every further pass."""
         if self._fits(lanes, len(ids)):
             self.append(lanes, ids)
             return
@@ -96,6 +103,7 @@ class Reader:
         else:
             self.append(lanes, ids)
         for number, prompts in enumerate(rounds, start=1):
+            yield
             turn = Turn.LAST if number == len(rounds) else Turn.MORE
             asked = drafted(self.decoder, caches, prompts, following)
             behind = sum(scratch.tokens for scratch in asked)

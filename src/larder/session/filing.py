@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Form
-from larder.prefill.base import Progress, silent
+from larder.prefill.base import Progress, Steps, completed, silent
 from larder.prefill.meter import Meter
+from larder.prefill.tending import Tending
 from larder.session.agreeing import DEFAULT_BLOCK_TOKENS
 from larder.session.log import Exchange, Log
 from larder.session.matching import Match
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, books_for, build, gather
+from larder.session.reading import Desk, books_for, building, gather, tend
 from larder.session.rooms import entries_of, governed, pages_of, tokens_of
 from larder.session.shelf import Shelf
 from larder.session.snapshot import State
@@ -85,6 +86,7 @@ class Cabinet:
         self._undo: deque[Undo] = deque(maxlen=UNDONE)
         self.peak_bytes = self.state.memory.figures.peak_kv_bytes
         self.peak_entries = self.state.memory.figures.peak_entries
+        self.building = Meter()  # of the latest refresh
 
     @property
     def shelf(self) -> Shelf:
@@ -131,6 +133,15 @@ class Cabinet:
         """Make the cache for a bare question active; the one that was active is written back."""
         cache, match = self.state.memory.recall(question)
         return Drawer(0 if match is None else match.episode, cache, match, cache.next_position)
+
+    def draw(self, question: str) -> tuple[Drawer, Tending | None]:
+        """As `recall`; a copy, where entries go while the answer is generated, and who sees to it.
+
+        What goes cannot come back, and the turn may have to be taken back.
+        """
+        drawer = self.recall(question)
+        tending = tend(self._desk, self.state.memory.policy, [drawer.cache])
+        return (drawer if tending is None else drawer.copied()), tending
 
     def file(self, drawer: Drawer, exchange: Exchange) -> Filed:
         """The state once a finished turn is filed. Nothing changes before `accept`.
@@ -185,8 +196,12 @@ class Cabinet:
         Where a chat has become long enough for more episodes than it has, all are formed anew.
         Interrupted, the old caches stay, and the next turn refreshes first.
         """
+        completed(self.refreshing(), self._progress)
+
+    def refreshing(self) -> Steps[None]:
+        """As `refresh`, in steps."""
         while overdue := self.overdue():
-            self._rebuild(overdue[0])
+            yield from self._rebuilding(overdue[0])
 
     def note(self, entries: int, copied_bytes: int = 0) -> None:
         """Remember the highest bytes and entries; a copy stands beside the shelf."""
@@ -224,16 +239,16 @@ class Cabinet:
         memory = self.state.memory
         return max(1, memory.policy.protect.sinks, system_stop(memory))
 
-    def _rebuild(self, number: int) -> None:
+    def _rebuilding(self, number: int) -> Steps[None]:
         self._undo.clear()
         memory, desk = self.state.memory, self._desk
         reform = memory.router.reform(number)
         memory.shelf.rest()
-        meter = Meter(memory.shelf.nbytes)
+        meter = self.building = Meter(memory.shelf.nbytes)
         books = books_for(desk, reform.router, {})
         wanted = [books[each] for each in reform.rebuilt]
         ids = self.state.log.source(memory.transcript).ids
-        built = build(desk, memory.policy, ids, wanted, meter, self._progress)
+        built = yield from building(desk, memory.policy, ids, wanted, meter)
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
         self.peak_entries = max(self.peak_entries, meter.peak_entries)
         if len(built) == len(books):

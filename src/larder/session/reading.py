@@ -14,7 +14,7 @@ from larder.models.decoder import Decoder
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.facts import only
 from larder.policy.planner import Planner
-from larder.prefill.base import Progress, silent
+from larder.prefill.base import Progress, Steps, completed, silent
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
 from larder.prefill.tending import Tending
@@ -106,14 +106,22 @@ def gather(
     Args:
         policy: with every size filled in.
     """
+    return completed(gathering(desk, source, policy, prompts, Meter()), progress)
+
+
+def gathering(
+    desk: Desk, source: Source, policy: Policy, prompts: Prompts, meter: Meter
+) -> Steps[Memory]:
+    """As `gather`, in steps."""
     setting_up = time.perf_counter()
-    _set_up(desk, policy)
+    set_up(desk, policy)
     started = time.perf_counter()
     router = policy.session.arrange(
         source.conversation, desk.embedder, desk.scribe.length, source.said
     )
-    meter, spec, context = Meter(), desk.decoder.spec, len(source.ids)
-    shelf = build(desk, policy, source.ids, books_for(desk, router, prompts), meter, progress)
+    spec, context = desk.decoder.spec, len(source.ids)
+    books = books_for(desk, router, prompts)
+    shelf = yield from building(desk, policy, source.ids, books, meter)
     figures = Figures(
         context_tokens=context,
         budget_tokens=min(tokens_of(policy), context),
@@ -128,7 +136,7 @@ def gather(
     return Memory(policy, source.conversation, source.transcript, shelf, router, figures)
 
 
-def _set_up(desk: Desk, policy: Policy) -> None:
+def set_up(desk: Desk, policy: Policy) -> None:
     """Fetch what stays from one reading to the next, so that no reading is charged for it."""
     for name in policy.session.embedders():
         desk.embedder(name)
@@ -154,6 +162,17 @@ def build(
     progress: Progress = silent,
 ) -> Shelf:
     """Read tokens into one cache per book, each within the policy's budget and parked when done."""
+    return completed(building(desk, policy, ids, books, meter), progress)
+
+
+def building(
+    desk: Desk,
+    policy: Policy,
+    ids: tuple[int, ...],
+    books: Sequence[Prompts],
+    meter: Meter,
+) -> Steps[Shelf]:
+    """As `build`, in steps."""
     spec = desk.decoder.spec
     for book in books:
         require(book, policy.scorer.wanted())
@@ -168,7 +187,7 @@ def build(
         for lane in lanes:
             reader.finish(lane)
         return shelf
-    policy.schedule.read(reader, lanes, ids, progress)
+    yield from policy.schedule.steps(reader, lanes, ids)
     return shelf
 
 

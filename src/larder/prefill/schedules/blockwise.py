@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.prefill.base import Progress, Schedule, read_blocks
+from larder.prefill.base import Schedule, Steps, read_blocks
 from larder.prefill.reader import Lane, Reader
 
 
@@ -30,10 +30,8 @@ class Blockwise(Schedule):
         if self.tokens is not None and self.tokens < 1:
             raise BadParameter(f"blockwise.tokens must be at least 1, got {self.tokens}.")
 
-    def read(
-        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
-    ) -> None:
-        read_blocks(reader, [(lane,) for lane in lanes], ids, self.tokens or len(ids), progress)
+    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
+        return read_blocks(reader, [(lane,) for lane in lanes], ids, self.tokens or len(ids))
 
 
 Part = Blockwise

@@ -16,7 +16,7 @@ from enum import Enum
 
 from larder.core.cutting import even_cuts
 from larder.core.errors import BadParameter
-from larder.prefill.base import Progress, Schedule, read_blocks
+from larder.prefill.base import Schedule, Steps, read_blocks
 from larder.prefill.reader import Lane, Reader
 from larder.prefill.room import fitting
 
@@ -55,13 +55,11 @@ class Episodic(Schedule):
                 f"got {self.together}."
             )
 
-    def read(
-        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
-    ) -> None:
+    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
         block = self.tokens or len(ids)
         most = self._together(reader, lanes, ids, block)
         groups = [lanes[start:stop] for start, stop in even_cuts(len(lanes), most)]
-        read_blocks(reader, groups, ids, block, progress)
+        return read_blocks(reader, groups, ids, block)
 
     def _together(
         self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], block: int

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from larder.core.needs import Need
-from larder.prefill.base import Progress, Schedule
+from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import Lane, Reader
 
 # Bounds activations; without a plan in between, pieces of any size leave the same cache. The last
@@ -26,16 +26,14 @@ class Whole(Schedule):
 
     tokens: ClassVar[None] = None
 
-    def read(
-        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
-    ) -> None:
+    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
         total = len(ids) * len(lanes)
         for number, lane in enumerate(lanes):
-            self._lane(reader, lane, ids)
+            yield from self._lane(reader, lane, ids)
             reader.finish(lane)
-            progress(len(ids) * (number + 1), total)
+            yield len(ids) * (number + 1), total
 
-    def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> None:
+    def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> Steps[None]:
         start = lane.cache.next_position
         scorer = reader.planner.scorer
         voters = max(PIECE_TOKENS, scorer.least().last)  # they stay themselves
@@ -43,7 +41,8 @@ class Whole(Schedule):
         lane.cache.allocate(len(ids))
         for cut in range(0, last, PIECE_TOKENS):
             reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])
-        reader.settle((lane,), ids[last:], ids, start)
+            yield None
+        yield from reader.settling((lane,), ids[last:], ids, start)
 
 
 Part = Whole
