@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from larder.bench.cells import Cell
+from larder.bench.measures.decode import Decode
 from larder.bench.measures.forced import ForcedAnswers
 from larder.bench.models import open_model
-from larder.bench.rows import Row, rows_of, untimed
+from larder.bench.rows import TEXT, Row, rows_of, untimed
 from larder.bench.running import Pace
 from larder.bench.sources import Sources
 from larder.bench.study import Study, TaskAt
 from larder.bench.studying import Studying, check
 from larder.bench.workbench import Workbench
 from larder.core.conversation import Conversation, Message
-from larder.core.errors import BudgetError, UsageError
+from larder.core.errors import BudgetError, InputError, UsageError
 from larder.engine.engine import Engine
 
 RAG = 'rag_2k(segment=1, embedder="tokens")'
@@ -196,3 +197,32 @@ def test_decoding_over_filled_caches(bench: Workbench, tmp_path: Path) -> None:
     assert h2o["batch"] > full["batch"] > 1
     assert h2o["kv_bytes"] < 0.51 * full["kv_bytes"] and h2o["budget_tokens"] < 128
     assert h2o["tokens_per_second"] > 0 and h2o["latency"]["token"]["p95"] > 0
+
+
+def test_a_number_of_tokens_is_decoded_over_once(
+    bench: Workbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def counted(self: Decode, bench: Workbench, cell: Cell, guess: float | None) -> Row:
+        measured.append(f"{cell.budget} {cell.matched.value}")
+        return {"items": []}
+
+    monkeypatch.setattr(Decode, "measure", counted)
+    wanted = study(("h2o",), measure=("decode",), budgets=("64", "1/2"), controls=(), files=1)
+    rows = run(bench, replace(wanted, matched=("bytes", "tokens")), tmp_path / "rows.jsonl")
+    assert measured == ["64 bytes", "1/2 bytes", "1/2 tokens"] and len(rows) == 4
+
+
+def test_rows_tell_their_text_and_are_not_mixed_with_those_of_another(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    first = run(bench, study(("random",), controls=()), path)
+    assert [len(row[TEXT]) for row in first] == [12, 12] and first[0][TEXT] != first[1][TEXT]
+    assert len(run(bench, study(("random", "h2o"), controls=()), path)) == 4
+    lines = [row | ({TEXT: "0" * 12} if TEXT in row else {}) for row in rows_of(path)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    with pytest.raises(InputError, match="--corpus and --data of then, or another --out"):
+        run(bench, study(("random", "keydiff"), controls=()), path)
+    assert len(rows_of(path)) == len(lines)

@@ -27,6 +27,7 @@ class Cell:
         measure: as it is spelled.
         budget: an amount, or `1/1` where nothing is dropped, or `own` where a spelling says it.
         is_shown: whether its row comes with exhibits of how the conversation was kept.
+        is_indifferent: whether its measure takes the budget alike, whatever is held equal.
     """
 
     study: str
@@ -39,6 +40,7 @@ class Cell:
     matched: Matched
     measure: str
     is_shown: bool = False
+    is_indifferent: bool = False
 
     @property
     def amount(self) -> Amount | None:
@@ -55,7 +57,7 @@ class Cell:
     def is_alike(self) -> bool:
         """Whether it comes to the same whatever is held equal."""
         kinds = {self.subject.matched(one) for one in Matched}
-        return self.amount is None or len(kinds) == 1
+        return self.amount is None or self.is_indifferent or len(kinds) == 1
 
     def head(self, told: Row) -> Row:
         """What its row starts with.

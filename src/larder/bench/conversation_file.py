@@ -1,12 +1,16 @@
-"""A conversation as a file that `read_conversation` gives back."""
+"""A conversation as a file that `read_conversation` gives back, and by a digest of it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
+from blake3 import blake3
+
 from larder.core.conversation import Conversation, Form, Message
 from larder.session.transcript import ACKNOWLEDGEMENT
+
+DIGEST_LENGTH = 12
 
 
 def as_json(conversation: Conversation) -> str:
@@ -22,6 +26,11 @@ def as_json(conversation: Conversation) -> str:
     ]
     document = {"messages": messages, "qa": questions}
     return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
+
+
+def digest_of(conversation: Conversation) -> str:
+    """Twelve hexadecimal digits that tell what is read and asked from anything else."""
+    return blake3(as_json(conversation).encode()).hexdigest(length=DIGEST_LENGTH // 2)
 
 
 def _as_chat(conversation: Conversation) -> Conversation:

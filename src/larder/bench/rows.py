@@ -44,6 +44,7 @@ EXHIBITS: dict[str, tuple[str, ...]] = {
     "eviction": (),
     "breakdown": ("step",),
 }
+TEXT = "text_digest"  # of the conversation that was read, questions included
 SHOWN = "exhibits"  # where a row that was just measured has its exhibits
 # What may differ between two runs of the same cell, besides names that end in _seconds.
 TIMED = frozenset(

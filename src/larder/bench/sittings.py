@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from larder.bench.amounts import Amount, Matched
+from larder.bench.cells import Cell
 from larder.bench.equal_bytes import Wanted, figures_of, taken_bytes
 from larder.bench.exhibits import exhibits
 from larder.bench.marking import Posed
@@ -55,6 +56,13 @@ class Readings:
     is_shown: bool = False
     _figures: list[Row] = field(default_factory=list)
     _tries: int = 0
+
+    @staticmethod
+    def of(bench: Workbench, cell: Cell, guess: float | None) -> Readings:
+        """The conversation of a cell, as its subject reads it at its budget."""
+        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
+        told = cell.amount, cell.matched, guess
+        return Readings(bench, cell.subject, conversation, *told, is_shown=cell.is_shown)
 
     def read(self, question: Question) -> Memory:
         """Read, with that question in mind where the subject wants to know one."""

@@ -14,16 +14,17 @@ from functools import cached_property
 from pathlib import Path
 
 from larder.bench.cells import Cell, cells_of, spelled, without_twins
+from larder.bench.conversation_file import digest_of
 from larder.bench.known import Known
 from larder.bench.measures.base import Measure
 from larder.bench.papers import Paper, budget_name
-from larder.bench.rows import Row, append, key, known_rows, results
+from larder.bench.rows import TEXT, Row, append, key, known_rows, results
 from larder.bench.running import Run, Tell, estimate, unheard
 from larder.bench.study import Study
 from larder.bench.surroundings import environment
 from larder.bench.task import parse_task
 from larder.bench.workbench import Workbench
-from larder.core.errors import SpellingError, UsageError
+from larder.core.errors import InputError, SpellingError, UsageError
 from larder.core.family import Family
 from larder.core.spelling import build, parse, spell
 
@@ -80,6 +81,7 @@ class Studying:
         for bench, surroundings, run in self._runs():
             left = run.left()
             _try_tasks(bench, left)
+            _check_texts(bench, left, self._of(run.jobs[0].model, self._known()), self.out)
             if left and not self._knows(surroundings):
                 append(self.out, [surroundings])
             self._tell_paper()
@@ -167,6 +169,23 @@ def _try_tasks(bench: Workbench, cells: Sequence[Cell]) -> None:
         bench.conversation(cell.task, cell.seed, cell.tokens)
 
 
+def _check_texts(bench: Workbench, left: Sequence[Cell], rows: Sequence[Row], out: Path) -> None:
+    """Make one conversation of each kind again, so that a file holds rows of one text alone.
+
+    Raises:
+        InputError: rows are of other texts than those that are left to measure.
+    """
+    cells = {(spell(cell.task), cell.tokens): cell for cell in left}
+    told = {(row["task"], row["tokens"]): row for row in rows if TEXT in row}
+    for kind in cells.keys() & told.keys():
+        cell, row = cells[kind], told[kind]
+        if digest_of(bench.conversation(cell.task, row["seed"], cell.tokens)) != row[TEXT]:
+            raise InputError(
+                f"{out} holds rows of {row['task']} that were measured on other texts: name the "
+                "--corpus and --data of then, or another --out."
+            )
+
+
 def _measured(bench: Workbench, known: Known, cell: Cell) -> Row:
     row = known.same(cell) or _made(bench, cell, known.guess(cell))
     known.learn(cell, row)
@@ -174,7 +193,8 @@ def _measured(bench: Workbench, known: Known, cell: Cell) -> Row:
 
 
 def _made(bench: Workbench, cell: Cell, guess: float | None) -> Row:
-    return measure_of(cell.measure).measure(bench, cell, guess)
+    measured = measure_of(cell.measure).measure(bench, cell, guess)
+    return measured | {TEXT: digest_of(bench.conversation(cell.task, cell.seed, cell.tokens))}
 
 
 def _check_paper(study: Study, cells: Sequence[Cell]) -> None:
@@ -205,9 +225,11 @@ def _spelled(paper: Paper) -> Paper:
 
 def _cells(study: Study, model: str) -> list[Cell]:
     """All cells of a model, each once however often it is named; measures spelled in one way."""
-    spellings = {one: spelled(measure_of(one)) for one in study.measure}
+    measures = {one: measure_of(one) for one in study.measure}
     found: dict[tuple[object, ...], Cell] = {}
     for cell in cells_of(study, model):
-        one = replace(cell, measure=spellings[cell.measure])
+        own, amount = measures[cell.measure], cell.amount
+        is_alike = amount is not None and own.is_alike(amount)
+        one = replace(cell, measure=spelled(own), is_indifferent=is_alike)
         found.setdefault((*one.place, one.seed, one.measure), one)
     return list(found.values())

@@ -39,10 +39,8 @@ class AnswerKl(Measure):
                 f"Questions of {name_of(type(cell.task))} stand behind each other, and answer_kl "
                 "asks each by itself: take a task whose questions stand alone, or forced."
             )
-        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        told = cell.amount, cell.matched, guess
-        readings = Readings(bench, cell.subject, conversation, *told, is_shown=cell.is_shown)
-        items = sit(readings, cell.task, _Comparing(bench.expected(conversation)))
+        readings = Readings.of(bench, cell, guess)
+        items = sit(readings, cell.task, _Comparing(bench.expected(readings.conversation)))
         return readings.figures() | {"items": items}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from larder.bench.amounts import Amount
 from larder.bench.cells import Cell
 from larder.bench.rows import Row
 from larder.bench.workbench import Workbench
@@ -11,6 +12,11 @@ from larder.bench.workbench import Workbench
 
 class Measure(ABC):
     """What is found out about one cell of a study. Implementations are frozen dataclasses."""
+
+    def is_alike(self, amount: Amount) -> bool:
+        """Whether a budget comes to the same for this measure, whatever is held equal."""
+        del amount
+        return False
 
     @abstractmethod
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from larder.bench.amounts import Matched, Unit
+from larder.bench.amounts import Amount, Matched, Unit
 from larder.bench.cells import Cell
 from larder.bench.clocks import POLICY, Clock, Spent, clocks, parts_of
 from larder.bench.measures.base import Measure
@@ -61,6 +61,10 @@ class Decode(Measure):
             raise BadParameter(f"decode.steps must be 1 or more, got {self.steps}.")
         if self.memory_mib < 0:
             raise BadParameter(f"decode.memory_mib must be 0 or more, got {self.memory_mib}.")
+
+    def is_alike(self, amount: Amount) -> bool:
+        """A number of tokens is taken as it is; shares and bytes are of one or the other."""
+        return amount.unit is Unit.TOKENS
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
         policy, engine = policy_of(bench, cell), bench.engine

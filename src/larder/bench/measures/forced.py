@@ -26,16 +26,7 @@ class ForcedAnswers(Measure):
     """How likely the expected answers are."""
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
-        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        readings = Readings(
-            bench,
-            cell.subject,
-            conversation,
-            cell.amount,
-            cell.matched,
-            guess,
-            is_shown=cell.is_shown,
-        )
+        readings = Readings.of(bench, cell, guess)
         items = sit(readings, cell.task, self)
         return readings.figures() | {"items": items}
 

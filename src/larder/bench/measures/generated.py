@@ -22,16 +22,7 @@ class GeneratedAnswers(Measure):
     """How well answers agree with the expected ones, and how fast they come."""
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
-        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        readings = Readings(
-            bench,
-            cell.subject,
-            conversation,
-            cell.amount,
-            cell.matched,
-            guess,
-            is_shown=cell.is_shown,
-        )
+        readings = Readings.of(bench, cell, guess)
         speaker = Speaker()
         items = sit(readings, cell.task, speaker)
         figures = readings.figures()

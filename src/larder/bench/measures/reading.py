@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from larder.bench.amounts import Amount, Unit
 from larder.bench.cells import Cell
 from larder.bench.clocks import MODEL, POLICY
 from larder.bench.measures.base import Measure
@@ -39,6 +40,10 @@ class Reading(Measure):
     def __post_init__(self) -> None:
         if self.caches < 1:
             raise BadParameter(f"reading.caches must be 1 or more, got {self.caches}.")
+
+    def is_alike(self, amount: Amount) -> bool:
+        """A number of tokens is taken as it is; shares and bytes are of one or the other."""
+        return amount.unit is Unit.TOKENS
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
         policy, decoder = policy_of(bench, cell), bench.engine.loaded.decoder

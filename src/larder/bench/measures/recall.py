@@ -12,7 +12,7 @@ which has attended to recalled pages at the steps before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -59,10 +59,9 @@ class Recall(Measure):
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
         _check(cell)
-        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        told = bench, cell.subject, conversation, cell.amount, cell.matched, guess
-        readings, heard = Readings(*told), _Heard()
-        asked = [one for sitting in posed(cell.task, conversation) for one in sitting]
+        readings, heard = Readings.of(bench, replace(cell, is_shown=False), guess), _Heard()
+        sittings = posed(cell.task, readings.conversation)
+        asked = [one for sitting in sittings for one in sitting]
         memory = readings.read(asked[0].question)
         for one in asked[: self.questions]:
             heard.question = one.number

@@ -67,12 +67,11 @@ class Stages(Measure):
                 f"{cell.subject.name} reads anew for each question, and stages has one reading for "
                 "many turns: leave it out."
             )
-        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        asked = conversation.questions
+        readings = Readings.of(bench, replace(cell, is_shown=False), guess)
+        asked = readings.conversation.questions
         if not asked:
-            raise UsageError(f"{conversation.name} has no questions to time turns with.")
-        told = cell.amount, cell.matched, guess
-        readings = Readings(bench, cell.subject, conversation, *told)
+            name = readings.conversation.name
+            raise UsageError(f"{name} has no questions to time turns with: take a task that asks.")
         memory = readings.read(asked[0])
         once = _arranged(bench.engine, memory)
         turns = [
