@@ -1,0 +1,215 @@
+"""Tables of pages, written anew from committed rows.
+
+    python -m larder.bench.pages README.md docs/results.md
+
+fills what stands between marks of such a page. A mark names the study, and how its rows are shown:
+
+    <!-- table: study=quality by=budget matched=tokens -->
+    <!-- table: end -->
+
+`by=budget` has a column per budget, over all tasks together, with intervals; `by=task` a column per
+task and length, with the means at all budgets in each cell. `scale=` is a score of
+`larder.bench.tables` (the first that the rows have unless given) or one of its times, in
+milliseconds. `policies=a,b` shows those alone, `tasks=a,b` those tasks, by the start of their
+spellings. Neither torch nor a model is loaded here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from larder.bench.amounts import WHOLE
+from larder.bench.overview import RESULTS, command, wall_seconds
+from larder.bench.rows import Results, Row, results
+from larder.bench.study import read_study
+from larder.bench.tables import SCALES, TIMES, Scale, Table, entry
+from larder.core.errors import InputError
+
+MARKED = re.compile(r"(<!-- table: (?!end)(.*?) -->\n)(?:.*?\n)??(<!-- table: end -->)", re.DOTALL)
+OPTIONS = {"study": "", "by": "budget", "scale": "", "matched": "", "policies": "", "tasks": ""}
+LESS_IS_BETTER = frozenset({"kl", *TIMES})
+FULL = "full"
+LONGEST = 60  # letters of a policy that is spelled out
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one mark asks for.
+
+    Args:
+        study: its name.
+        by: `budget` or `task`.
+        scale: a key of `SCALES` or `TIMES`; empty for the first that the rows have.
+        matched: `bytes`, `tokens` or `total`; empty for what the study names first.
+        policies: names; empty for all.
+        tasks: starts of spellings; empty for all.
+    """
+
+    study: str
+    by: str = "budget"
+    scale: str = ""
+    matched: str = ""
+    policies: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+
+    @staticmethod
+    def parse(text: str) -> Shown:
+        """Raises: InputError: an option is not known, or no study is named."""
+        told = dict(word.partition("=")[::2] for word in shlex.split(text))
+        if strange := sorted(set(told) - set(OPTIONS)):
+            raise InputError(f"A table has no option {strange[0]!r}: take one of {list(OPTIONS)}.")
+        one = {**OPTIONS, **told}
+        if not one["study"] or one["by"] not in ("budget", "task"):
+            raise InputError(f"A table needs study=NAME and by=budget or by=task, got {text!r}.")
+        named = one["study"], one["by"], one["scale"], one["matched"]
+        return Shown(*named, _several(one["policies"]), _several(one["tasks"]))
+
+    def rows(self, found: Results) -> list[Row]:
+        """Those of the cells that it shows.
+
+        Raises:
+            InputError: there are none.
+        """
+        matched = self.matched or next((row["matched"] for row in found.cells), "")
+        rows = [
+            row
+            for row in found.cells
+            if row["policy"] == FULL or row["matched"] == matched
+            if not self.policies or row["policy"] in self.policies
+            if not self.tasks or row["task"].startswith(self.tasks)
+        ]
+        if not rows:
+            raise InputError(f"No committed row of {self.study} is what a table asks for: {self}.")
+        return rows
+
+
+def renewed(page: str, folder: Path) -> str:
+    """A page with all its tables as the rows of a folder have them."""
+    return MARKED.sub(lambda mark: f"{mark[1]}{_table(mark[2], folder)}\n{mark[3]}", page)
+
+
+def _table(mark: str, folder: Path) -> str:
+    shown = Shown.parse(mark)
+    path = folder / f"{shown.study}.jsonl"
+    if not path.is_file():
+        return "\nNot measured yet with the bundled model.\n"
+    found = results([path])
+    rows = shown.rows(found)
+    lines = by_budget(rows, shown.scale) if shown.by == "budget" else by_task(rows, shown.scale)
+    told = Table([entry(row) for row in rows]).counted().removesuffix(".")
+    minutes = max(1, round(wall_seconds(path) / 60))
+    asked = f"`{command(read_study(shown.study))}`"
+    return "\n".join(["", *lines, "", f"{told}; {asked}, {minutes} min.", ""])
+
+
+def by_budget(rows: Sequence[Row], key: str = "") -> list[str]:
+    """A line per policy with a column per budget: means and intervals over all tasks."""
+    table = Table([entry(row) for row in rows])
+    scale = _scale(table, key)
+    budgets = _budgets(table)
+    lines = [_line("policy", *budgets), _line(*["---"] * (1 + len(budgets)))]
+    for name in _in_order(table, scale, budgets):
+        cells = [_cell(table, scale, name, budget, with_ends=True) for budget in budgets]
+        if not any(cells):  # the full cache has a budget of its own
+            cells = [_cell(table, scale, name, WHOLE, with_ends=True)] * len(budgets)
+        lines.append(_line(_named(name), *cells))
+    return lines
+
+
+def by_task(rows: Sequence[Row], key: str = "") -> list[str]:
+    """A line per policy with a column per task: the means at all budgets, in their order."""
+    groups = _by_task(rows)
+    whole = Table([entry(row) for row in rows])
+    scale, budgets = _scale(whole, key), _budgets(whole)
+    lines = [_line("policy", *groups), _line(*["---"] * (1 + len(groups)))]
+    tables = [Table([entry(row) for row in own]) for own in groups.values()]
+    for name in _in_order(whole, scale, budgets):
+        cells = []
+        for table in tables:
+            found = [_cell(table, scale, name, budget) for budget in table.budgets]
+            cells.append(" ".join(cell for cell in found if cell))
+        lines.append(_line(_named(name), *cells))
+    return [f"In each cell: {', '.join(budgets)}.", "", *lines] if len(budgets) > 1 else lines
+
+
+def _several(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _by_task(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
+    lengths = {row["tokens"] for row in rows}
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        title = row["task"] + (f", {row['tokens']:,}" if len(lengths) > 1 else "")
+        groups.setdefault(title, []).append(row)
+    return groups
+
+
+def _scale(table: Table, key: str) -> Scale:
+    """Raises: InputError: the rows have no such number."""
+    held = {scale.key: scale for scale in table.held(SCALES)}
+    held |= {name: Scale(name, TIMES[name], digits=1) for name in table.timed()}
+    if key and key not in held:
+        raise InputError(f"No row has {key!r}: take one of {list(held)}.")
+    return held[key] if key else next(iter(held.values()))
+
+
+def _budgets(table: Table) -> list[str]:
+    """Those of more than the full cache."""
+    return [budget for budget in table.budgets if budget != WHOLE] or list(table.budgets)
+
+
+def _in_order(table: Table, scale: Scale, budgets: Sequence[str]) -> list[str]:
+    """The full cache, then the best first by the mean over all budgets."""
+    sign = 1 if scale.key in LESS_IS_BETTER else -1
+
+    def rank(name: str) -> tuple[bool, float]:
+        found = [_mean(table, scale, name, budget) for budget in table.budgets]
+        known = [value for value in found if value is not None]
+        return name != FULL, sign * sum(known) / len(known) if known else float("inf")
+
+    return sorted(table.names, key=rank)
+
+
+def _mean(table: Table, scale: Scale, name: str, budget: str) -> float | None:
+    if scale.key in TIMES:
+        seconds = table.seconds(name, budget).get(scale.key)
+        return None if seconds is None else 1000 * seconds
+    interval = table.interval(scale, name, budget)
+    return None if interval is None else interval.mean
+
+
+def _cell(table: Table, scale: Scale, name: str, budget: str, with_ends: bool = False) -> str:
+    mean = _mean(table, scale, name, budget)
+    if mean is None:
+        return "refused" if table.refused(name, budget) else ""
+    shown = f"{mean + 0.0:.{scale.digits}f}"
+    interval = None if scale.key in TIMES else table.interval(scale, name, budget)
+    if with_ends and interval is not None:
+        shown += f" [{interval.low:.{scale.digits}f} {interval.high:.{scale.digits}f}]"
+    return shown
+
+
+def _named(policy: str) -> str:
+    if policy == FULL:
+        return "full cache"
+    return policy if len(policy) <= LONGEST else f"{policy[: LONGEST - 1]}…"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main(paths: Sequence[Path]) -> None:
+    """Write all tables of pages anew."""
+    for path in paths:
+        path.write_text(renewed(path.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:]])

@@ -1,0 +1,71 @@
+"""Tables of pages say what committed rows say, and are found where they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.bench.pages import Shown, by_budget, by_task, renewed
+from larder.bench.study import CHECKOUT
+from larder.core.errors import InputError
+from plots_rows import CELLS, cell, write_rows
+
+PAGES = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]
+RESULTS = CHECKOUT / "studies" / "results"
+
+
+def test_a_column_per_budget_pools_tasks_and_puts_the_best_first() -> None:
+    rows = [*CELLS, cell("h2o", budget="1/8")]
+    head, _, *lines = by_budget(rows)
+    assert head == "| policy | 1/4 |"
+    assert lines[0] == "| full cache | 1.00 [1.00 1.00] |"
+    assert [line.split(" | ")[0] for line in lines[1:]] == ["| snapkv", "| h2o", "| random"]
+
+
+def test_a_column_per_task_has_all_budgets_in_a_cell() -> None:
+    rows = [*CELLS, {**cell("snapkv"), "budget": "1/8"}]
+    told, _, head, _, _, first, *_ = by_task(rows)
+    assert told == "In each cell: 1/4, 1/8."
+    assert head == "| policy | needles(needles=4), 1,000 | needles(needles=4), 2,000 |"
+    assert first == "| snapkv | 0.50 0.50 | 0.50 |"
+
+
+def test_times_are_in_milliseconds_and_the_least_comes_first() -> None:
+    rows = [cell("h2o"), {**cell("snapkv"), "latency": {"token": {"p50": 0.125}}}]
+    assert by_budget(rows, "token_p50")[2:] == ["| snapkv | 125.0 |", "| h2o | 250.0 |"]
+    with pytest.raises(InputError, match="No row has 'kl': take one of"):
+        by_budget(rows, "kl")
+
+
+def test_a_page_is_filled_between_its_marks_and_stays_as_it_is_then(tmp_path: Path) -> None:
+    rows = [{**row, "study": "recital"} for row in CELLS]
+    write_rows(tmp_path, rows).rename(tmp_path / "recital.jsonl")
+    mark = "<!-- table: study=recital policies=snapkv,full -->"
+    page = f"above\n\n{mark}\nstale\n<!-- table: end -->\nbelow\n"
+    once = renewed(page, tmp_path)
+    assert "| snapkv | 0.50 [0.50 0.50] |" in once and "h2o" not in once and "stale" not in once
+    assert "4 files, 16 scored items; `larder bench --study recital`, 1 min." in once
+    assert once.startswith("above") and once.endswith("below\n")
+    assert renewed(once, tmp_path) == once
+    assert "Not measured yet" in renewed(page.replace("recital", "quality"), tmp_path)
+
+
+@pytest.mark.parametrize("told", ["by=budget", "study=x by=color", "study=x sort=up"])
+def test_a_mark_that_asks_for_nothing_known_is_refused(told: str) -> None:
+    with pytest.raises(InputError, match="A table "):
+        Shown.parse(told)
+
+
+def test_a_mark_that_no_row_fits_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path, CELLS).rename(tmp_path / "recital.jsonl")
+    page = "<!-- table: study=recital policies=gone -->\n<!-- table: end -->"
+    with pytest.raises(InputError, match="No committed row of recital"):
+        renewed(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_say_what_committed_rows_say(page: Path) -> None:
+    told = page.read_text(encoding="utf-8")
+    again = renewed(told, RESULTS)
+    assert again == told, "run: python -m larder.bench.pages README.md docs/*.md"
