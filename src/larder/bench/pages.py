@@ -60,7 +60,8 @@ class Shown:
     @staticmethod
     def parse(text: str) -> Shown:
         """Raises: InputError: an option is not known, or no study is named."""
-        told = dict(word.partition("=")[::2] for word in shlex.split(text))
+        words = [word.partition("=") for word in shlex.split(text)]
+        told = {name: value for name, _, value in words}
         if strange := sorted(set(told) - set(OPTIONS)):
             raise InputError(f"A table has no option {strange[0]!r}: take one of {list(OPTIONS)}.")
         one = {**OPTIONS, **told}
