@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chunks_at(folder: Path, home: str = "home") -> Chunks:
     manifest = Manifest(folder / home / "manifest.sqlite", SECRET)
-    return Chunks(manifest, place_at(str(folder / "store")), Guard("disk"), SECRET)
+    return Chunks(place_at(str(folder / "store")), Guard("disk"), manifest, SECRET)
 
 
 def keep(chunks: Chunks, ids: Sequence[int], tenant: str = TENANT) -> None:

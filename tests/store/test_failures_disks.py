@@ -65,11 +65,14 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
 
 def test_4_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
     save(store_at(tmp_path))
-    place = Faulty(place_at(str(tmp_path / "store")), refusing(BROKEN, "read"))
+    place = Faulty(place_at(str(tmp_path / "store")))
     store = store_at(tmp_path, place, patience=Patience(failures=100))
+    place.before = refusing(BROKEN, "read")
     with pytest.raises(Refused, match="disk or server is well"):
         load(store)
     assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+    with pytest.raises(StoreError, match="disk or server is well"):
+        store_at(tmp_path, place)  # whether it is under a key cannot be told
     assert outcome(tmp_path) == ("exact", "")
 
 

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from larder.core.errors import Damaged, Refused
 from larder.store.blobs import Ref
 from larder.store.container import canonical, parsed
 from larder.store.deadline import Guard
-from larder.store.digests import key_of, same, seal_of
+from larder.store.digests import same, seal_of
 from larder.store.manifest import Manifest
 from larder.store.places import Place
+from larder.store.sealing import Sealing, Unsealed
+from larder.store.wording import chunk_key, common, ids_of, prefix_of, spelled
 
 FOLDER = "chunks"
 SCHEMA = 1
@@ -40,9 +40,10 @@ class Chunk:
         row: of the manifest.
         parent: the row of the chunk that it continues; 0 for none.
         start: true position of the first token.
-        tokens: as `spelled` spells them.
+        tokens: as `spelled` spells them; masked, where the store is under a key.
         key: what it is called beside the blobs.
-        prefix: digest of every token from the first of the text to the last of the chunk.
+        prefix: digest of every token from the first of the text to the last of the chunk; tagged,
+            where the store is under a key.
         ref: of its blob.
     """
 
@@ -73,11 +74,19 @@ class Chunks:
 
     Args:
         place: where a chunk is told of for other machines, and for building the index again.
+        sealing: how tokens and their digests stand in the index.
     """
 
-    def __init__(self, manifest: Manifest, place: Place, guard: Guard, secret: bytes) -> None:
+    def __init__(
+        self,
+        place: Place,
+        guard: Guard,
+        manifest: Manifest,
+        secret: bytes,
+        sealing: Sealing = Unsealed(),  # noqa: B008, without state
+    ) -> None:
         self._manifest, self._place, self._guard = manifest, place, guard
-        self._secret = secret
+        self._secret, self._sealing = secret, sealing
 
     def longest(self, tenant: str, identity: str, ids: Sequence[int]) -> list[Shared]:
         """Chunks that together hold the longest beginning of a text that is kept.
@@ -87,9 +96,10 @@ class Chunks:
         found: list[Shared] = []
         parent, start, parent_key, prefix = 0, 0, "", hashlib.sha256()
         while start < len(ids):
-            wanted = spelled(ids[start : start + TOKENS])
+            wanted, before = spelled(ids[start : start + TOKENS]), _before(prefix, start)
             prefix.update(wanted)
-            best = self._nearest(tenant, identity, parent, wanted)
+            masked = self._sealing.masked(tenant, before, wanted)
+            best = self._nearest(tenant, identity, parent, masked)
             if len(wanted) == 4 * TOKENS and (best is None or best.tokens < TOKENS):
                 told = (tenant, identity, parent, parent_key, start, wanted, prefix.hexdigest())
                 best = self._elsewhere(*told) or best
@@ -116,17 +126,17 @@ class Chunks:
             0 if parent is None else parent.row,
             start,
             tokens,
-            chunk_key(tenant, identity, above, tokens),
+            self._key(tenant, identity, above, tokens),
             prefix_of(ids),
             ref,
         )
-        before = "" if parent is None else parent.prefix
+        before = prefix_of(ids[:start]) if start else ""
         told = self._told(made, tenant, identity, before)
         try:
             self._guard.call(self._place.create, path_of(tenant, made.key), told)
         except FileExistsError:
             pass  # told of before; or digests collide, and then other machines do without it
-        return self._insert(made, tenant, identity)
+        return self._insert(made, tenant, identity, before)
 
     def drop(self, chunk: Chunk, tenant: str) -> list[Chunk]:
         """Forget a chunk and all that continue it; the blobs are the caller's to delete."""
@@ -172,7 +182,7 @@ class Chunks:
             if each["start"] and not parent:
                 continue  # what it continues is lost
             made = _told_chunk(each, parent)
-            known[*own, made.prefix] = self._insert(made, *own).row
+            known[*own, made.prefix] = self._insert(made, *own, each["before"]).row
 
     def _nearest(self, tenant: str, identity: str, parent: int, wanted: bytes) -> Shared | None:
         """The child that shares most tokens: one of the two that stand beside the text."""
@@ -201,30 +211,35 @@ class Chunks:
         prefix: str,
     ) -> Shared | None:
         """A chunk that another machine has kept behind the same beginning."""
-        told = self._read(path_of(tenant, chunk_key(tenant, identity, parent_key, wanted)))
+        told = self._read(path_of(tenant, self._key(tenant, identity, parent_key, wanted)))
         if told is None or told["tenant"] != tenant or told["identity"] != identity:
             return None
         chunk = _told_chunk(told, parent)
         if (chunk.tokens, chunk.start, chunk.prefix) != (wanted, start, prefix):
             return None
-        return Shared(self._insert(chunk, tenant, identity), TOKENS)
+        return Shared(self._insert(chunk, tenant, identity, told["before"]), TOKENS)
 
-    def _insert(self, chunk: Chunk, tenant: str, identity: str) -> Chunk:
+    def _insert(self, chunk: Chunk, tenant: str, identity: str, before: str) -> Chunk:
         """The chunk as a row; the one that is there already, with the blob that is told of now."""
+        tokens = self._sealing.masked(tenant, before, chunk.tokens)
+        prefix = self._sealing.tagged(tenant, chunk.prefix)
         with self._manifest.writing() as rows:
             rows(
                 "INSERT INTO chunks (tenant, identity, parent, tokens, start, key, prefix, digest, "
                 "bytes, last_used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT DO "
                 "UPDATE SET digest = excluded.digest, bytes = excluded.bytes",
-                (tenant, identity, chunk.parent, chunk.tokens, chunk.start, chunk.key)
-                + (chunk.prefix, chunk.ref.digest, chunk.ref.bytes, self._manifest.clock()),
+                (tenant, identity, chunk.parent, tokens, chunk.start, chunk.key)
+                + (prefix, chunk.ref.digest, chunk.ref.bytes, self._manifest.clock()),
             )
             [row] = rows(
                 f"SELECT {_COLUMNS} FROM chunks WHERE tenant = ? AND identity = ? "
                 "AND parent = ? AND tokens = ?",
-                (tenant, identity, chunk.parent, chunk.tokens),
+                (tenant, identity, chunk.parent, tokens),
             )
         return _chunk(row)
+
+    def _key(self, tenant: str, identity: str, parent: str, tokens: bytes) -> str:
+        return self._sealing.tagged(tenant, chunk_key(tenant, identity, parent, tokens))
 
     def _told(self, chunk: Chunk, tenant: str, identity: str, before: str) -> bytes:
         told = asdict(chunk) | {"tokens": ids_of(chunk.tokens), "before": before}
@@ -247,32 +262,9 @@ class Chunks:
         return [entry.path for entry in self._place.listing(FOLDER)]
 
 
-def spelled(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes whose order is that of the ids."""
-    return np.asarray(ids, dtype=">u4").tobytes()
-
-
-def ids_of(tokens: bytes) -> list[int]:
-    """The token ids that `spelled` spelled."""
-    return np.frombuffer(tokens, dtype=">u4").tolist()
-
-
-def common(left: bytes, right: bytes) -> int:
-    """How many tokens two texts have in common from their beginning."""
-    pair = [np.frombuffer(each, dtype=">u4") for each in (left, right)]
-    length = min(map(len, pair))
-    differing = np.flatnonzero(pair[0][:length] != pair[1][:length])
-    return int(differing[0]) if len(differing) else length
-
-
-def chunk_key(tenant: str, identity: str, parent: str, tokens: bytes) -> str:
-    """What a chunk is called beside the blobs."""
-    return key_of("chunk", tenant, identity, parent, tokens)
-
-
-def prefix_of(ids: Sequence[int]) -> str:
-    """Digest of a text, of another kind than keys: both would have to collide."""
-    return hashlib.sha256(spelled(ids)).hexdigest()
+def _before(prefix: Any, start: int) -> str:
+    """What stands in front of a chunk, as a digest; empty for nothing."""
+    return prefix.hexdigest() if start else ""
 
 
 def path_of(tenant: str, key: str) -> str:

@@ -1,7 +1,8 @@
-"""What the blobs of a store hold: token logs, chunks and parts of snapshots, and who may read them.
+"""What the blobs of a store hold: logs of tokens, chunks, parts of snapshots; and who may read.
 
-A blob of a cache tells whose it is and what made it. It is read by nobody else, whatever refers to
-it: that a blob is found does not mean that it is meant.
+Every blob tells whose it is, and a blob of a cache what made it. It is read by nobody else,
+whatever refers to it: that a blob is found does not mean that it is meant. So no two tenants ever
+have a blob in common, and nobody sees by what is written whether another has said the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from larder.core.errors import Damaged, Refused
 from larder.store.codecs.base import codec_named
 from larder.store.coding import RAW, coded, decoded, layer_of
 from larder.store.container import pack, unpack
+from larder.store.digests import key_of
 from larder.store.identity import Identity
 from larder.store.squeezing import released, squeezed
 
@@ -24,18 +26,36 @@ CHUNK, SNAPSHOT = "prefix_chunk", "session_snapshot"
 _ID_BYTES = 4
 
 
-def token_log(ids: Sequence[int]) -> bytes:
-    """Token ids as the bytes of a blob."""
-    return squeezed(np.asarray(ids, dtype="<i4").tobytes())
+def owned(data: bytes, tenant: str) -> bytes:
+    """Bytes as the bytes of a tenant's blob."""
+    return _owner(tenant) + data
 
 
-def ids_of(data: bytes, count: int) -> tuple[int, ...]:
+def disowned(data: bytes, tenant: str) -> bytes:
+    """The bytes again.
+
+    Raises:
+        Refused: they are somebody else's.
+    """
+    owner = _owner(tenant)
+    if data[: len(owner)] != owner:
+        raise Refused("What was kept is another tenant's.", "tenant")
+    return data[len(owner) :]
+
+
+def token_log(ids: Sequence[int], tenant: str) -> bytes:
+    """Token ids as the bytes of a tenant's blob."""
+    return owned(squeezed(np.asarray(ids, dtype="<i4").tobytes()), tenant)
+
+
+def ids_of(data: bytes, count: int, tenant: str) -> tuple[int, ...]:
     """So many token ids again.
 
     Raises:
         Damaged: this is no log of so many.
+        Refused: it is somebody else's.
     """
-    ids = np.frombuffer(released(data, _ID_BYTES * count), dtype="<i4")
+    ids = np.frombuffer(released(disowned(data, tenant), _ID_BYTES * count), dtype="<i4")
     if len(ids) and int(ids.min()) < 0:
         raise Damaged("A token log has ids below 0.")
     return tuple(ids.tolist())
@@ -104,6 +124,10 @@ def layers_in(state: Mapping[str, Tensor]) -> set[int]:
 def is_lossless(codec: str) -> bool:
     """Whether caches come back to the bit."""
     return codec == RAW or codec_named(codec).lossless
+
+
+def _owner(tenant: str) -> bytes:
+    return bytes.fromhex(key_of("owner", tenant))
 
 
 def _told(kind: str, tenant: str, identity: Identity) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from larder.core.errors import Damaged, InputError, LarderError, Refused
 from larder.store.blobs import Ref
 from larder.store.container import canonical, pack, parsed, raw_bytes, unpack
 from larder.store.digests import digest_of, same
-from larder.store.envelopes import CHUNK, SNAPSHOT, ids_of
+from larder.store.envelopes import CHUNK, SNAPSHOT, disowned, ids_of, owned, token_log
 from larder.store.parts import Parts
 from larder.store.records import SCHEMA, Record, session_key
 from larder.store.records import told_record as record_of_told
@@ -39,8 +39,16 @@ class Exchange:
         Raises:
             Damaged: something of it is; save it anew first.
         """
-        tensors = {ref.digest: _bytes(self._parts.blobs.get(ref)) for ref in set(record.refs)}
-        return pack(tensors, {"kind": EXPORT, "record": canonical(asdict(record))})
+        own = {ref: self._parts.vault.get(ref, record.tenant) for ref in set(record.refs)}
+        named = {ref: Ref(digest_of(data), len(data)) for ref, data in own.items()}
+        tensors = {named[ref].digest: _bytes(data) for ref, data in own.items()}
+        told = replace(
+            record,
+            tokens=named[record.tokens],
+            spans=tuple(named[ref] for ref in record.spans),
+            transcript=None if record.transcript is None else named[record.transcript],
+        )
+        return pack(tensors, {"kind": EXPORT, "record": canonical(asdict(told))})
 
     def take_in(self, data: bytes, principal: str, name: str) -> Record:
         """Make a session of a file that `export` wrote.
@@ -52,7 +60,7 @@ class Exchange:
         """
         tenant = self._parts.tenant(principal)
         session = session_key(tenant, name)
-        record, blobs = _opened(data)
+        record, ids, blobs = _opened(data)
         newest = self._parts.heads.newest(tenant, session)
         if newest is not None and not newest.removed:
             raise InputError(f"There is a session {name!r} already: take another name.")
@@ -66,18 +74,18 @@ class Exchange:
                 **own,
                 epoch=number + 1,
                 spans=spans,
-                tokens=saving.put(blobs[record.tokens.digest]),
+                tokens=saving.put(token_log(ids, tenant)),
                 transcript=None
                 if record.transcript is None
-                else saving.put(blobs[record.transcript.digest]),
+                else saving.put(_passed_on(blobs[record.transcript.digest], record, tenant)),
                 made=self._parts.clock(),
             )
             self._parts.heads.commit(made, number)
         return made
 
 
-def _opened(data: bytes) -> tuple[Record, dict[str, bytes]]:
-    """The record in an exported file, and its blobs, verified.
+def _opened(data: bytes) -> tuple[Record, tuple[int, ...], dict[str, bytes]]:
+    """The record in an exported file, its tokens, and its blobs, verified.
 
     Raises:
         InputError: it is no such file, or a damaged one.
@@ -89,12 +97,12 @@ def _opened(data: bytes) -> tuple[Record, dict[str, bytes]]:
             raise Damaged("It is a saved cache, but no exported session.")
         record = _record(parsed(told["record"]))
         blobs = {ref.digest: _blob(tensors, ref) for ref in record.refs}
-        ids_of(blobs[record.tokens.digest], record.num_tokens)
+        ids = ids_of(blobs[record.tokens.digest], record.num_tokens, record.tenant)
     except Damaged as error:
         raise InputError(
             f"This is no session that larder has exported, or a damaged one: {error}"
         ) from error
-    return record, blobs
+    return record, ids, blobs
 
 
 def _record(told: Any) -> Record:
@@ -104,11 +112,30 @@ def _record(told: Any) -> Record:
         record = record_of_told(told)
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged("Its record lacks something.") from error
-    counts = [record.num_tokens, record.cache_bytes, *(ref.bytes for ref in record.refs)]
-    counts += [count for held in record.others for count in (held.num_spans, held.cache_bytes)]
-    if record.removed or not all(type(count) is int and count >= 0 for count in counts):
-        raise Damaged("Its record has counts that are none.")
+    _check(record)
     return record
+
+
+def _check(record: Record) -> None:
+    """Raises: Damaged: somebody else has made the record, and its fields are of other kinds."""
+    counts = [record.num_tokens, record.cache_bytes, record.cache_tokens]
+    counts += [ref.bytes for ref in record.refs]
+    counts += [count for held in record.others for count in (held.num_spans, held.cache_bytes)]
+    if record.removed or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
+        raise Damaged("Its record has counts that are none.")
+    if sum(held.num_spans for held in record.others) > len(record.spans):
+        raise Damaged("Its record tells of more parts than there are.")
+    if record.cache_tokens > record.num_tokens:
+        raise Damaged("Its caches have read more tokens than there are.")
+    texts = [record.tenant, record.session, record.name, record.policy, record.codec]
+    texts += [record.cache_prefix, *(ref.digest for ref in record.refs)]
+    told = [record.identity, record.cache, record.labels, *(held.cache for held in record.others)]
+    for mapping in told:
+        if not isinstance(mapping, Mapping):
+            raise Damaged("Its record has lists that are none.")
+        texts += [*mapping.keys(), *mapping.values()]
+    if not all(isinstance(text, str) for text in texts) or type(record.lossless) is not bool:
+        raise Damaged("Its record has texts that are none.")
 
 
 def _blob(tensors: Mapping[str, Tensor], ref: Ref) -> bytes:
@@ -134,6 +161,11 @@ def _rehomed(saving: Saving, data: bytes, tenant: str) -> Ref:
     if told.get("kind") not in (CHUNK, SNAPSHOT):
         raise InputError("A part of the exported session is none of a cache.")
     return saving.put(pack(tensors, told | {"tenant": tenant}))
+
+
+def _passed_on(data: bytes, record: Record, tenant: str) -> bytes:
+    """What was said as text, as the new tenant's."""
+    return owned(disowned(data, record.tenant), tenant)
 
 
 def _bytes(data: bytes) -> Tensor:

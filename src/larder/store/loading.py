@@ -12,7 +12,6 @@ from larder.cache.layers import Form, Makeup
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
-from larder.store.blobs import Blobs
 from larder.store.chunks import Shared, prefix_of
 from larder.store.container import peek
 from larder.store.envelopes import CHUNK, SNAPSHOT, opened
@@ -21,6 +20,7 @@ from larder.store.ledger import ByteLedger, Tier
 from larder.store.pieces import check_fits, joined
 from larder.store.rates import Rates
 from larder.store.records import Record
+from larder.store.vault import Vault
 
 Pieces = dict[str, Tensor]
 
@@ -28,8 +28,8 @@ Pieces = dict[str, Tensor]
 class Reader:
     """Reads caches from blobs. Safe from threads."""
 
-    def __init__(self, blobs: Blobs, ledger: ByteLedger, rates: Rates) -> None:
-        self._blobs, self._ledger, self._rates = blobs, ledger, rates
+    def __init__(self, vault: Vault, ledger: ByteLedger, rates: Rates) -> None:
+        self._vault, self._ledger, self._rates = vault, ledger, rates
 
     def caches(
         self, record: Record, ids: Sequence[int], identity: Identity, spec: ModelSpec
@@ -85,7 +85,7 @@ class Reader:
             for each in shared:
                 stop = length + each.tokens
                 try:
-                    data = self._blobs.get(each.chunk.ref)
+                    data = self._vault.get(each.chunk.ref, tenant)
                     pieces.append(_chunk(data, tenant, identity, ids[:stop], length))
                 except LarderError as error:
                     unusable(each, error)
@@ -106,7 +106,7 @@ class Reader:
         rest: Pieces = {}
         start = 0
         for ref in record.spans:
-            data = self._blobs.get(ref)
+            data = self._vault.get(ref, record.tenant)
             told = peek(data)
             if told.get("kind") == CHUNK:
                 count = _count(told)

@@ -17,9 +17,11 @@ from typing import Any
 
 from larder.core.errors import Damaged, Refused, StoreError, StoreSlow, Superseded
 from larder.store.records import Record, record_of, spelled
+from larder.store.sealing import Sealing, Unsealed
 from larder.store.tables import BUSY_SECONDS, SCHEMA, TABLES, errors
 
 LOG_BYTES = 320 * 1024  # that the log beside the database reaches, checkpoints and all
+PLACE = "manifest"  # where sealed records lie, as sealing wants to know it
 CHECKPOINT_PAGES = 64  # of 4 KiB: how long the log beside the database becomes
 
 
@@ -33,9 +35,15 @@ class Manifest:
         StoreFull, StoreSlow: it cannot be written, or is held by others.
     """
 
-    def __init__(self, path: Path, secret: bytes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        secret: bytes,
+        clock: Callable[[], float] = time.time,
+        sealing: Sealing = Unsealed(),  # noqa: B008, without state
+    ) -> None:
         self.path, self.clock = path, clock
-        self._secret = secret
+        self._secret, self._sealing = secret, sealing
         self._lock = threading.RLock()
         path.parent.mkdir(parents=True, exist_ok=True)
         with errors(path):
@@ -234,7 +242,7 @@ class Manifest:
         own = record.tenant, record.session, record.epoch
         rows(
             "INSERT OR REPLACE INTO epochs VALUES (?, ?, ?, ?)",
-            (*own, spelled(record, self._secret)),
+            (*own, self._sealing.closed(record.tenant, spelled(record, self._secret), PLACE)),
         )
         for ref in record.refs:
             rows("INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?)", (ref.digest, *own))
@@ -242,7 +250,8 @@ class Manifest:
     def _record(self, data: bytes | None, tenant: str, session: str, epoch: int) -> Record:
         if data is None:
             raise Damaged(f"The manifest lacks epoch {epoch} of a session.")
-        record = record_of(bytes(data), self._secret)
+        opened = self._sealing.opened(tenant, bytes(data), PLACE)
+        record = record_of(opened, self._secret)
         if (record.tenant, record.session, record.epoch) != (tenant, session, epoch):
             raise Damaged("The manifest has another session's record in the place of this one's.")
         return record

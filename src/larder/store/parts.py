@@ -25,6 +25,7 @@ from larder.store.refusals import Refusals
 from larder.store.saving import Writer
 from larder.store.secret import secret_at
 from larder.store.shelves import Shelves
+from larder.store.vault import SealedPlace, Vault, sealing_of
 
 MANIFEST = "manifest.sqlite"
 
@@ -38,6 +39,7 @@ class Parts:
         url: a folder, or any address that fsspec knows; or a place.
         home: where the index and the secret are, on this machine.
         secret: 32 bytes that machines which share a store must share; else it is made in `home`.
+        key: under which everything lies, as `key_from` reads it; None hides nothing.
         budgets: bytes of each tier.
         patience: with the disk.
         written_bytes: that may be written to the disk in a day; None for no limit.
@@ -55,6 +57,7 @@ class Parts:
         home: Path,
         *,
         secret: bytes | None = None,
+        key: bytes | None = None,
         budgets: Budgets = Budgets(),  # noqa: B008, frozen
         patience: Patience = Patience(),  # noqa: B008, frozen
         written_bytes: int | None = None,
@@ -67,18 +70,21 @@ class Parts:
         self.clock, self.kept_epochs = clock, kept_epochs
         self.secret = secret_at(home) if secret is None else secret
         self.guard = Guard("disk", patience)
+        self.sealing = sealing_of(self.place, self.guard, key)
+        self.records = SealedPlace(self.place, self.sealing)
         self.blobs = Blobs(self.place, self.guard, clock)
+        self.vault = Vault(self.blobs, self.sealing)
         self.manifest, is_new = self._manifest(home / MANIFEST)
-        own = self.place, self.guard, self.manifest, self.secret
+        own = self.records, self.guard, self.manifest, self.secret
         self.heads = Heads(*own, self._damaged)
-        self.chunks = Chunks(self.manifest, self.place, self.guard, self.secret)
+        self.chunks = Chunks(*own, self.sealing)
         if is_new:
             self._rebuild()
-        told = self.blobs, self.place, self.guard, self.manifest, self.ledger
+        told = self.vault, self.place, self.guard, self.manifest, self.ledger
         self.shelves = Shelves(*told, written_bytes)
         Evicting(eviction, self.manifest, self.heads, self.chunks, self.shelves)
         self.writer = Writer(self.shelves, self.chunks)
-        self.reader = Reader(self.blobs, self.ledger, self.rates)
+        self.reader = Reader(self.vault, self.ledger, self.rates)
 
     def tenant(self, principal: str) -> str:
         """What a principal is called in keys and paths."""
@@ -92,11 +98,11 @@ class Parts:
         """The index, and whether it was begun anew."""
         is_new = not path.exists()
         try:
-            return Manifest(path, self.secret, self.clock), is_new
+            return Manifest(path, self.secret, self.clock, self.sealing), is_new
         except Damaged as error:
             self._damaged(str(error))
             move_aside(path)
-            return Manifest(path, self.secret, self.clock), True
+            return Manifest(path, self.secret, self.clock, self.sealing), True
 
     def _rebuild(self) -> None:
         """Index what lies beside the blobs."""

@@ -19,7 +19,7 @@ from larder.core.errors import (
 )
 from larder.core.spec import ModelSpec
 from larder.store import chunks as chunk_index
-from larder.store.envelopes import ids_of, token_log
+from larder.store.envelopes import owned, token_log
 from larder.store.identity import Identity
 from larder.store.leases import Lease
 from larder.store.ledger import Tier
@@ -105,10 +105,10 @@ class Sessions:
                 session,
                 name,
                 expected + 1,
-                tokens=saving.put(token_log(ids)),
+                tokens=saving.put(token_log(ids, tenant)),
                 num_tokens=len(ids),
                 previous=expected,
-                transcript=None if transcript is None else saving.put(transcript),
+                transcript=None if transcript is None else saving.put(owned(transcript, tenant)),
                 made=self._parts.clock(),
             )
             if snapshot is not None:
@@ -133,8 +133,8 @@ class Sessions:
             record = parts.heads.head(tenant, session)
             if record is None:
                 return None
-            known = ids_of(parts.blobs.get(record.tokens), record.num_tokens)
-            said = None if record.transcript is None else parts.blobs.get(record.transcript)
+            known = parts.vault.ids(record)
+            said = None if record.transcript is None else parts.vault.transcript(record)
         except LarderError as error:
             reason = parts.refusals.note_error(error)
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from larder.core.errors import BudgetError, StoreError, StoreSlow
 from larder.store.blobs import FOLDER as BLOBS
-from larder.store.blobs import Blobs, Ref, named
+from larder.store.blobs import Ref, named
 from larder.store.counted import Counted
 from larder.store.deadline import Guard
 from larder.store.digests import digest_of
@@ -17,6 +17,7 @@ from larder.store.holdings import Holdings
 from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
 from larder.store.manifest import Manifest
 from larder.store.places import Entry
+from larder.store.vault import Vault
 
 DAY_SECONDS = 86400
 GRACE_SECONDS = 600.0  # how long what another process writes may be in the making
@@ -34,14 +35,14 @@ class Shelves:
 
     def __init__(
         self,
-        blobs: Blobs,
+        vault: Vault,
         place: Counted,
         guard: Guard,
         manifest: Manifest,
         ledger: ByteLedger,
         written_bytes: int | None = None,
     ) -> None:
-        self.blobs, self.ledger = blobs, ledger
+        self.vault, self.blobs, self.ledger = vault, vault.blobs, ledger
         self.holdings = Holdings(manifest)
         self._manifest, self._place = manifest, place
         self.make_room: Callable[[str, int], None] = lambda tenant, count: None
@@ -200,6 +201,7 @@ class Saving:
                 written today.
             StoreFull, StoreSlow: the disk takes no more, or does not answer.
         """
+        data = self._shelves.vault.closed(data, self._tenant)
         ref = Ref(digest_of(data), len(data))
         self._shelves.pin(ref.digest)
         self.refs.append(ref)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from larder.core.errors import LarderError, Refused
 from larder.store import chunks as chunk_index
 from larder.store.chunks import prefix_of
-from larder.store.envelopes import ids_of, token_log
+from larder.store.envelopes import owned, token_log
 from larder.store.parts import Parts
 from larder.store.records import Record, session_key
 from larder.store.saving import Snapshot, Written, check, is_chunked
@@ -76,10 +76,10 @@ class Turns:
                 session,
                 name,
                 expected + 1,
-                tokens=saving.put(token_log(turn.ids)),
+                tokens=saving.put(token_log(turn.ids, tenant)),
                 num_tokens=len(turn.ids),
                 previous=expected,
-                transcript=saving.put(turn.transcript),
+                transcript=saving.put(owned(turn.transcript, tenant)),
                 made=parts.clock(),
                 labels=dict(turn.labels),
             )
@@ -169,7 +169,7 @@ class Turns:
             record = parts.heads.head(*self._keys(principal, name))
             if record is None or record.transcript is None:
                 return None
-            return record, parts.blobs.get(record.transcript)
+            return record, parts.vault.transcript(record)
         except LarderError as error:
             reason = parts.refusals.note_error(error)
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
@@ -207,7 +207,7 @@ class Turns:
         return self._ids(record)[:count] == tuple(ids[:count])
 
     def _ids(self, record: Record) -> tuple[int, ...]:
-        return ids_of(self._parts.blobs.get(record.tokens), record.num_tokens)
+        return self._parts.vault.ids(record)
 
     def _committed(self, record: Record) -> Record:
         parts = self._parts

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from larder.core.errors import LarderError
 from larder.store.blobs import Ref
 from larder.store.container import unpack
-from larder.store.envelopes import ids_of
 from larder.store.parts import Parts
 from larder.store.places import ASIDE
 from larder.store.records import Record, record_of, spelled
@@ -66,21 +65,22 @@ class Upkeep:
         return parts.shelves.sweep(live, grace_seconds)
 
     def _problems(self, record: Record) -> list[str]:
-        found = [said for ref in record.spans if (said := self._damage(ref))]
+        own = record.tenant
+        found = [said for ref in record.spans if (said := self._damage(ref, own))]
         try:
-            ids_of(self._parts.blobs.get(record.tokens), record.num_tokens)
+            self._parts.vault.ids(record)
         except LarderError as error:
             found.append(f"The log of tokens is lost: {error}")
         if record.transcript is not None:
             try:
-                self._parts.blobs.get(record.transcript)
+                self._parts.vault.transcript(record)
             except LarderError as error:
                 found.append(f"The transcript is lost: {error}")
         return found + self._mended(record)
 
-    def _damage(self, ref: Ref) -> str:
+    def _damage(self, ref: Ref, tenant: str) -> str:
         try:
-            unpack(self._parts.blobs.get(ref))
+            unpack(self._parts.vault.get(ref, tenant))
         except LarderError as error:
             return str(error)
         return ""
@@ -88,12 +88,12 @@ class Upkeep:
     def _mended(self, record: Record) -> list[str]:
         parts = self._parts
         try:
-            data = parts.guard.call(parts.place.read, record.path)
+            data = parts.guard.call(parts.records.read, record.path)
             if record_of(data, parts.secret) == record:
                 return []
         except (FileNotFoundError, LarderError):
             pass
-        parts.guard.call(parts.place.replace, record.path, spelled(record, parts.secret))
+        parts.guard.call(parts.records.replace, record.path, spelled(record, parts.secret))
         return ["Its record beside the blobs was damaged and is written again."]
 
     def _aside(self, before: float) -> list[str]:
