@@ -24,7 +24,7 @@ def a_purse(limit: int = LIMIT) -> tuple[ByteLedger, Purse]:
 
 
 @given(moves=MOVES)
-def test_what_is_spoken_for_is_never_more_than_the_budget(
+def test_23_what_is_spoken_for_is_never_more_than_the_budget(
     moves: list[tuple[int, Need | None | int]],
 ) -> None:
     ledger, purse = a_purse()

@@ -25,7 +25,7 @@ def talk(served: Served, session: str = "x") -> list[Turn]:
     return answered(turns, served.ask(turns, session), "Sure?")
 
 
-def test_a_conversation_goes_on_after_a_restart(small: Loaded, tmp_path: Path) -> None:
+def test_8_a_conversation_goes_on_after_a_restart(small: Loaded, tmp_path: Path) -> None:
     turns = talk(Served(small, "limited", keeper=kept_in(tmp_path, small)))
     other = Served(small, "limited")
     talk(other)
@@ -49,7 +49,7 @@ def test_forks_come_back_with_their_session(small: Loaded, tmp_path: Path) -> No
     assert again.ask(more, "x").told.session == fork.told.session == "x~2"
 
 
-def test_two_servers_do_not_both_write_a_session(small: Loaded, tmp_path: Path) -> None:
+def test_20_two_servers_do_not_both_write_a_session(small: Loaded, tmp_path: Path) -> None:
     first = Served(small, keeper=kept_in(tmp_path, small))
     turns = talk(first)
     second = Served(small, keeper=kept_in(tmp_path, small))
@@ -66,7 +66,7 @@ def kept_said(small: Loaded, folder: Path) -> list[object]:
     return list(Served(small, keeper=kept_in(folder, small)).core.find("a", "x").said)
 
 
-def test_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
+def test_21_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     talk(served)
     served.core.remove("a", "x")
@@ -77,7 +77,7 @@ def test_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
     assert len(kept_said(small, tmp_path)) == 2
 
 
-def test_a_full_disk_stops_no_answer(
+def test_4_a_full_disk_stops_no_answer(
     small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = kept_in(tmp_path, small)

@@ -97,7 +97,7 @@ def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: Loaded) -> None
     ("policy", "steps"),
     [("full", 0), ("full", 1), ("full", 12), ("limited", 2), ("limited", 9), ("tended", 9)],
 )
-def test_a_cancelled_request_leaves_nothing(small: Loaded, policy: str, steps: int) -> None:
+def test_19_a_cancelled_request_leaves_nothing(small: Loaded, policy: str, steps: int) -> None:
     served, other = Served(small, policy), Served(small, policy)
     turns = told(1)
     before = served.ask(turns, "x")
@@ -151,7 +151,7 @@ def test_a_listener_that_fails_ends_alone(small: Loaded) -> None:
     assert isinstance(bad.error, IndexError) and good.told.new_tokens == 4
 
 
-def test_what_can_never_fit_is_refused_at_once(small: Loaded) -> None:
+def test_24_what_can_never_fit_is_refused_at_once(small: Loaded) -> None:
     served = Served(small, device=60_000)
     with pytest.raises(Refusal, match="raise the budget") as caught:
         served.submit(told(1, 30))
@@ -162,7 +162,7 @@ def test_what_can_never_fit_is_refused_at_once(small: Loaded) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
+def test_24_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
     for number in range(4):
         served.ask(told(number), f"n{number}")

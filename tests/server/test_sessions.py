@@ -34,7 +34,7 @@ def test_an_answer_keeps_the_tokens_that_were_generated(small: Loaded) -> None:
     assert tuple(sitting.read) == tuple(sitting.ids[: len(sitting.read)])
 
 
-def test_the_same_request_again_is_the_same_turn(small: Loaded) -> None:
+def test_18_the_same_request_again_is_the_same_turn(small: Loaded) -> None:
     served = Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -47,7 +47,7 @@ def test_the_same_request_again_is_the_same_turn(small: Loaded) -> None:
     assert len(served.core.sessions.find("a", "x").said) == 2
 
 
-def test_a_second_request_into_a_busy_session_is_refused(small: Loaded) -> None:
+def test_18_a_second_request_into_a_busy_session_is_refused(small: Loaded) -> None:
     served = Served(small)
     client, _ = served.submit(told(1), "x")
     for turns in (told(1), told(2)):
@@ -62,7 +62,7 @@ def test_a_second_request_into_a_busy_session_is_refused(small: Loaded) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_another_text_goes_on_in_a_fork(small: Loaded, policy: str) -> None:
+def test_14_another_text_goes_on_in_a_fork(small: Loaded, policy: str) -> None:
     served, alone = Served(small, policy), Served(small, policy)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -81,7 +81,7 @@ def test_another_text_goes_on_in_a_fork(small: Loaded, policy: str) -> None:
     assert reseeded.told.session == "x~3"
 
 
-def test_conversations_that_share_a_beginning_share_its_work(small: Loaded) -> None:
+def test_17_conversations_that_share_a_beginning_share_its_work(small: Loaded) -> None:
     served, alone = Served(small), Served(small)
     shared = Turn("system", "You count coins in boxes, and you say so. " * 2)
     texts = [[shared, user(f"Number {n}?")] for n in range(2)]
@@ -146,6 +146,18 @@ def test_a_text_without_turns_is_continued_as_it_is(small: Loaded) -> None:
         served.submit([], raw_prompt="")
 
 
+def test_16_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
+    small: Loaded,
+) -> None:
+    text, served = "Once upon a time there was a box of coins", Served(small)
+    served.ask([], raw_prompt=text)
+    for wanted in (text, text[:-1], text[:30], text[:1]):
+        client = served.ask([], raw_prompt=wanted, sampling=Sampling(seed=len(wanted)))
+        assert client.text == Served(small).ask([], raw_prompt=wanted).text
+        assert client.told.cached_tokens < client.told.prompt_tokens
+        assert (client.told.cached_tokens > 16) == (len(wanted) > 20)
+
+
 @pytest.mark.parametrize("turns", [[], [Turn("assistant", "Hello.")]])
 def test_what_cannot_be_answered_is_refused(small: Loaded, turns: list[Turn]) -> None:
     served = Served(small)
@@ -178,7 +190,7 @@ def test_a_session_survives_export_and_import(small: Loaded) -> None:
     assert [each.name for each in other.core.sessions] == ["y"]
 
 
-def test_ten_thousand_idle_sessions_stay_within_host_memory(small: Loaded) -> None:
+def test_22_ten_thousand_idle_sessions_stay_within_host_memory(small: Loaded) -> None:
     served = Served(small, host=3_000_000)
     for number in range(10_000):
         try:

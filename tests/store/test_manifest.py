@@ -87,7 +87,7 @@ def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
         assert head is not None and head.num_tokens == winner
 
 
-def test_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
+def test_20_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
     ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
     for epoch in range(1, 8):
         theirs.commit(a_record(epoch), expected=epoch - 1)
@@ -114,7 +114,7 @@ def test_old_states_are_pruned(tmp_path: Path) -> None:
     assert heads.head(*OWN) == a_record(6)
 
 
-def test_a_removed_session_fences_late_writers(tmp_path: Path) -> None:
+def test_20_a_removed_session_fences_late_writers(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2, removed=True), expected=1)
@@ -232,7 +232,7 @@ def test_4_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
     assert heads.head(*OWN) == a_record(1)
 
 
-def test_leases_fence_whoever_had_them_before(tmp_path: Path) -> None:
+def test_20_leases_fence_whoever_had_them_before(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     now = [100.0]
     heads.manifest.clock = lambda: now[0]

@@ -102,7 +102,7 @@ def test_18_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
     assert is_exact(load(store))
 
 
-def test_only_who_has_the_lease_writes(tmp_path: Path) -> None:
+def test_20_only_who_has_the_lease_writes(tmp_path: Path) -> None:
     store = store_at(tmp_path, clock=lambda: now[0])
     now = [0.0]
     save(store)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx2
@@ -34,18 +36,32 @@ def error(reply: httpx2.Response, status: int) -> dict[str, Any]:
     return told["error"]
 
 
-def test_nothing_but_the_page_and_health_answers_without_a_key(served: Running) -> None:
-    """Failure test 32: every route of ours, and those that are none."""
+def routes(found: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Path and method of every route, those of routers inside included."""
+    for route in found:
+        inside = vars(route).get("original_router")
+        if inside is not None:
+            yield from routes(inside.routes)
+        else:
+            yield from ((route.path, method) for method in route.methods)
+
+
+def test_32_nothing_but_the_page_and_health_answers_without_a_key(served: Running) -> None:
+    """Every route that the application has, told of or not, and those that are none."""
     app = create_app(FakeHub(), Loopback(), Archive(), Settings())
-    paths = {(path, m.upper()) for path, told in app.openapi()["paths"].items() for m in told}
-    assert len(paths) > 30
-    paths |= {("/openapi.json", "GET"), ("/nowhere", "GET"), ("/v1/nowhere", "POST")}
+    told = {(path, m.upper()) for path, own in app.openapi()["paths"].items() for m in own}
+    paths = set(routes(app.routes))
+    assert len(told) > 30 and {(path.replace(":path", ""), m) for path, m in paths} >= told
+    paths |= {("/nowhere", "GET"), ("/v1/nowhere", "POST")}
     with httpx2.Client(base_url=served.url) as client:
         for path, method in sorted(paths):
-            place = path.replace("{name}", "x").replace("{item}", "y")
+            place = re.sub(r"\{[^}]+\}", "x", path)
             if path in OPEN:
                 continue
             reply = client.request(method, place)
+            if method == "HEAD":
+                assert reply.status_code == 401
+                continue
             assert error(reply, 401)["code"] == "invalid_api_key", (method, place)
         for given in ("Bearer sk-wrong", ANNE, f"Basic {ANNE}", "Bearer", f"Bearer {ANNE}x"):
             error(client.get("/v1/sessions", headers={"authorization": given}), 401)
@@ -123,7 +139,7 @@ def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client, served: Run
 
 @pytest.mark.parametrize("name", ["a" * 256, "a\tb", " ", "\x7f", "a\x85b"])
 @pytest.mark.parametrize("field", ["session_id", "prompt_cache_key", "header"])
-def test_names_that_are_none_are_refused(
+def test_30_names_that_are_none_are_refused(
     http: httpx2.Client, served: Running, name: str, field: str
 ) -> None:
     headers = {"x-session-id": name.encode("latin-1")} if field == "header" else {}
@@ -135,7 +151,7 @@ def test_names_that_are_none_are_refused(
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a@b", "héllo 🍞", "a/b/pin", "%2e%2e%2f"])
-def test_any_plain_name_is_only_a_name(http: httpx2.Client, served: Running, name: str) -> None:
+def test_30_any_plain_name_is_only_a_name(http: httpx2.Client, served: Running, name: str) -> None:
     """Failure test 30."""
     http.post("/v1/chat/completions", json=chat("x", session_id=name))
     [session] = http.get("/v1/sessions").json()["data"]
@@ -157,7 +173,7 @@ def test_the_most_telling_name_counts(http: httpx2.Client, served: Running) -> N
     assert named == ["head", "t", "body", "key", None]
 
 
-def test_a_busy_session_is_told_and_a_busy_key_passed_by(
+def test_18_a_busy_session_is_told_and_a_busy_key_passed_by(
     http: httpx2.Client, served: Running
 ) -> None:
     """Failure test 18, as far as HTTP has a part in it."""
@@ -185,7 +201,7 @@ def test_silence_is_filled_with_comments(http: httpx2.Client, served: Running) -
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_is_not_worked_for(served: Running, path: str, stream: bool) -> None:
+def test_19_who_leaves_is_not_worked_for(served: Running, path: str, stream: bool) -> None:
     """Failure test 19, as far as HTTP has a part in it."""
     same = {"model": NAME, "stream": stream}
     body = {"prompt": "wait", "input": "wait", "messages": [{"role": "user", "content": "wait"}]}
@@ -202,7 +218,7 @@ def test_who_leaves_is_not_worked_for(served: Running, path: str, stream: bool) 
     assert served.hub.tickets[0].cancelled.wait(10)
 
 
-def test_tenants_know_nothing_of_each_other(
+def test_29_tenants_know_nothing_of_each_other(
     http: httpx2.Client, anne: OpenAI, bob: OpenAI, served: Running
 ) -> None:
     """Failure test 29: what belongs to another is told of exactly as what never was."""
@@ -254,7 +270,7 @@ def test_tokens_there_and_back(http: httpx2.Client, served: Running) -> None:
     assert error(http.post("/detokenize", json={"tokens": [-1]}), 400)
 
 
-def test_garbage_on_the_port_leaves_the_server_alive(served: Running) -> None:
+def test_31_garbage_on_the_port_leaves_the_server_alive(served: Running) -> None:
     """Failure test 31."""
     port = int(served.url.rpartition(":")[2])
     for garbage in (b"\x00" * 4096, b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01" + bytes(range(256))):

@@ -119,7 +119,7 @@ def test_a_response_is_streamed(anne: OpenAI, served: Running) -> None:
     assert broken[-1].response.error is not None
 
 
-def test_a_repeated_request_is_not_a_second_turn(
+def test_18_a_repeated_request_is_not_a_second_turn(
     http: httpx2.Client, anne: OpenAI, served: Running
 ) -> None:
     """Failure test 18: a client that has lost the answer asks once more by itself."""

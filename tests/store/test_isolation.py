@@ -1,0 +1,81 @@
+"""Nothing crosses tenants in a store: paired, on disk and after a restart, and by the work done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from larder.store.places import place_at
+from store.caches import IDS, SPEC, WHO, asking, read, save, snapshot, store_at
+from store.places import Faulty
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+OTHER = "somebody else"
+LONGER = (*IDS, 5, 6, 7, 8, 9)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_27_what_a_tenant_keeps_is_found_by_it_alone(tmp_path: Path, codec: str) -> None:
+    store = store_at(tmp_path)
+    save(store, codec=codec)
+    for again in (store, store_at(tmp_path), store_at(tmp_path, home="another home")):
+        hit = again.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+        assert (hit is not None) == (codec == "raw")  # what lost something is shared with nobody
+        assert again.prefixes.longest(OTHER, LONGER, asking().identity, SPEC) is None
+        own = again.sessions.load(WHO, "talk", asking())
+        assert own is not None and own.cache is not None
+        assert again.sessions.load(OTHER, "talk", asking()) is None
+        assert again.sessions.heads(OTHER) == []
+
+
+def work(folder: Path, do: Callable[..., object], *told: object) -> list[str]:
+    """Every statement and every call to the disk that something takes, in a new process's store."""
+    done: list[str] = []
+    place = Faulty(
+        place_at(str(folder / "store")), lambda what, path: done.append(f"{what} {path[:6]}")
+    )
+    store = store_at(folder, place)
+    store.parts.manifest._database.set_trace_callback(
+        lambda text: done.append(" ".join(text.split()[:4]))
+    )
+    done.clear()
+    do(store, *told)
+    store.close()
+    return done
+
+
+def test_27_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(
+    tmp_path: Path,
+) -> None:
+    def look(store: object, who: str, ids: tuple[int, ...]) -> None:
+        store.prefixes.longest(who, ids, asking().identity, SPEC)  # pyright: ignore
+
+    save(store_at(tmp_path))
+    theirs, unknown = work(tmp_path, look, OTHER, LONGER), work(tmp_path, look, OTHER, LONGER[::-1])
+    assert theirs == unknown and 0 < len(theirs) < len(work(tmp_path, look, WHO, LONGER))
+
+
+def test_27_saving_what_another_has_takes_the_work_of_saving_what_is_new(tmp_path: Path) -> None:
+    def keep(store: object, who: str, name: str, ids: tuple[int, ...]) -> None:
+        store.sessions.save(who, name, ids, snapshot(read(ids)), transcript=bytes(ids))  # pyright: ignore
+
+    work(tmp_path, keep, WHO, "talk", IDS)
+    before = set((tmp_path / "store" / "blobs").rglob("*.safetensors"))
+    theirs = work(tmp_path, keep, OTHER, "talk", IDS)
+    added = set((tmp_path / "store" / "blobs").rglob("*.safetensors")) - before
+    unknown = work(tmp_path, keep, OTHER, "new", IDS[::-1])
+    assert len(added) == len(before)  # no object of one tenant is one of another's
+    assert [each for each in theirs if "blobs" in each] == [
+        each for each in unknown if "blobs" in each
+    ]
+    assert len(theirs) == len(unknown)
+
+
+def test_29_a_session_of_another_takes_the_work_of_none(tmp_path: Path) -> None:
+    def ask(store: object, name: str) -> None:
+        assert store.sessions.load(OTHER, name, asking()) is None  # pyright: ignore
+
+    save(store_at(tmp_path))
+    assert work(tmp_path, ask, "talk") == work(tmp_path, ask, "none")
