@@ -11,7 +11,7 @@ from jaxtyping import Float32
 
 from larder.core.conversation import Conversation, Form, Message
 from larder.core.errors import BadParameter, BudgetError
-from larder.session.clustering import cluster
+from larder.session.clustering import Clusters, cluster
 from larder.session.embedders.base import Embedder
 from larder.session.matching import match
 from larder.session.segments import Piece, Segment, Unit, cut
@@ -28,7 +28,7 @@ def check_segments(name: str, segment: int, tokens: int | None) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Passages:
-    """The segments of a conversation and their embeddings, which are made once.
+    """The segments of a conversation, their embeddings and clusters, which are made once.
 
     Args:
         size: utterances in each.
@@ -39,6 +39,7 @@ class Passages:
     embedder: Embedder
     size: int
     _asked: dict[str, Float32[np.ndarray, " D"]] = field(default_factory=dict)
+    _clusters: dict[tuple[int, int], Clusters] = field(default_factory=dict)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -51,7 +52,9 @@ class Passages:
 
     def episode(self, question: str, count: int, seed: int) -> tuple[int, ...]:
         """The segments of the episode that a question belongs to."""
-        clusters = cluster(self._rows, count, seed)
+        if (count, seed) not in self._clusters:
+            self._clusters[count, seed] = cluster(self._rows, count, seed)
+        clusters = self._clusters[count, seed]
         return clusters.members[match(self._question(question), clusters.centroids).episode]
 
     def fitting(self, ranked: Sequence[int], tokens: int) -> Conversation:
