@@ -24,7 +24,7 @@ NEWEST_VENV := .venv-transformers-$(subst *,x,$(NEWEST))
 LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo lint format bench studies results compat compat-oldest compat-newest clean
+.PHONY: help install test test-cluster demo lint format bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -42,6 +42,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP) ## the default test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-cluster: $(STAMP) ## the tests that start a cluster of two machines here
+	$(BIN)/python -m pytest -m cluster
 
 demo: $(STAMP) ## full cache and EpiCache side by side on a bundled conversation
 	$(BIN)/larder demo

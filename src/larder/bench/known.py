@@ -37,6 +37,10 @@ class Known:
         seed, guess = self._guesses.get(cell.place, (cell.seed, None))
         return guess if seed < cell.seed else None
 
+    def source(self, cell: Cell) -> int | None:
+        """The seed that a cell's first guess comes from; None where there is none."""
+        return self._guesses[cell.place][0] if cell.place in self._guesses else None
+
     def same(self, cell: Cell) -> Row | None:
         """What the cell comes to, where one that differs in what is held equal has told."""
         if not cell.is_alike:

@@ -7,7 +7,8 @@ measured. That a policy refuses is a result, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -46,6 +47,17 @@ def unheard(row: Row, pace: Pace) -> None:
     del row, pace
 
 
+# What jobs came to and the seconds that it took, as they become ready.
+Ready = Generator[tuple[Job, Row, float], None, None]
+Each = Callable[[Sequence[Job], Callable[[Job], Row]], Ready[Job]]
+
+
+def in_order(jobs: Sequence[Job], measure: Callable[[Job], Row]) -> Ready[Job]:
+    """One job after the other, here."""
+    for job in jobs:
+        yield job, *timed(measure, job)
+
+
 @dataclass(frozen=True)
 class Run(Generic[Job]):
     """Jobs and the file that their rows go to.
@@ -57,6 +69,7 @@ class Run(Generic[Job]):
         measure: the rest of the row.
         out: lines of JSON.
         common: what every row ends with.
+        each: measures jobs one after the other, or several at a time.
     """
 
     jobs: Sequence[Job]
@@ -65,6 +78,7 @@ class Run(Generic[Job]):
     measure: Callable[[Job], Row]
     out: Path
     common: Row
+    each: Each[Job] = in_order
 
     def left(self) -> list[Job]:
         """The jobs that the file has no row of."""
@@ -74,13 +88,13 @@ class Run(Generic[Job]):
     def go(self, tell: Tell = unheard) -> None:
         """Measure them; each row is in the file before the next job begins, behind its exhibits."""
         left, begun = self.left(), time.perf_counter()
-        for number, job in enumerate(left, start=1):
-            rows = apart(self._row(job))
-            append(self.out, rows)
-            tell(rows[-1], Pace(number, len(left), time.perf_counter() - begun))
+        with closing(self.each(left, self.measure)) as all_measured:
+            for number, (job, measured, seconds) in enumerate(all_measured, start=1):
+                rows = apart(self._row(job, measured, seconds))
+                append(self.out, rows)
+                tell(rows[-1], Pace(number, len(left), time.perf_counter() - begun))
 
-    def _row(self, job: Job) -> Row:
-        measured, seconds = timed(self.measure, job)
+    def _row(self, job: Job, measured: Row, seconds: float) -> Row:
         return self.head(job) | measured | {"seconds": round(seconds, 3)} | self.common
 
 

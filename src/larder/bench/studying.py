@@ -19,7 +19,7 @@ from larder.bench.known import Known
 from larder.bench.measures.base import Measure
 from larder.bench.papers import Paper, budget_name
 from larder.bench.rows import TEXT, Row, append, key, known_rows, results
-from larder.bench.running import Run, Tell, estimate, unheard
+from larder.bench.running import Each, Run, Tell, estimate, in_order, unheard
 from larder.bench.study import Study
 from larder.bench.surroundings import environment
 from larder.bench.task import parse_task
@@ -31,6 +31,15 @@ from larder.core.spelling import build, parse, spell
 MEASURES = Family("measure", "larder.bench.measures")
 Kind = tuple[str, str, str, str, str]  # model, task, length, measure, policy
 Open = Callable[[str], Workbench]  # loads the model of that name
+# How the cells of a model are gone through, given its name, the rows that are known of them, and
+# whom to tell of other surroundings.
+Through = Callable[[str, Sequence[Row], Callable[[Row], None]], Each[Cell]]
+
+
+def here(model: str, rows: Sequence[Row], tell: Callable[[Row], None]) -> Each[Cell]:
+    """One after the other, in this process."""
+    del model, rows, tell
+    return in_order
 
 
 def measure_of(sentence: str) -> Measure:
@@ -64,12 +73,14 @@ class Studying:
         out: the file of its results.
         open: gives the workbench of a model.
         threads: that torch computes with.
+        through: how cells are gone through.
     """
 
     study: Study
     out: Path
     open: Open
     threads: int
+    through: Through = here
     _told: dict[str, Row] = field(default_factory=dict[str, Row], init=False, compare=False)
 
     def go(self, tell: Tell = unheard) -> None:
@@ -82,8 +93,8 @@ class Studying:
             left = run.left()
             _try_tasks(bench, left)
             _check_texts(bench, left, self._of(run.jobs[0].model, self._known()), self.out)
-            if left and not self._knows(surroundings):
-                append(self.out, [surroundings])
+            if left:
+                self._tell_surroundings(surroundings)
             self._tell_paper()
             run.go(tell)
 
@@ -139,18 +150,23 @@ class Studying:
             bench = self.open(model)
             self._told[model] = told = bench.told()
             surroundings = environment(self.threads, bench.accelerator())
-            known = Known(self._of(model, self._known()))
+            rows = self._of(model, self._known())
+            known = Known(rows)
 
             def measure(cell: Cell, bench: Workbench = bench, known: Known = known) -> Row:
-                return _measured(bench, known, cell)
+                return measured(bench, known, cell)
 
             def head(cell: Cell, told: Row = told | {"environment": surroundings["id"]}) -> Row:
                 return cell.head(told)
 
-            yield bench, surroundings, Run(self._cells[model], head, key, measure, self.out, {})
+            each = self.through(model, rows, self._tell_surroundings)
+            told_of = self._cells[model], head, key, measure, self.out, {}, each
+            yield bench, surroundings, Run(*told_of)
 
-    def _knows(self, surroundings: Row) -> bool:
-        return any(row.get("id") == surroundings["id"] for row in known_rows(self.out))
+    def _tell_surroundings(self, surroundings: Row) -> None:
+        """Have the file hold them."""
+        if not any(row.get("id") == surroundings["id"] for row in known_rows(self.out)):
+            append(self.out, [surroundings])
 
 
 def _kind(cell: Cell) -> Kind:
@@ -186,7 +202,8 @@ def _check_texts(bench: Workbench, left: Sequence[Cell], rows: Sequence[Row], ou
             )
 
 
-def _measured(bench: Workbench, known: Known, cell: Cell) -> Row:
+def measured(bench: Workbench, known: Known, cell: Cell) -> Row:
+    """What a cell comes to."""
     row = known.same(cell) or _made(bench, cell, known.guess(cell))
     known.learn(cell, row)
     return row

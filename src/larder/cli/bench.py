@@ -93,6 +93,12 @@ class BenchOptions(Output):
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Default: results/STUDY.jsonl.")
     ] = None
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Measure on all machines of a Ray cluster; each takes as many threads."
+        ),
+    ] = False
     estimate: Annotated[bool, typer.Option("--estimate", help="Only say how long it takes.")] = (
         False
     )
@@ -223,7 +229,15 @@ def _studying(study: Study, options: BenchOptions) -> Studying:
         return Workbench(engine, Sources(engine.scribe.length, options.corpus, options.data))
 
     out = options.out or RESULTS / f"{study.name}.jsonl"
-    return Studying(study, out, opened, get_num_threads())
+    threads = get_num_threads()
+    if not options.ray:
+        return Studying(study, out, opened, threads)
+    from larder.bench.spreading import spread
+    from larder.core.clusters import check_ray, join
+
+    check_ray("'larder bench --ray'")
+    join()
+    return Studying(study, out, opened, threads, spread(opened, threads))
 
 
 def _run(running: Studying) -> bool:

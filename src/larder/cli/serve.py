@@ -6,8 +6,6 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,6 +64,15 @@ class Serving(Common):
             f"Default: ${KEYS}; without keys only this machine is served.",
         ),
     ] = None
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Serve from replicas that Ray runs, on the machines of its cluster."
+        ),
+    ] = False
+    replicas: Annotated[
+        int, typer.Option(min=1, help="With --ray: how many, each with budgets of its own.")
+    ] = 2
 
 
 @command
@@ -74,31 +81,12 @@ def serve(options: Serving) -> None:
 
     Clients find it at http://HOST:PORT/v1, browsers at http://HOST:PORT/.
     """
-    budgets, door = _budgets(options), _door(options)
-    bound = _bound(options)
-    with bound, _hub(options, budgets) as hub:
+    from larder.cli.hubs import hub_here, hub_of_replicas
+
+    budgets_of(options)
+    door, bound = _door(options), _bound(options)
+    with bound, (hub_of_replicas if options.ray else hub_here)(options) as hub:
         _run(options, hub, door, bound)
-
-
-@contextmanager
-def _hub(options: Serving, budgets: Budgets) -> Iterator[Hub]:
-    from larder.cli.sitting import open_engine
-    from larder.core.settings import home
-    from larder.server.local_hub import LocalHub
-    from larder.server.persisting import Persisting
-    from larder.store.store import Store
-
-    engine = open_engine(options)
-    store = Store(str(home() / "store") if options.store is None else options.store, home())
-    try:
-        keeper = Persisting(store, engine.loaded.decoder.spec)
-        hub = LocalHub(engine, budgets, keeper=keeper)
-        try:
-            yield hub
-        finally:
-            hub.close()
-    finally:
-        store.close()
 
 
 def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
@@ -182,7 +170,8 @@ def _bound(options: Serving) -> socket.socket:
         ) from error
 
 
-def _budgets(options: Serving) -> Budgets:
+def budgets_of(options: Serving) -> Budgets:
+    """Raises: UsageError: an option is no number of bytes."""
     from larder.store.ledger import Budgets, Tier
 
     return Budgets(

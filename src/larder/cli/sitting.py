@@ -90,12 +90,22 @@ def marks(text: str, question: Question) -> Marks | None:
 
 def open_engine(options: Common) -> Engine:
     """The engine that the options ask for; what can be refused early is, before a model loads."""
-    policy = policy_from("--policy", options.policy)
-    _check_sizes(options)
-    _check_decoding(options)
+    policy = check_early(options)
     with watched(f"Loading {options.model}"):
         loaded = load(options.model, options.device, options.dtype)
     return Engine(loaded, policy, options.budget, options.block)
+
+
+def check_early(options: Common) -> Policy:
+    """The policy; everything else that can be refused without a model is, too.
+
+    Raises:
+        LarderError: an option is not what it should be.
+    """
+    policy = policy_from("--policy", options.policy)
+    _check_sizes(options)
+    _check_decoding(options)
+    return policy
 
 
 def policy_from(option: str, spelling: str) -> Policy:

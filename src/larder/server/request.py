@@ -36,6 +36,7 @@ class Request:
         exact: answer from a cache that holds everything, or not at all.
         follows: the session whose newest state is continued by `turns`.
         raw_prompt: a text without a chat template, to be continued as it is.
+        lot: a word that the name of a session holds which has none of the client's.
     """
 
     tenant: str
@@ -47,6 +48,7 @@ class Request:
     exact: bool = False
     follows: str | None = None
     raw_prompt: str | None = None
+    lot: str = ""
 
 
 @dataclass(frozen=True)

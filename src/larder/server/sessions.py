@@ -167,6 +167,8 @@ class Sessions:
         name = request.session
         if name is not None and (request.tenant, name) in self._sittings:
             return self._made(self.fork(self.find(request.tenant, name), None, rule, 0))
+        if name is None and request.lot:
+            name = f"s-{request.lot}-{secrets.token_hex(8)}"
         return self._made(self.open(request.tenant, name, rule))
 
     def _following(self, request: Request, rule: Rule) -> Resolved:

@@ -1,0 +1,116 @@
+"""What `larder serve` serves from: this process, or replicas that Ray runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from larder.core.settings import home
+
+if TYPE_CHECKING:
+    from larder.cli.serve import Serving
+    from larder.core.spec import ModelSpec
+    from larder.server.hub import Hub
+    from larder.server.scheduler import Keeper
+    from larder.store.store import Store
+
+STORE = "store"  # in the home folder
+Kept = Callable[["Store", "ModelSpec"], "Keeper"]
+
+
+@contextmanager
+def hub_here(options: Serving) -> Iterator[Hub]:
+    """One hub in this process."""
+    from larder.server.persisting import Persisting
+    from larder.store.store import Store
+
+    store = Store(url_of(options), home())
+    try:
+        with _hub(options, store, Persisting) as hub:
+            yield hub
+    finally:
+        store.close()
+
+
+@contextmanager
+def hub_of_replicas(options: Serving) -> Iterator[Hub]:
+    """Several in other processes, which Ray runs.
+
+    Raises:
+        DependencyError: Ray Serve is not installed.
+        UsageError: the machines have no store in common.
+        ModelError: no replica starts.
+    """
+    from larder.cli.sitting import check_early
+    from larder.core.clusters import check_ray, join, leave
+    from larder.server.cluster.hub import ClusterHub
+    from larder.server.cluster.serving import RayReplicas, Wanted, check_store
+    from larder.store.secret import secret_at
+
+    check_ray("'larder serve --ray'")
+    check_early(options)
+    wanted = Wanted(options.replicas, accelerators=int(options.device.startswith("cuda")))
+    opened = partial(hub_in_replica, options, url_of(options), secret_at(home()))
+    machines = join()
+    try:
+        check_store(options.store, machines)
+        hub = ClusterHub(RayReplicas(opened, wanted))
+        try:
+            yield hub
+        finally:
+            hub.close()
+    finally:
+        leave()
+
+
+@contextmanager
+def hub_in_replica(options: Serving, url: str, secret: bytes) -> Iterator[Hub]:
+    """One of them, in its process; its index of the store is its machine's own.
+
+    Args:
+        url: of the store that all have in common.
+        secret: likewise.
+    """
+    from larder.server.persisting import Persisting
+    from larder.server.sharing import Beating, Sharing
+    from larder.store.claims import Claims
+    from larder.store.store import Store
+
+    store = Store(url, home(), secret=secret)
+    claims = Claims(store.parts)
+    beating = Beating(claims)
+
+    def keeper(store: Store, spec: ModelSpec) -> Keeper:
+        return Sharing(Persisting(store, spec), store, claims)
+
+    try:
+        with _hub(options, store, keeper) as hub:
+            yield hub
+    finally:
+        beating.close()
+        store.close()
+
+
+def url_of(options: Serving) -> str:
+    """Of the store; the same from every folder of this machine."""
+    if options.store is None:
+        return str(home() / STORE)
+    is_path = "://" not in options.store
+    return str(Path(options.store).expanduser().absolute()) if is_path else options.store
+
+
+@contextmanager
+def _hub(options: Serving, store: Store, keeper: Kept) -> Iterator[Hub]:
+    from larder.cli.serve import budgets_of
+    from larder.cli.sitting import open_engine
+    from larder.server.local_hub import LocalHub
+
+    engine = open_engine(options)
+    hub = LocalHub(engine, budgets_of(options), keeper=keeper(store, engine.loaded.decoder.spec))
+    try:
+        yield hub
+    finally:
+        hub.close()

@@ -1,0 +1,61 @@
+"""Machines that work together, by Ray; nothing of it is needed on one machine."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+from larder.core.errors import DependencyError
+
+OBJECT_BYTES = 200 << 20  # of Ray's own store: what we send through it is small
+
+
+def check_ray(what: str) -> None:
+    """See that Ray is there, before anything is loaded.
+
+    Args:
+        what: needs it; for the error.
+
+    Raises:
+        DependencyError: it is not installed, or not all of it.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import_module("ray.serve")
+    except ImportError as error:
+        raise DependencyError(
+            f"{what} needs Ray ({error.name} is missing): pip install 'larder[ray]'."
+        ) from error
+
+
+def join() -> int:
+    """Become part of the Ray cluster that RAY_ADDRESS names or that runs on this machine; else
+    start one of this machine alone, which others do not reach.
+
+    Returns:
+        how many machines there are.
+    """
+    ray = _ray()
+    if not ray.is_initialized():
+        quiet = {"log_to_driver": False, "logging_level": "warning"}
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:
+            own = {"_node_ip_address": "127.0.0.1", "object_store_memory": OBJECT_BYTES}
+            ray.init(address="local", include_dashboard=False, **own, **quiet)
+    return len(processors())
+
+
+def processors() -> list[float]:
+    """How many each machine of the cluster has to give."""
+    return [node["Resources"].get("CPU", 0.0) for node in _ray().nodes() if node["Alive"]]
+
+
+def leave() -> None:
+    """End the cluster, if it was started here; else only leave it."""
+    _ray().shutdown()
+
+
+def _ray() -> Any:
+    return import_module("ray")

@@ -1,0 +1,1 @@
+"""Serving from several processes, on one machine or on many."""

@@ -1,0 +1,151 @@
+"""Replicas that Ray Serve runs: it places them, watches them, and routes by the session's key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.clusters import processors
+from larder.core.errors import ModelError, UsageError
+from larder.server.cluster.frames import Failed, Frame, Told
+from larder.server.cluster.replica import Replica
+from larder.server.cluster.replicas import Lost, Replicas
+from larder.server.hub import Hub
+from larder.server.request import Request
+
+NAME = "larder"
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+MOST_REQUESTS = 1000  # at a time and replica: our own scheduler has them wait
+DRAIN_SECONDS = 60.0
+ASK_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How replicas are to run.
+
+    Args:
+        replicas: how many.
+        cpus: of each; None shares what the machines have.
+        accelerators: of each.
+    """
+
+    replicas: int
+    cpus: int | None = None
+    accelerators: int = 0
+
+
+def check_store(url: str | None, machines: int) -> None:
+    """Raises: UsageError: machines would not have the same store."""
+    if url is None and machines > 1:
+        raise UsageError(
+            f"The Ray cluster has {machines} machines, so they need one store: give --store URL "
+            "that all of them reach, such as a mounted folder or s3://..."
+        )
+
+
+class RayReplicas(Replicas):
+    """Replicas of one Ray Serve application, which ends with this.
+
+    Args:
+        opened: makes a replica's hub; it must be picklable.
+    """
+
+    def __init__(self, opened: Callable[[], AbstractContextManager[Hub]], wanted: Wanted) -> None:
+        from ray import serve  # pyright: ignore
+
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        try:
+            self._handle = serve.run(application(opened, wanted), name=NAME, route_prefix=None)
+        except RuntimeError as error:
+            self.close()
+            last = str(error).strip().splitlines()[-1][-300:]
+            raise ModelError(f"No replica could start: {last}") from error
+
+    async def answer(self, key: str, request: Request) -> AsyncGenerator[Frame, None]:
+        handle = self._handle.options(stream=True, session_id=key, method_name="answer")
+        frames = handle.remote(request)
+        is_over = False
+        try:
+            async for several in _surely(frames):
+                for frame in several:
+                    yield frame
+            is_over = True
+        finally:
+            if not is_over:
+                asyncio.get_running_loop().run_in_executor(None, frames.cancel)
+
+    async def ask(self, key: str, method: str, *given: Any) -> Told | Failed:
+        from ray.exceptions import RayError  # pyright: ignore
+        from ray.serve.exceptions import RayServeException  # pyright: ignore
+
+        handle = self._handle.options(session_id=key, method_name="ask")
+        try:
+            return await handle.remote(method, *given)
+        except (RayError, RayServeException) as error:
+            raise Lost(type(error).__name__) from error
+
+    async def ask_all(self, method: str, *given: Any) -> list[Told | Failed]:
+        from ray.serve.exceptions import RayServeException  # pyright: ignore
+
+        try:
+            asked = self._handle.broadcast("ask", method, *given)
+            told = await asked.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
+        except (RayServeException, TimeoutError):
+            return []
+        return [each for each in told if isinstance(each, Told | Failed)]
+
+    def close(self) -> None:
+        from ray import serve  # pyright: ignore
+
+        serve.delete(NAME)
+        serve.shutdown()
+
+
+def application(opened: Callable[[], AbstractContextManager[Hub]], wanted: Wanted) -> Any:
+    """What Ray Serve is to run."""
+    from ray import serve  # pyright: ignore
+    from ray.serve.config import RequestRouterConfig  # pyright: ignore
+
+    share = _cpus(wanted) if wanted.cpus is None else wanted.cpus
+    deployment = serve.deployment(
+        Replica,
+        name="replica",
+        num_replicas=wanted.replicas,
+        max_ongoing_requests=MOST_REQUESTS,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=2.0,
+        ray_actor_options={"num_cpus": share, "num_gpus": wanted.accelerators},
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        logging_config={"log_level": "WARNING"},
+    )
+    return deployment.bind(opened)
+
+
+def _cpus(wanted: Wanted) -> float:
+    """Those of the smallest machine, shared by the replicas that it may have to hold."""
+    machines = [count for count in processors() if count]
+    if not machines:
+        raise UsageError("The Ray cluster has no processors to give: start it with --num-cpus.")
+    share = min(machines) / -(-wanted.replicas // len(machines))
+    return float(int(share)) if share >= 1 else share
+
+
+async def _surely(frames: Any) -> AsyncGenerator[list[Frame], None]:
+    """What a replica tells.
+
+    Raises:
+        Lost: it has gone.
+    """
+    from ray.exceptions import RayError  # pyright: ignore
+    from ray.serve.exceptions import RayServeException  # pyright: ignore
+
+    try:
+        async for several in frames:
+            yield several
+    except (RayError, RayServeException) as error:
+        raise Lost(type(error).__name__) from error

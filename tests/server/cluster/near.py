@@ -1,0 +1,86 @@
+"""Replicas in this process, which can be lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from larder.server.cluster.frames import Failed, Frame, Text, Told
+from larder.server.cluster.replica import Replica
+from larder.server.cluster.replicas import Lost, Replicas
+from larder.server.hub import Hub
+from larder.server.local_hub import LocalHub
+from larder.server.persisting import Persisting
+from larder.server.request import Request
+from larder.server.sharing import Sharing
+from larder.store.claims import Claims
+from larder.store.store import Store
+
+SECRET = b"s" * 32
+
+
+class Near(Replicas):
+    """Some replicas; a key leads to one of those that are left.
+
+    `breaks` says behind how many pieces of text the next answer is lost, with its replica or
+    without; `went` which replica each answer went to.
+    """
+
+    def __init__(self, loaded: Loaded, folder: Path, count: int) -> None:
+        self.stores = [
+            Store(str(folder / "blobs"), folder / f"home {n}", secret=SECRET) for n in range(count)
+        ]
+        opened = [lambda store=store: _hub(loaded, store) for store in self.stores]
+        self.left = {number: Replica(each) for number, each in enumerate(opened)}
+        self.breaks: int | None = None
+        self.went: list[int] = []
+
+    def lose(self, number: int) -> None:
+        """A replica is gone, without a word."""
+        self.left.pop(number).close()
+
+    def place(self, key: str) -> int:
+        return sorted(self.left)[int(key[:8], 16) % len(self.left)]
+
+    async def answer(self, key: str, request: Request) -> AsyncGenerator[Frame, None]:
+        if not self.left:
+            raise Lost("nobody is left")
+        number = self.place(key)
+        self.went.append(number)
+        async for frames in self.left[number].answer(request):
+            for frame in frames:
+                if isinstance(frame, Text) and self.breaks is not None:
+                    self.breaks -= 1
+                    if self.breaks < 0:
+                        self.breaks = None
+                        self.left.pop(number)
+                        raise Lost("pulled the plug")
+                yield frame
+
+    async def ask(self, key: str, method: str, *given: Any) -> Told | Failed:
+        if not self.left:
+            raise Lost("nobody is left")
+        return await self.left[self.place(key)].ask(method, *given)
+
+    async def ask_all(self, method: str, *given: Any) -> list[Told | Failed]:
+        return [await each.ask(method, *given) for each in self.left.values()]
+
+    def close(self) -> None:
+        for number in list(self.left):
+            self.lose(number)
+        for store in self.stores:
+            store.close()
+
+
+@contextmanager
+def _hub(loaded: Loaded, store: Store) -> Iterator[Hub]:
+    keeper = Sharing(Persisting(store, loaded.decoder.spec), store, Claims(store.parts))
+    hub = LocalHub(Engine(loaded, "full"), keeper=keeper)
+    try:
+        yield hub
+    finally:
+        hub.close()
