@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.bench.beside import beside, in_numbers, written
+from larder.bench.beside import beside, in_numbers, table, written
 from larder.bench.bootstrap import Bootstrap
 from larder.bench.papers import Paper, Reported
 from larder.bench.rows import Row, results
@@ -79,7 +79,7 @@ def test_it_is_read_with_its_study(tmp_path: Path) -> None:
 
 def test_bars_in_titles_end_no_cell() -> None:
     paper = Paper(CITE, "Larger.", (), (Reported("snapkv", "1/4", "kl", 0.5),))
-    [line] = [line for line in written(paper, CELLS).splitlines() if "snapkv" in line]
+    [line] = [line for line in written(paper, CELLS, {}).splitlines() if "snapkv" in line]
     assert r"KL(full \|\| policy)" in line and line.replace(r"\|", "").count("|") == 6
 
 
@@ -131,15 +131,17 @@ def test_what_is_wrong_is_told(
 
 def test_ours_is_of_the_cells_that_are_named() -> None:
     twice, of_full, ratio, seconds, one_kind, absent, more, none = beside(ROW_OF_SMALL, CELLS)
-    assert twice.ours["seed"].mean == 0.5 and twice.here("seed") == "0.50"
-    assert twice.told() == "41.5 % F1 (MF-en)" and twice.over() == "Exact match; all tasks"
-    assert of_full.ours["seed"].mean == 1.0 and of_full.over() == "Exact match; 1000 tokens"
-    assert ratio.here("seed") == "0.25×"
+    assert twice.ours["seed"].mean == 0.5 and twice.here("seed", {}) == "0.50"
+    assert twice.told() == "41.5 % F1 (MF-en)" and twice.over({}) == "Exact match; all tasks"
+    assert of_full.ours["seed"].mean == 1.0 and of_full.over({}) == "Exact match; 1000 tokens"
+    assert ratio.here("seed", {}) == "0.25×"
     assert seconds.ours["seed"].mean == 0.25
     assert one_kind.ours["seed"].mean == 0.25
-    assert absent.ours == {} and absent.here("seed") == "not measured"
-    assert more.here("seed") == "+0.25" and more.over().startswith("Exact match, less that of h2o")
-    assert none.here("seed") == "no ratio: random has none or 0"
+    assert absent.ours == {} and absent.here("seed", {}) == "not measured"
+    assert more.here("seed", {}) == "+0.25" and more.over({}).startswith(
+        "Exact match, less that of h2o"
+    )
+    assert none.here("seed", {}) == "no ratio: random has none or 0"
 
 
 def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
@@ -150,14 +152,31 @@ def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
     prefill = Reported("h2o", "1/4", "prefill_seconds", 1.0, measure="forced", matched="bytes")
     exact, seconds = beside(Paper("", "", (), (value, prefill)), ours)
     assert exact.ours["seed"].mean == 0.25 and list(exact.ours) == ["seed"]
-    assert exact.here("other") == "not measured"
+    assert exact.here("other", {}) == "not measured"
     [refused] = beside(Paper("", "", (), (value,)), [cell("h2o", refused="no room", items=[])])
-    assert refused.here("seed") == "refused"
-    assert seconds.ours["seed"].mean == 1.5 and seconds.here("seed") == "1.5000 [1.0000, 2.0000]"
+    assert refused.here("seed", {}) == "refused"
+    assert (
+        seconds.ours["seed"].mean == 1.5 and seconds.here("seed", {}) == "1.5000 [1.0000, 2.0000]"
+    )
+
+
+def test_log_likelihoods_stand_beside_exact_match_at_its_floor() -> None:
+    both: list[Row] = [
+        {"exact": False, "log_likelihood": likely, "counts": True} for likely in (-3.0, -5.0)
+    ]
+    rows = [cell("h2o", items=both[:1]), cell("snapkv", items=both[1:]), cell("full", items=[])]
+    values = [Reported(policy, "1/4", "exact", 1.0) for policy in ("h2o", "snapkv")]
+    values += [Reported("h2o", "1/4", "exact", 1.0, above="snapkv")]
+    paper = Paper("", "", (), tuple(values))
+    head, (first, second, more) = table(beside(paper, rows), ["seed"], {})
+    assert head[-1].startswith("log-likelihood") and "(seed)" in head[-1]
+    assert (first[-2:], second[-1], more[-1]) == (["0.00", "-3.00"], "-5.00", "+2.00")
+    short = written(paper, rows, {"snapkv": "S"})
+    assert "| S | 1/4" in short and "less that of S" in short
 
 
 def test_tables_say_both_and_what_differs(tmp_path: Path) -> None:
-    told = written(ROW_OF_SMALL, CELLS)
+    told = written(ROW_OF_SMALL, CELLS, {})
     assert told.startswith(f"## {CITE}\n\nThe paper: Larger <models>.\n")
     assert "| snapkv | 1/4 | 41.5 % F1 (MF-en) | Exact match; all tasks | 0.50 |" in told
     assert "| full | full | above h2o |" in told and "- the data\n" in told

@@ -1,13 +1,14 @@
 """What a paper reports beside what was measured here.
 
 Ours is a mean with its bootstrap interval over what was read, of those cells that a value of the
-paper names. Nothing here needs a model.
+paper names. Beside exact match stands the log-likelihood of the same answers, which has no floor.
+Nothing here needs a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from larder.bench.amounts import OWN, WHOLE
 from larder.bench.bootstrap import Bootstrap, Interval
@@ -17,6 +18,8 @@ from larder.bench.tables import drawn, entry, seconds_of
 
 HEAD = ("policy", "budget", "the paper", "ours is")
 HERE = "here ({})"  # of a model
+LIKELY = "log-likelihood per token here ({}), nats"
+EXACT, LIKELIHOOD = "exact", "log_likelihood"
 Scores = Mapping[str, Sequence[float]]  # of all that count, by what was read
 
 
@@ -26,16 +29,28 @@ class Beside:
 
     Args:
         refused: models under which the policy refused.
+        likely: the log-likelihood of the same answers, where ours is exact match.
     """
 
     reported: Reported
     ours: Mapping[str, Interval]
     refused: Collection[str] = ()
+    likely: Mapping[str, Interval] = field(default_factory=dict[str, Interval])
 
-    def cells(self, models: Sequence[str]) -> list[str]:
-        """Of a table, as `HEAD` and the models name them."""
-        place = self.reported.policy, budget_name(self.reported.budget)
-        return [*place, self.told(), self.over(), *map(self.here, models)]
+    def cells(
+        self, models: Sequence[str], likely: Sequence[str], names: Mapping[str, str]
+    ) -> list[str]:
+        """Of a table, as `heads` names them.
+
+        Args:
+            likely: models of which log-likelihoods are told, too.
+            names: that policies have in tables.
+        """
+        policy = names.get(self.reported.policy, self.reported.policy)
+        place = policy, budget_name(self.reported.budget), self.told(), self.over(names)
+        sign = "+" if self.reported.above else ""
+        beside = [_shown(self.likely[m], 2, sign) if m in self.likely else "" for m in likely]
+        return [*place, *(self.here(model, names) for model in models), *beside]
 
     def told(self) -> str:
         """What the paper reports."""
@@ -44,26 +59,24 @@ class Beside:
         shown = f"{number} {self.reported.unit}".strip()
         return f"{shown} ({said})" if said else shown
 
-    def over(self) -> str:
+    def over(self, names: Mapping[str, str]) -> str:
         """What ours is a mean of."""
         one = self.reported
-        times = f", times that of {one.against}" if one.against else ""
-        times += f", less that of {one.above}" if one.above else ""
+        times = f", times that of {names.get(one.against, one.against)}" if one.against else ""
+        times += f", less that of {names.get(one.above, one.above)}" if one.above else ""
         length = f"{one.tokens} tokens" if one.tokens else ""
         parts = [part for part in (one.task, length, one.kind) if part]
         return f"{one.on.title}{times}; {', '.join(parts) or 'all tasks'}"
 
-    def here(self, model: str) -> str:
+    def here(self, model: str, names: Mapping[str, str]) -> str:
         """Ours with its interval, which one number alone has not."""
         one = self.reported
         if model not in self.ours:
             missing = "refused" if model in self.refused else "not measured"
-            return f"no ratio: {one.against} has none or 0" if one.against else missing
+            other = names.get(one.against or "", one.against)
+            return f"no ratio: {other} has none or 0" if one.against else missing
         digits, sign = 2 if one.against else one.on.digits, "+" if one.above else ""
-        found = self.ours[model]
-        mean, low, high = (f"{x:{sign}.{digits}f}" for x in (found.mean, found.low, found.high))
-        mean += "×" if one.against else ""
-        return mean if found.low == found.high else f"{mean} [{low}, {high}]"
+        return _shown(self.ours[model], digits, sign, "×" if one.against else "")
 
 
 def beside(paper: Paper, rows: Sequence[Row]) -> list[Beside]:
@@ -74,18 +87,30 @@ def beside(paper: Paper, rows: Sequence[Row]) -> list[Beside]:
         by_model = {m: _ours(value, [r for r in rows if r["model"] == m]) for m in models}
         found = {model: ours for model, ours in by_model.items() if ours is not None}
         mine = [row for row in rows if _is_of(row, value, value.policy, value.budget)]
-        lines.append(Beside(value, found, {row["model"] for row in mine if "refused" in row}))
+        refused = {row["model"] for row in mine if "refused" in row}
+        lines.append(Beside(value, found, refused, _likely(value, rows, models)))
     return lines
 
 
-def written(paper: Paper, rows: Sequence[Row]) -> str:
-    """A table in Markdown, and what differs."""
-    lines = beside(paper, rows)
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    head, shown = [*HEAD, *map(HERE.format, models)], [_line(one.cells(models)) for one in lines]
-    table = [_line(head), _line(["---"] * len(head)), *shown] if shown else []
+def table(
+    lines: Sequence[Beside], models: Sequence[str], names: Mapping[str, str]
+) -> tuple[list[str], list[list[str]]]:
+    """The head of a table and its cells, line by line."""
+    likely = [model for model in models if any(model in one.likely for one in lines)]
+    head = [*HEAD, *map(HERE.format, models), *map(LIKELY.format, likely)]
+    return head, [one.cells(models, likely, names) for one in lines]
+
+
+def written(paper: Paper, rows: Sequence[Row], names: Mapping[str, str]) -> str:
+    """A table in Markdown, and what differs.
+
+    Args:
+        names: that policies have in tables.
+    """
+    head, lines = table(beside(paper, rows), list(dict.fromkeys(r["model"] for r in rows)), names)
+    shown = [_line(head), _line(["---"] * len(head)), *map(_line, lines)] if lines else []
     differs = ["What differs here:", "", *(f"- {one}" for one in paper.differs), ""]
-    told = [f"## {paper.cite}", "", f"The paper: {paper.setup}", "", *table, ""]
+    told = [f"## {paper.cite}", "", f"The paper: {paper.setup}", "", *shown, ""]
     return "\n".join([*told, *(differs if paper.differs else ())])
 
 
@@ -110,6 +135,15 @@ def _ours(value: Reported, rows: Sequence[Row]) -> Interval | None:
     if value.above:
         return Bootstrap().difference(drawn(first), drawn(second)) if both else None
     return Bootstrap().ratio(first, second) if sum(map(sum, second)) > 0 else None
+
+
+def _likely(value: Reported, rows: Sequence[Row], models: Iterable[str]) -> dict[str, Interval]:
+    """Log-likelihoods beside exact match, by model; a ratio of them would say nothing."""
+    if value.scale != EXACT or value.against:
+        return {}
+    other = replace(value, scale=LIKELIHOOD)
+    found = {model: _ours(other, [r for r in rows if r["model"] == model]) for model in models}
+    return {model: ours for model, ours in found.items() if ours is not None}
 
 
 def _scores(
@@ -144,6 +178,12 @@ def _of(value: Reported, row: Row) -> Iterator[float]:
     for item in entry(row).items:
         if item.get(scale.key) is not None and value.kind in (None, item.get("kind")):
             yield float(item[scale.key])
+
+
+def _shown(found: Interval, digits: int, sign: str = "", times: str = "") -> str:
+    mean, low, high = (f"{x:{sign}.{digits}f}" for x in (found.mean, found.low, found.high))
+    mean += times
+    return mean if found.low == found.high else f"{mean} [{low}, {high}]"
 
 
 def _line(cells: Sequence[str]) -> str:

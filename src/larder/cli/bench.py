@@ -286,12 +286,16 @@ def _tell_estimate(running: Studying, cells: int, options: BenchOptions) -> None
 
 def _show(running: Studying, rows: list[Row]) -> None:
     from larder.bench.beside import written
+    from larder.bench.naming import short_names, spelled_out
     from larder.bench.tables import report
     from larder.cli.benched import groups
 
-    print(report({title: entries for title, _, entries in groups(rows)}))
+    names = short_names(row["policy"] for row in rows)
+    shown = [row | {"policy": names[row["policy"]]} for row in rows]
+    print(report({title: entries for title, _, entries in groups(shown)}))
     if (paper := running.paper()) is not None:
-        print(written(paper, rows))
+        print(written(paper, rows, names))
+    print("\n".join(spelled_out(names)), end="")
     if others := running.others():
         more = "1 cell" if others == 1 else f"{others} cells"
         print(f"{running.out} holds {more} of other runs: 'larder report {running.out}' shows all.")

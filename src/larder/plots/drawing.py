@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from larder.bench.rows import Results, results
+from larder.bench.naming import short_names
+from larder.bench.rows import Results, Row, results
 from larder.core.errors import InputError, UnknownName, UsageError
 from larder.core.family import unknown
 from larder.core.spelling import build, parse
@@ -19,11 +20,29 @@ CORE = ("epicache", "d2o", "icecache")
 
 
 def read(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, Looks]:
-    """What result files hold of some policies, and how each is drawn.
+    """What result files hold of some policies, by short names, and how each is drawn.
+
+    As `chosen`.
+    """
+    found, names = chosen(paths, policies)
+    return renamed(found, names), looks(names.values())
+
+
+def renamed(found: Results, names: Mapping[str, str]) -> Results:
+    """The same with policies by the names that tables and figures give them."""
+
+    def again(rows: Sequence[Row]) -> tuple[Row, ...]:
+        return tuple(row | {"policy": names[row["policy"]]} for row in rows)
+
+    return replace(found, cells=again(found.cells), exhibits=again(found.exhibits))
+
+
+def chosen(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, dict[str, str]]:
+    """What result files hold of some policies, and the short name of each, in their order.
 
     Args:
-        policies: names, in the order wanted; unless given all, the three systems at the core first.
-            The full cache stays as what the others are compared with.
+        policies: names, long or short, in the order wanted; unless given all, the three systems at
+            the core first. The full cache stays as what the others are compared with.
 
     Raises:
         InputError: a file cannot be read, or nothing was measured.
@@ -32,12 +51,14 @@ def read(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, 
     found = results(paths)
     if not found.cells and not found.exhibits:
         raise InputError("The result files hold nothing measured: run larder bench first.")
-    known = dict.fromkeys(row["policy"] for row in (*found.cells, *found.exhibits))
+    known = short_names(row["policy"] for row in (*found.cells, *found.exhibits))
+    by_short = {short: name for name, short in known.items()}
     for policy in policies:
-        if policy not in known:
-            raise UnknownName(unknown("policy in the result files", policy, list(known)))
+        if policy not in known and policy not in by_short:
+            raise UnknownName(unknown("policy in the result files", policy, list(by_short)))
     core = [policy for policy in CORE if policy in known]
-    wanted = dict.fromkeys(policies or [*core, *known])
+    asked = [policy if policy in known else by_short[policy] for policy in policies]
+    wanted = dict.fromkeys(asked or [*core, *known])
     if FULL in known:
         wanted[FULL] = None
     kept = replace(
@@ -45,7 +66,7 @@ def read(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, 
         cells=tuple(row for row in found.cells if row["policy"] in wanted),
         exhibits=tuple(row for row in found.exhibits if row["policy"] in wanted),
     )
-    return kept, looks(wanted)
+    return kept, {name: known[name] for name in wanted}
 
 
 def figure_of(spelling: str) -> Figure:

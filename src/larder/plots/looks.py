@@ -40,7 +40,7 @@ CONTROLS: dict[str, Dashes] = {
 }
 PALE = "#d3d6da"
 _NAMES = {FULL: "full cache"}
-_LONGEST = 26  # letters of a policy's name
+_LONGEST = 36  # letters of a policy's name
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ follow the page, so that it reads in a dark scheme, too. Equal results give equa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -20,8 +20,8 @@ from larder.core.errors import UnknownName
 from larder.core.family import unknown
 from larder.plots import scores
 from larder.plots.commands import commands
-from larder.plots.drawing import draw_all, read
-from larder.plots.looks import COLORS, PALE
+from larder.plots.drawing import chosen, draw_all, renamed
+from larder.plots.looks import COLORS, PALE, looks
 from larder.plots.papers import paper_table
 from larder.plots.style import FAINT, INK, LINE, PAPER, SOFT, Drawing, Format
 from larder.plots.tables import group_tables, markup
@@ -74,20 +74,22 @@ def render(
         InputError: a file cannot be read.
         UnknownName: no row is of a policy that was named.
     """
-    found, looks = read(paths, policies)
-    known = list(dict.fromkeys(row["policy"] for row in found.cells))
+    found, names = chosen(paths, policies)
+    known = {row["policy"]: names[row["policy"]] for row in found.cells}
+    shorts = list(known.values())
     for name in against or ():
-        if name not in known:
-            raise UnknownName(unknown("policy in the result files", name, known))
-    bases = [n for n in (BASELINES if against is None else against) if n in known]
-    drawings = draw_all(found, looks)
+        if name not in known and name not in shorts:
+            raise UnknownName(unknown("policy in the result files", name, shorts))
+    wanted = [known.get(name, name) for name in (BASELINES if against is None else against)]
+    shown = renamed(found, names)
+    drawings = draw_all(shown, looks(names.values()))
     return Template(_asset("report.html")).substitute(
         title=markup(title or _title(found)),
         style=_asset("report.css"),
         counted=markup(_counted(found)),
-        tables="\n".join(_tables(found, bases)),
+        tables="\n".join(_tables(found, shown, names, [n for n in wanted if n in shorts])),
         figures="\n".join(_figure(number, one) for number, one in enumerate(drawings)),
-        policies=_policies(found),
+        policies=_policies(found, names),
         environments="\n".join(_environments(found)),
         commands=markup("\n".join(commands(found, paths, policies))),
     )
@@ -121,8 +123,10 @@ def _figure(number: int, drawing: Drawing) -> str:
     )
 
 
-def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
-    groups = scores.grouped(found.cells)
+def _tables(
+    found: Results, shown: Results, names: Mapping[str, str], bases: Sequence[str]
+) -> Iterator[str]:
+    groups = scores.grouped(shown.cells)
     titles = scores.titles(list(groups), "matched")
     studies = list(dict.fromkeys(group.study for group in groups))
     for study in studies:
@@ -136,7 +140,7 @@ def _tables(found: Results, bases: Sequence[str]) -> Iterator[str]:
         for row in found.papers:
             if row["study"] == study:
                 own = [cell for cell in found.cells if cell["study"] == study]
-                yield from paper_table(Paper.of(row), own)
+                yield from paper_table(Paper.of(row), own, names)
 
 
 def _is_told(row: Row) -> bool:
@@ -150,8 +154,8 @@ def _claim(study: str) -> str:
     return read_study(study).claim if study in study_names() else ""
 
 
-def _policies(found: Results) -> str:
-    spelled = dict.fromkeys((row["policy"], row["spelling"]) for row in found.cells)
+def _policies(found: Results, names: Mapping[str, str]) -> str:
+    spelled = dict.fromkeys((names[row["policy"]], row["spelling"]) for row in found.cells)
     lines = (
         f"<tr><th scope=row>{markup(name)}</th><td><code>{markup(spelling)}</code></td></tr>"
         for name, spelling in spelled
