@@ -135,9 +135,11 @@ class FakeHub(Hub):
         del self.held[tenant, name]
 
     def kept(self, tenant: str, name: str) -> Kept:
-        tokens = 4 * len(self._turns(tenant, name))
+        turns = self._turns(tenant, name)
+        tokens = 4 * len(turns)
         every, some = tuple(range(tokens)), (0, 1, *range(tokens - 2, tokens))
-        return Kept(tokens, ((every, some), (some, every)))
+        texts = [piece for turn in turns for piece in ("<", turn.text[:3], turn.text[3:], ">")]
+        return Kept(tokens, ((every, some), (some, every)), tuple(texts))
 
     def stats(self) -> Stats:
         tiers = {"device": 10, "host": 0}

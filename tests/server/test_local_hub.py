@@ -10,6 +10,7 @@ import pytest
 from larder.engine.engine import Engine
 from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
+from larder.server.pieces import Pieces
 from larder.server.request import Refusal, Report, Request, Ticket, Turn
 from larder.store.ledger import Budgets, Tier
 from server_core import told, user
@@ -86,6 +87,7 @@ def test_sessions_are_managed_by_name(hub: LocalHub) -> None:
     kept = hub.kept("a", "x")
     [[first, _], _] = kept.layers
     assert first == tuple(range(kept.tokens))
+    assert "Box 7 holds" in "".join(kept.texts) and len(kept.texts) >= kept.tokens
     turns = hub.session("a", "x")
     assert [turn.role for turn in turns.turns] == ["user", "assistant"]
     assert turns.spans[-1][1] == turns.view.tokens
@@ -110,6 +112,13 @@ def test_tokens_go_there_and_back(hub: LocalHub) -> None:
         hub.detokenize([5, 4000])
     [model] = hub.models()
     assert model.name == "characters" and model.context_tokens == 4096
+
+
+def test_tokens_that_share_a_character_have_it_once() -> None:
+    raw = "Aé€𝄞z".encode()
+    pieces = Pieces(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    assert pieces.texts(raw) == ("A", "", "é", "", "", "€", "", "", "", "𝄞", "z")
+    assert pieces.texts(raw[:2] + b"z") == ("A", "\ufffd", "z")
 
 
 def test_a_hub_that_is_closed_takes_nothing_and_leaves_nobody_waiting(hub: LocalHub) -> None:

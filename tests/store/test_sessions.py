@@ -20,6 +20,7 @@ from store.caches import (
     asking,
     blob_files,
     compressed,
+    files,
     go_on,
     is_exact,
     load,
@@ -165,6 +166,25 @@ def test_a_writer_that_comes_late_finds_the_session_removed(tmp_path: Path) -> N
     store.sessions.remove(WHO, TALK)
     with pytest.raises(Superseded):
         store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)), expected=1)
+
+
+def test_a_session_that_was_removed_leaves_nothing_for_long(tmp_path: Path) -> None:
+    now = [1e9]
+    store = store_at(tmp_path, clock=lambda: now[0])
+    save(store, name="stays")
+    before = files(tmp_path, "store/sessions")
+    for name in ("one", "two", "one"):
+        save(store, name=name)
+        store.sessions.remove(WHO, name)
+    assert len(files(tmp_path, "store/sessions")) == len(before) + 2
+    assert store.upkeep.forget_removed() == 0
+    now[0] += 60
+    assert store.upkeep.forget_removed() == 2
+    assert files(tmp_path, "store/sessions") == before
+    assert len(list((tmp_path / "store" / "sessions").glob("*/*"))) == 1
+    assert [record.name for record in store.sessions.heads()] == ["stays"]
+    save(store, name="one")
+    assert is_exact(load(store, "one")) and load(store, "one").record.epoch == 1
 
 
 def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:

@@ -107,10 +107,12 @@ def _hub(options: Serving, store: Store, keeper: Kept) -> Iterator[Hub]:
     from larder.cli.serve import budgets_of
     from larder.cli.sitting import open_engine
     from larder.server.local_hub import LocalHub
+    from larder.server.sweeping import Sweeping
 
     engine = open_engine(options)
     hub = LocalHub(engine, budgets_of(options), keeper=keeper(store, engine.loaded.decoder.spec))
     try:
-        yield hub
+        with Sweeping(store):
+            yield hub
     finally:
         hub.close()

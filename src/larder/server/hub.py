@@ -61,10 +61,12 @@ class Kept:
     Args:
         tokens: that were read.
         layers: true positions in ascending order, by layer and kv head.
+        texts: of everything that was said, token by token; none where nothing is held.
     """
 
     tokens: int
     layers: tuple[tuple[tuple[int, ...], ...], ...]
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

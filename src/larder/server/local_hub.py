@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from larder.engine.engine import Engine
 from larder.server import archive
@@ -11,6 +12,7 @@ from larder.server.core import Core
 from larder.server.counting import counted
 from larder.server.hub import Hub, Kept, Served, SessionTurns, SessionView, Stats
 from larder.server.model_thread import ModelThread
+from larder.server.pieces import Pieces
 from larder.server.refusals import invalid
 from larder.server.request import Listener, Refusal, Request, Ticket, Turn
 from larder.server.scheduler import Keeper
@@ -49,6 +51,7 @@ class LocalHub(Hub):
         told = engine, budgets, eviction, rows, waiting, keeper or Keeper(), clock
         self._core = Core(*told, self._wake)
         self._made = clock()
+        self._pieces = Pieces(engine.scribe.decode)
         self._thread = ModelThread(self._core.step, self._core.scheduler.cancel_all)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
@@ -117,7 +120,8 @@ class LocalHub(Hub):
     def kept(self, tenant: str, name: str) -> Kept:
         def kept() -> Kept:
             sitting = self._core.find(tenant, name)
-            return kept_of(sitting if sitting.is_answering else self._core.prefetch(sitting))
+            held = kept_of(sitting if sitting.is_answering else self._core.prefetch(sitting))
+            return replace(held, texts=self._pieces.texts(sitting.ids)) if held.tokens else held
 
         return self._thread.call(kept)
 

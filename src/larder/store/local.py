@@ -9,13 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from larder.store.places import ASIDE, TEMPORARY, Entry, Place
 
 # Of file systems that know no second name for a file.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+TRIES = 8
 
 
 class LocalPlace(Place):
@@ -31,8 +33,7 @@ class LocalPlace(Place):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
         temporary = self._written(data)
         try:
-            self._made(target.parent)
-            _named(temporary, target)
+            self._placed(_named, temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
         _flush(target.parent)
@@ -40,8 +41,7 @@ class LocalPlace(Place):
     def replace(self, path: str, data: bytes) -> None:
         target, temporary = self._at(path), self._written(data)
         try:
-            self._made(target.parent)
-            os.replace(temporary, target)
+            self._placed(os.replace, temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
         _flush(target.parent)
@@ -62,7 +62,10 @@ class LocalPlace(Place):
             self.replace(path, data)
 
     def remove(self, path: str) -> None:
-        self._at(path).unlink(missing_ok=True)
+        target = self._at(path)
+        target.unlink(missing_ok=True)
+        with suppress(OSError):  # the last one takes its folder along
+            target.parent.rmdir()
 
     def set_aside(self, path: str) -> None:
         self._made(self.folder / ASIDE)
@@ -84,6 +87,18 @@ class LocalPlace(Place):
 
     def _at(self, path: str) -> Path:
         return self.folder / path
+
+    def _placed(self, place: Callable[[Path, Path], object], temporary: Path, target: Path) -> None:
+        """Have a file be in its folder, which somebody may just have found empty and removed."""
+        for _ in range(TRIES):
+            self._made(target.parent)
+            try:
+                place(temporary, target)
+            except FileNotFoundError:
+                continue
+            return
+        self._made(target.parent)
+        place(temporary, target)
 
     def _made(self, folder: Path) -> None:
         """Make a folder, and flush the ones that got to know of a new one."""

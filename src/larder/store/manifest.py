@@ -176,6 +176,22 @@ class Manifest:
                 records.append(self._record(data, tenant, session, head))
         return [record for record in records if not record.removed]
 
+    def removed(self, before: float) -> list[Record]:
+        """What says of sessions that they were removed, if nobody has asked for them since."""
+        with self.reading() as rows:
+            found = rows(
+                "SELECT tenant, session, head, record FROM sessions JOIN epochs "
+                "USING (tenant, session) WHERE epoch = head AND last_used <= ? AND NOT EXISTS "
+                "(SELECT 1 FROM spans WHERE spans.tenant = sessions.tenant "
+                "AND spans.session = sessions.session)",  # only they need no blob
+                (before,),
+            )
+        records = list[Record]()
+        for tenant, session, head, data in found:
+            with suppress(Damaged, Refused):
+                records.append(self._record(data, tenant, session, head))
+        return [record for record in records if record.removed]
+
     def used(self, tenant: str, session: str) -> None:
         """A session was read."""
         with self.writing() as rows:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from importlib.resources import files
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from larder.server.app import create_app
+from larder.server.local_hub import LocalHub
 from larder.server.request import Turn
-from larder.server.tenants import LOCAL, Loopback
+from larder.server.tenants import LOCAL, Locked, Loopback, Principal
+from larder.server.web import guarding
+from larder.server.web.archive import Archive
+from larder.server.web.desk import Settings
+from larder.session.policy import Policy
+from larder.store.ledger import Budgets, Tier
 from server.fake_hub import NAME
-from server.web.places import Running, running
+from server.web.browser import CHROMIUM, browser
+from server.web.places import Running, listening, running
 
-SCRIPTS = ("talk.js", "map.js", "page.js")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SCRIPTS = tuple(f"{name}.js" for name in guarding.SCRIPTS)
 
 
 def asset(name: str) -> str:
@@ -49,25 +56,69 @@ def test_texts_reach_the_page_as_text() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
-    with running(Loopback()) as served:
+    with running(Loopback()) as served, browser(tmp_path) as page:
         said = [Turn("user", "How long?"), Turn("assistant", "<b>Two</b> days.")]
         served.hub.held[LOCAL, "about bread"] = said
-        dom = browse(f"{served.url}/#about%20bread", tmp_path)
-    assert NAME in dom
-    assert 'aria-current="true">about bread<small>8 tokens, idle</small>' in dom
-    assert "device 1.0 MiB, disk 3.0 MiB" in dom
-    assert "75% of 8 positions over 4 heads" in dom
-    assert "&lt;b&gt;Two&lt;/b&gt; days." in dom
-    assert "layer 2, head 1: 4 of 8 positions" in dom
-    assert '<p id="trouble" role="alert" hidden="">' in dom
+        page.open(f"{served.url}/#about%20bread")
+        page.until("state.kept")
+        text = page.run("document.body.innerText")
+        for shown in (NAME, "about bread", "8 tokens", "device 1.0 MiB, disk 3.0 MiB", "75%"):
+            assert shown in text
+        assert "10 B of 40 B" in text and "8 entries per head were" not in text
+        assert page.run("find('sessions').querySelector('[aria-current=true]') !== null")
+        assert page.run("find('heads').rows[2].cells[1].title") == (
+            "layer 1, head 0: 4 of 8 positions"
+        )
+        turns = page.run("[...find('turns').querySelectorAll('p')].map((each) => each.innerText)")
+        assert turns == ["How long?", "<b>Two</b> days."]
+        held = page.run("[...find('turns').querySelectorAll('i')].map((each) => each.title)")
+        assert held == [f"held by {heads} of 4 heads" for heads in (4, 2, 2, 4)]
+        assert page.run("find('trouble').hidden") and not page.complaints
+        page.run("say('refuse overloaded 503')")
+        assert page.until("find('said').textContent").startswith("Refused")
+        assert page.run("state.speaking === null && find('text').value") == "refuse overloaded 503"
 
 
-def browse(url: str, home: Path) -> str:
-    """The page's elements after its scripts have run for a while."""
-    assert CHROMIUM is not None
-    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={home}")
-    waiting = ("--virtual-time-budget=4000", "--dump-dom")
-    done = subprocess.run(
-        [CHROMIUM, *options, *waiting, url], capture_output=True, text=True, timeout=90, check=True
-    )
-    return done.stdout
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_one_talks_to_a_model_and_sees_what_it_keeps(tmp_path: Path, seed_model: Loaded) -> None:
+    engine = Engine(seed_model, Policy.parse("keydiff"), "96")
+    hub = LocalHub(engine, Budgets({Tier.DEVICE: 8 << 20}))
+    app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=8))
+    with listening(app) as url, browser(tmp_path) as page:
+        page.open(url)
+        page.until("state.model")
+        for text in (
+            "My cat is called Mira. " + "We had bread and plums. " * 12,
+            "What is my cat called?",
+        ):
+            page.run(f"find('text').value = {text!r}; find('say').requestSubmit()")
+            page.until("state.speaking === null && state.epoch === known()?.epoch")
+        assert page.run("find('turns').children.length") == 4
+        share = page.run("find('share').textContent")
+        assert 0 < int(share.removesuffix("%")) < 100
+        assert page.run("find('heads').rows.length") == 7
+        assert page.run("find('turns').querySelectorAll('i:not(.kept)').length") > 0
+        assert (
+            page.run("new Set([...find('turns').querySelectorAll('i')].map((e) => e.title)).size")
+            > 2
+        )
+        page.run("act('fork')")
+        page.until("state.sessions.length === 2 && state.epoch >= 0")
+        page.run("choose(null)")
+        assert page.until("!find('blank').hidden && find('sessions').children.length === 2")
+        assert not page.complaints
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_the_page_asks_for_a_key_and_for_nothing_that_it_may_not_see(tmp_path: Path) -> None:
+    keys = {"sk-anne-0123456789": Principal("anne", is_operator=False)}
+    with running(Locked(keys)) as served, browser(tmp_path) as page:
+        page.open(served.url)
+        page.until("!find('door').hidden && find('room').hidden")
+        page.run("find('key').value = 'sk-anne-0123456789'; find('door').requestSubmit()")
+        page.until("!find('room').hidden && state.model && !state.isOperator")
+        page.run("say('hello')")
+        page.until("state.speaking === null && state.turns.length === 2")
+        assert page.run("find('turns').innerText").endswith("You said: hello")

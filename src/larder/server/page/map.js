@@ -29,48 +29,50 @@ function spread(held, start, stop, width) {
   }
 }
 
-function shareOf(heads, start, stop) {
-  let held = 0;
-  for (const ranges of heads) {
-    for (let i = 0; i < ranges.length; i += 2) {
-      held += Math.max(0, Math.min(stop, ranges[i + 1]) - Math.max(start, ranges[i]));
-    }
-  }
-  return stop > start ? held / ((stop - start) * Math.max(heads.length, 1)) : 0;
-}
-
 function percent(share) {
   return `${Math.round(100 * share)}%`;
 }
 
-function drawHeads(table, layers, tokens, color) {
-  table.replaceChildren();
-  layers.forEach((heads, layer) => {
-    const row = table.insertRow();
+function drawHeads(table, layers, tokens) {
+  const width = Math.max(0, ...layers.map((heads) => heads.length));
+  table.classList.toggle("dense", width > 8);
+  const top = document.createElement("thead").insertRow();
+  for (const text of ["layer", ...Array.from({ length: width }, (_, head) => `head ${head}`)]) {
     const name = document.createElement("th");
-    name.textContent = `${layer + 1}`;
+    name.textContent = width > 8 ? text.replace("head ", "") : text;
+    top.append(name);
+  }
+  const body = document.createElement("tbody");
+  layers.forEach((heads, layer) => {
+    const row = body.insertRow();
+    const name = document.createElement("th");
+    name.textContent = `${layer}`;
     row.append(name);
-    heads.forEach((ranges, head) => {
-      const share = tokens ? count(ranges) / tokens : 0;
-      const cell = row.insertCell();
-      cell.textContent = percent(share);
-      cell.title = `layer ${layer + 1}, head ${head + 1}: ${count(ranges)} of ${tokens} positions`;
-      cell.style.background = `rgba(${color}, ${0.75 * share})`;
-    });
+    heads.forEach((ranges, head) => drawHead(row.insertCell(), ranges, tokens, layer, head));
   });
+  table.replaceChildren(top.parentNode, body);
 }
 
-function drawMap(canvas, layers, tokens, color) {
+function drawHead(cell, ranges, tokens, layer, head) {
+  const held = count(ranges);
+  const share = tokens ? held / tokens : 0;
+  cell.textContent = percent(share);
+  cell.title = `layer ${layer}, head ${head}: ${held} of ${tokens} positions`;
+  cell.className = held ? "cell" : "none";
+  cell.style.setProperty("--s", share);
+}
+
+function drawMap(canvas, layers, tokens) {
   const cells = Math.max(1, Math.min(tokens, canvas.clientWidth || 320));
   const rowHeight = Math.max(4, Math.min(14, Math.floor(280 / Math.max(layers.length, 1))));
   canvas.width = cells;
   canvas.height = rowHeight * Math.max(layers.length, 1);
   canvas.style.height = `${canvas.height}px`;
   const pen = canvas.getContext("2d");
-  pen.clearRect(0, 0, canvas.width, canvas.height);
+  pen.fillStyle = getComputedStyle(canvas).color;
   layers.forEach((heads, layer) => {
     shares(heads, Math.max(tokens, 1), cells).forEach((share, cell) => {
-      pen.fillStyle = `rgba(${color}, ${share})`;
+      pen.globalAlpha = share;
       pen.fillRect(cell, layer * rowHeight, 1, rowHeight - 1);
     });
   });

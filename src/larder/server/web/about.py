@@ -15,6 +15,7 @@ from larder.server.hub import Served
 from larder.server.request import Refusal
 from larder.server.web.asking import Text
 from larder.server.web.desk import desk_of, principal_of
+from larder.server.web.guarding import ASSETS
 
 router = APIRouter(tags=["about"])
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -118,7 +119,7 @@ def script(name: str) -> Response:
 
 
 def _named(name: str, ending: str) -> Response:
-    if name not in ("page", "map", "talk"):
+    if f"/{name}.{ending}" not in ASSETS:
         raise Refusal("There is no such file.", 404, "not_found")
     return _asset(f"{name}.{ending}")
 

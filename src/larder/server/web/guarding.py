@@ -10,8 +10,10 @@ from larder.server.request import Refusal
 from larder.server.tenants import Door
 from larder.server.web import refusing
 
+SCRIPTS = ("talk", "map", "turns", "list", "page", "start")
+ASSETS = frozenset({"/page.css", *(f"/{name}.js" for name in SCRIPTS)})
 # What says nothing of anybody. Everything else, unknown paths too, takes a key.
-OPEN = frozenset({"/", "/health", "/page.css", "/page.js", "/map.js", "/talk.js"})
+OPEN = frozenset({"/", "/health"}) | ASSETS
 SAFE = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

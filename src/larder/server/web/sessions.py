@@ -35,8 +35,8 @@ def list_sessions(http: HttpRequest) -> JSONResponse:
 
 @router.get("/{name:path}/kept")
 def kept(http: HttpRequest, name: str) -> JSONResponse:
-    """Tell which positions each layer and head still holds, as [start, stop) ranges, and what
-    stands where."""
+    """Tell which positions each layer and head still holds, as [start, stop) ranges, what was
+    said, and the text of each token."""
     hub, tenant = desk_of(http).hub, tenant_of(http)
     held, session = hub.kept(tenant, checked(name, "name")), hub.session(tenant, name)
     turns = [
@@ -44,7 +44,8 @@ def kept(http: HttpRequest, name: str) -> JSONResponse:
         for turn, (start, stop) in zip(session.turns, session.spans, strict=True)
     ]
     layers = [[_ranges(positions) for positions in heads] for heads in held.layers]
-    return JSONResponse({"tokens": held.tokens, "layers": layers, "turns": turns})
+    texts = list(held.texts)
+    return JSONResponse({"tokens": held.tokens, "layers": layers, "turns": turns, "texts": texts})
 
 
 @router.post("/{name:path}/pin")

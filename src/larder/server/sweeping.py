@@ -1,0 +1,57 @@
+"""Keeping a server's store tidy while it serves, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from larder.core.errors import LarderError
+from larder.store.shelves import GRACE_SECONDS
+from larder.store.store import Store
+from larder.store.upkeep import REMOVED_SECONDS
+
+
+class Sweeping:
+    """Forgets what was removed, often; looks for what crashes left, seldom. Used by `with`.
+
+    Args:
+        seconds: between two looks at what was removed.
+        sweep_seconds: between two at everything.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        seconds: float = REMOVED_SECONDS / 2,
+        sweep_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self._store, self._seconds, self._sweep_seconds = store, seconds, sweep_seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="larder sweeping", daemon=True)
+
+    def __enter__(self) -> Sweeping:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        swept = time.monotonic()
+        while not self._ended.wait(self._seconds):
+            is_due = time.monotonic() - swept >= self._sweep_seconds
+            if is_due:
+                swept = time.monotonic()
+            try:
+                self._store.upkeep.forget_removed()
+                if is_due:
+                    self._store.upkeep.sweep()
+            except LarderError as error:  # a disk that is full or slow today is looked at tomorrow
+                self._store.parts.refusals.note_error(error)
