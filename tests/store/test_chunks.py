@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from larder.core.errors import Damaged
 from larder.store import chunks as module
-from larder.store.chunks import Chunk, Chunks, Shared
+from larder.store.behind import Behind
+from larder.store.chunks import Chunk, Chunks, Shared, prefix_of
 from larder.store.deadline import Guard
 from larder.store.manifest import Manifest
 from larder.store.places import place_at
@@ -152,3 +154,14 @@ def test_what_continues_a_chunk_goes_with_it(tmp_path: Path) -> None:
     assert [each.start for each in chunks.drop(middle, TENANT)] == [3, 6]
     assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 3
     assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 0, 0, 0])) == 6
+
+
+def test_the_digest_of_a_text_grows_with_it() -> None:
+    behind = Behind(range(20))
+    for count in (3, 0, 9):
+        assert behind.digest([1, 2]) == prefix_of([*range(behind.start), 1, 2])
+        behind.advance(range(behind.start, behind.start + count))
+    assert behind.start == 12
+    for wrong in (["a"], [-1], [None]):
+        with pytest.raises(Damaged):
+            behind.digest(wrong)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +15,8 @@ from larder.cache.layers import Form, Makeup
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
-from larder.store.chunks import Shared, prefix_of
+from larder.store.behind import Behind
+from larder.store.chunks import Shared
 from larder.store.container import peek
 from larder.store.envelopes import CHUNK, SNAPSHOT, opened
 from larder.store.identity import Identity
@@ -23,6 +27,8 @@ from larder.store.records import Record
 from larder.store.vault import Vault
 
 Pieces = dict[str, Tensor]
+READERS = 4  # blobs that are read and verified at once
+AHEAD = 8  # blobs in memory, the one that is used included
 
 
 class Reader:
@@ -81,16 +87,15 @@ class Reader:
         begun = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, tenant, 3 * stored):
             pieces: list[Pieces] = []
-            length = 0
+            behind = Behind(ids)
             for each in shared:
-                stop = length + each.tokens
                 try:
                     data = self._vault.get(each.chunk.ref, tenant)
-                    pieces.append(_chunk(data, tenant, identity, ids[:stop], length))
+                    pieces.append(_chunk(data, tenant, identity, behind, each.tokens))
                 except LarderError as error:
                     unusable(each, error)
                     break
-                length = stop
+            length = behind.start
             if not pieces:
                 return None
             meta = Makeup(Form.DENSE).meta() | {"next_position": str(length)}
@@ -104,21 +109,32 @@ class Reader:
         """Chunks in their order, and what is the session's alone."""
         chunks: list[Pieces] = []
         rest: Pieces = {}
-        start = 0
-        for ref in record.spans:
-            data = self._vault.get(ref, record.tenant)
+        behind = Behind(ids)
+        for data in self._each(record):
             told = peek(data)
             if told.get("kind") == CHUNK:
-                count = _count(told)
-                own = ids[: start + count]
-                chunks.append(_chunk(data, record.tenant, identity, own, start))
-                start += count
+                chunks.append(_chunk(data, record.tenant, identity, behind, _count(told)))
             else:
                 part = _part(data, record, identity)
                 if rest.keys() & part.keys():
                     raise Damaged("Two parts of the saved cache hold the same tensor.")
                 rest |= part
         return chunks, rest
+
+    def _each(self, record: Record) -> Iterator[bytes]:
+        """Blobs in their order; the next ones are read and verified meanwhile."""
+        with ThreadPoolExecutor(READERS) as pool:
+            later = iter(record.spans)
+            coming = deque[Future[bytes]]()
+            try:
+                while True:
+                    for ref in islice(later, AHEAD - len(coming)):
+                        coming.append(pool.submit(self._vault.get, ref, record.tenant))
+                    if not coming:
+                        return
+                    yield coming.popleft().result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
 
 def restored(spec: ModelSpec, state: Pieces, meta: Mapping[str, str]) -> SequenceCache:
@@ -143,29 +159,24 @@ def _part(data: bytes, record: Record, identity: Identity) -> Pieces:
     return tensors
 
 
-def _chunk(data: bytes, tenant: str, identity: Identity, ids: Sequence[int], start: int) -> Pieces:
+def _chunk(data: bytes, tenant: str, identity: Identity, behind: Behind, count: int) -> Pieces:
     """A chunk's tensors, once it is known to stand behind these tokens and to begin with the rest.
 
     Args:
-        ids: every token up to the last one that is wanted of the chunk.
-        start: the true position of its first one.
+        behind: where it should stand; goes on behind it.
+        count: tokens that are wanted of it.
     """
     tensors, told = opened(data, CHUNK, tenant, identity, 2 * len(data))
-    span, wanted = told.get("span"), list(ids[start:])
+    span, start = told.get("span"), behind.start
+    wanted = list(behind.ids[start : start + count])
     tokens = span.get("tokens") if isinstance(span, dict) else None
     if not isinstance(span, dict) or not isinstance(tokens, list):
         raise Damaged("A chunk of the saved cache does not tell where it belongs.")
     is_behind = span.get("start") == start and tokens[: len(wanted)] == wanted
-    if not is_behind or span.get("prefix") != _prefix([*ids[:start], *tokens]):
+    if not is_behind or span.get("prefix") != behind.digest(tokens):
         raise Refused("A chunk of the saved cache belongs to another text.", "tokens")
+    behind.advance(wanted)
     return {name: tensor[:, : len(wanted)] for name, tensor in tensors.items()}
-
-
-def _prefix(ids: Sequence[Any]) -> str:
-    try:
-        return prefix_of(ids)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise Damaged("A chunk of the saved cache has tokens that are none.") from error
 
 
 def _count(told: Mapping[str, Any]) -> int:

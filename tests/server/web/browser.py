@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,14 @@ OPTIONS = (
     "--remote-debugging-pipe",
 )
 PATIENCE_SECONDS = 60
+# The browser reads from descriptor 3 and writes to 4.
+LAUNCH = """
+import fcntl, os, sys
+own, their = (fcntl.fcntl(int(each), fcntl.F_DUPFD, 9) for each in sys.argv[1:3])
+os.dup2(own, 3)
+os.dup2(their, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Page:
@@ -120,10 +129,8 @@ def browser(home: Path) -> Iterator[Page]:
     own, into = os.pipe()
     out, their = os.pipe()
     told = [CHROMIUM, *OPTIONS, f"--user-data-dir={home}"]
-    # The browser reads from descriptor 3 and writes to 4.
-    line = f'exec "$0" "$@" 3<&{own} 4>&{their}'
     process = subprocess.Popen(
-        ["sh", "-c", line, *told],
+        [sys.executable, "-c", LAUNCH, str(own), str(their), *told],
         pass_fds=(own, their),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -56,9 +56,11 @@ function drawTiers(list, sessions, numbers) {
       sums[tier] = (sums[tier] || 0) + bytes;
     }
   }
-  const rows = Object.entries({ ...sums, ...numbers?.tier_bytes }).map(([tier, bytes]) => {
+  const budgets = numbers?.budget_bytes || {};
+  const told = Object.entries({ ...sums, ...numbers?.tier_bytes });
+  const rows = told.filter(([tier, bytes]) => bytes || budgets[tier]).map(([tier, bytes]) => {
     const row = document.createElement("div");
-    const budget = numbers?.budget_bytes[tier];
+    const budget = budgets[tier];
     const most = budget ? ` of ${size(budget)}` : "";
     row.append(made("dt", tier), made("dd", `${size(bytes)}${most}`));
     if (budget) {

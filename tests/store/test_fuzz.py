@@ -1,0 +1,200 @@
+"""Files of a store that were changed at random: what comes back is right, or it is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from larder.core.errors import LarderError
+from larder.store.claims import Claims
+from larder.store.coding import same_state
+from larder.store.leases import acquire
+from larder.store.store import Store
+from store.caches import IDS, WHO, asking, compressed, files, read, snapshot, store_at
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+TALKS = ("raw", "int4", "dropped")
+LONGER = (*IDS, 5, 6, 7)
+EXPORTED = "exported.larder"
+
+
+def cut(data: bytes, luck: Random) -> bytes:
+    return data[: luck.randrange(len(data) + 1)]
+
+
+def longer(data: bytes, luck: Random) -> bytes:
+    return data + luck.randbytes(luck.randrange(1, 64))
+
+
+def flipped(data: bytes, luck: Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(luck.randrange(1, 4)):
+        changed[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
+    return bytes(changed)
+
+
+def overwritten(data: bytes, luck: Random) -> bytes:
+    start = luck.randrange(len(data))
+    stop = min(len(data), start + luck.randrange(1, 1024))
+    what = bytes(stop - start) if luck.random() < 0.5 else luck.randbytes(stop - start)
+    return data[:start] + what + data[stop:]
+
+
+def replaced(data: bytes, luck: Random) -> bytes:
+    return luck.randbytes(luck.randrange(2 * len(data) + 1))
+
+
+def digits(data: bytes, luck: Random) -> bytes:
+    """Numbers become others: what stands in JSON and headers stays JSON."""
+    places = [place for place, byte in enumerate(data) if 48 <= byte < 58]
+    changed = bytearray(data)
+    for place in luck.sample(places, min(len(places), luck.randrange(1, 6))):
+        changed[place] = luck.randrange(48, 58)
+    return bytes(changed)
+
+
+CHANGES: dict[str, Callable[[bytes, Random], bytes]] = {
+    change.__name__: change for change in (cut, longer, flipped, overwritten, replaced, digits)
+}
+WAYS = (*CHANGES, "gone", "another's")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One file, and what becomes of it."""
+
+    place: float
+    way: str
+    seed: int
+
+    def do(self, folder: Path) -> None:
+        every = files(folder, ".")
+        file, luck = every[int(self.place * len(every))], Random(self.seed)
+        if self.way == "gone":
+            file.unlink()
+        elif self.way == "another's":
+            file.write_bytes(luck.choice(every).read_bytes())
+        else:
+            data = file.read_bytes()
+            file.write_bytes(CHANGES[self.way](data, luck) if data else luck.randbytes(9))
+
+
+damages = st.lists(
+    st.builds(
+        Damage,
+        st.floats(0, 1, exclude_max=True),
+        st.sampled_from(WAYS),
+        st.integers(0, 2**32),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.fixture
+def whole(tmp_path: Path, small_chunks: None) -> Path:
+    """A store with a file of every kind."""
+    folder = tmp_path / "whole"
+    store = store_at(folder)
+    for number, name in enumerate(TALKS):
+        cache = compressed(IDS) if name == "dropped" else read(IDS)
+        codec = "int4" if name == "int4" else "raw"
+        store.sessions.save(WHO, name, IDS[:9], transcript=b"before")
+        store.sessions.save(WHO, name, IDS, snapshot(cache, codec), transcript=b"said %d" % number)
+    store.sessions.save(WHO, "gone", IDS)
+    store.sessions.remove(WHO, "gone")
+    acquire(store.parts.manifest, store.parts.tenant(WHO), "talk", "holder", 60.0)
+    Claims(store.parts).take(WHO, "raw")
+    store.sessions.save(WHO, "again", IDS, snapshot(read(IDS)))
+    [record] = [record for record in store.sessions.heads(WHO) if record.name == "raw"]
+    (folder / EXPORTED).write_bytes(store.exchange.export(record))
+    store.close()
+    return folder
+
+
+def used(folder: Path) -> None:
+    """Everything that one does with a store; errors that are none of ours end the test."""
+    store = store_at(folder)
+    try:
+        for name in (*TALKS, "again", "gone"):
+            check(store, name)
+        store.sessions.heads(WHO)
+        store.upkeep.verify(store.sessions.heads())
+        store.upkeep.forget_removed(0.0)
+        store.upkeep.sweep(0.0)
+        take_in(store, folder / EXPORTED)
+        check(store, "raw")
+        Claims(store.parts).take(WHO, "int4")
+        longest = store.prefixes.longest(WHO, LONGER, asking().identity, asking().spec)
+        if longest is not None:
+            text = LONGER[: longest.next_position]
+            assert same_state(longest.state(), read(text).state())
+        store.sessions.save(WHO, "new", IDS, snapshot(read(IDS)))
+        check(store, "new")
+    finally:
+        store.close()
+
+
+def check(store: Store, name: str) -> None:
+    """It is as it was saved, at one of its states, or it is refused."""
+    try:
+        found = store.sessions.load(WHO, name, asking())
+    except LarderError:
+        return
+    if found is None:
+        return
+    assert found.ids in (IDS, IDS[:9])
+    if found.cache is None:
+        assert found.reason
+    elif name != "int4":
+        made = compressed(IDS) if name == "dropped" else read(IDS)
+        assert same_state(found.cache.state(), made.state())
+
+
+def take_in(store: Store, file: Path) -> None:
+    if not file.exists():
+        return
+    try:
+        store.exchange.take_in(file.read_bytes(), WHO, "taken in")
+    except LarderError:
+        return
+    check(store, "taken in")
+
+
+def attempt(whole: Path, tmp_path: Path, tries: int, is_same: bool) -> None:
+    @settings(
+        max_examples=tries,
+        deadline=None,
+        derandomize=is_same,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(damages)
+    def damaged(told: list[Damage]) -> None:
+        folder = tmp_path / "damaged"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        for each in told:
+            each.do(folder)
+        try:
+            used(folder)
+        except LarderError as error:
+            assert str(error)
+
+    damaged()
+
+
+def test_what_is_changed_at_random_is_right_or_refused(whole: Path, tmp_path: Path) -> None:
+    used(whole)
+    attempt(whole, tmp_path, 12, is_same=True)
+
+
+@pytest.mark.stress
+def test_many_changes_at_random_are_right_or_refused(whole: Path, tmp_path: Path) -> None:
+    attempt(whole, tmp_path, 1500, is_same=False)
