@@ -6,8 +6,9 @@ import os
 from importlib import import_module
 from typing import Any
 
-from larder.core.errors import DependencyError
+from larder.core.errors import DependencyError, InputError
 
+ADDRESS = "RAY_ADDRESS"
 OBJECT_BYTES = 200 << 20  # of Ray's own store: what we send through it is small
 
 
@@ -30,20 +31,29 @@ def check_ray(what: str) -> None:
 
 
 def join() -> int:
-    """Become part of the Ray cluster that RAY_ADDRESS names or that runs on this machine; else
-    start one of this machine alone, which others do not reach.
+    """Become part of the Ray cluster that RAY_ADDRESS names, `auto` for the one that runs on this
+    machine; without it, start one of this machine alone.
 
     Returns:
         how many machines there are.
+
+    Raises:
+        InputError: the cluster cannot be reached.
     """
-    ray = _ray()
-    if not ray.is_initialized():
-        quiet = {"log_to_driver": False, "logging_level": "warning"}
+    ray, address = _ray(), os.environ.get(ADDRESS)
+    quiet = {"log_to_driver": False, "logging_level": "warning"}
+    if not ray.is_initialized() and address is None:
+        own = {"include_dashboard": False, "object_store_memory": OBJECT_BYTES}
+        ray.init(address="local", **own, **quiet)
+    elif not ray.is_initialized():
         try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:
-            own = {"_node_ip_address": "127.0.0.1", "object_store_memory": OBJECT_BYTES}
-            ray.init(address="local", include_dashboard=False, **own, **quiet)
+            ray.init(address=address, **quiet)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"The Ray cluster at ${ADDRESS}={address} cannot be joined ({said}): start it with "
+                "'ray start --head', or unset the variable to use this machine alone."
+            ) from error
     return len(processors())
 
 

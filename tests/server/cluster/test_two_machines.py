@@ -18,8 +18,8 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from larder.bench.models import open_model
 from larder.engine.engine import Engine
+from larder.models.loading import Loaded
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.tenants import Loopback
@@ -28,7 +28,7 @@ from larder.server.web.desk import Settings
 from server.web.places import listening
 
 pytestmark = pytest.mark.cluster
-MODEL = "random:qwen3-tiny"
+MODEL = "seed"
 TALKS, TOKENS = 6, 8
 PORTS = ("metrics_agent", "metrics_export", "runtime_env_agent", "dashboard_agent_listen")
 
@@ -68,7 +68,7 @@ def _cluster(folder: Path) -> Iterator[tuple[Any, Any]]:
     """Two machines with nothing in common but the network."""
     from ray.cluster_utils import Cluster  # pyright: ignore
 
-    own = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1"}
+    own = {"num_cpus": 1, "object_store_memory": 100 << 20}
     homes = [{"env_vars": {"LARDER_HOME": str(folder / name)}} for name in ("one", "two")]
     head = {"include_dashboard": False, **own, **homes[0], **_ports()}
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -152,7 +152,7 @@ class Talk:
         self.messages.append({"role": "user", "content": f"And {len(self.messages)}?"})
 
 
-def test_conversations_outlive_a_machine(machines: Machines) -> None:
+def test_conversations_outlive_a_machine(machines: Machines, seed_model: Loaded) -> None:
     with OpenAI(api_key="-", base_url=f"{machines.url}/v1") as client:
         talks = [Talk(client, f"talk {number}") for number in range(TALKS)]
         told = client.conversations.create()
@@ -173,13 +173,13 @@ def test_conversations_outlive_a_machine(machines: Machines) -> None:
     for talk in talks:
         kept = httpx2.get(f"{machines.url}/v1/sessions/{talk.name}").json()
         assert kept["turns"] == len(talk.messages) - 1
-    assert [talk.messages for talk in talks] == [_alone(talk) for talk in talks]
+    assert [talk.messages for talk in talks] == [_alone(talk, seed_model) for talk in talks]
     assert all(each.usage.input_tokens > said[0].usage.input_tokens for each in said[1:])
 
 
-def _alone(talk: Talk) -> list[Any]:
+def _alone(talk: Talk, loaded: Loaded) -> list[Any]:
     """The same conversation with one server that nothing happens to."""
-    hub = LocalHub(Engine(open_model(MODEL), "full"))
+    hub = LocalHub(Engine(loaded, "full"))
     with listening(create_app(hub, Loopback(), Archive(), Settings())) as url:
         with OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
             other = Talk(client, talk.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 MOST_REQUESTS = 1000  # at a time and replica: our own scheduler has them wait
 DRAIN_SECONDS = 60.0
 ASK_SECONDS = 10.0
+ERROR = re.compile(r"[A-Za-z_.]*Error: (.+)")
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,14 @@ class RayReplicas(Replicas):
     def __init__(self, opened: Callable[[], AbstractContextManager[Hub]], wanted: Wanted) -> None:
         from ray import serve  # pyright: ignore
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         try:
             self._handle = serve.run(application(opened, wanted), name=NAME, route_prefix=None)
         except RuntimeError as error:
+            reason = why(_told(serve.status()) or str(error))
             self.close()
-            last = str(error).strip().splitlines()[-1][-300:]
-            raise ModelError(f"No replica could start: {last}") from error
+            raise ModelError(f"No replica could start: {reason}") from error
 
     async def answer(self, key: str, request: Request) -> AsyncGenerator[Frame, None]:
         handle = self._handle.options(stream=True, session_id=key, method_name="answer")
@@ -105,6 +109,20 @@ class RayReplicas(Replicas):
         serve.shutdown()
 
 
+def why(told: str) -> str:
+    """The error at the end of what Ray tells of a replica, without where it was raised."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if found := ERROR.match(line):
+            return found[1]
+    return lines[-1] if lines else "Ray does not say why."
+
+
+def _told(status: Any) -> str:
+    deployments = (d for app in status.applications.values() for d in app.deployments.values())
+    return "\n".join(each.message for each in deployments)
+
+
 def application(opened: Callable[[], AbstractContextManager[Hub]], wanted: Wanted) -> Any:
     """What Ray Serve is to run."""
     from ray import serve  # pyright: ignore
@@ -119,6 +137,7 @@ def application(opened: Callable[[], AbstractContextManager[Hub]], wanted: Wante
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,
+        max_constructor_retry_count=1,
         ray_actor_options={"num_cpus": share, "num_gpus": wanted.accelerators},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         logging_config={"log_level": "WARNING"},
