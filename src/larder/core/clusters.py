@@ -10,6 +10,8 @@ from larder.core.errors import DependencyError, InputError
 
 ADDRESS = "RAY_ADDRESS"
 OBJECT_BYTES = 200 << 20  # of Ray's own store: what we send through it is small
+ALONE = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
+QUIET = {"log_to_driver": False, "logging_level": "warning"}
 
 
 def check_ray(what: str) -> None:
@@ -41,18 +43,15 @@ def join() -> int:
         InputError: the cluster cannot be reached.
     """
     ray, address = _ray(), os.environ.get(ADDRESS)
-    quiet = {"log_to_driver": False, "logging_level": "warning"}
-    if not ray.is_initialized() and address is None:
-        own = {"include_dashboard": False, "object_store_memory": OBJECT_BYTES}
-        ray.init(address="local", **own, **quiet)
-    elif not ray.is_initialized():
+    if not ray.is_initialized():
         try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+            ray.init(**(ALONE if address is None else {"address": address}), **QUIET)
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             said = " ".join(str(error).split())[:200]
+            where = "on this machine" if address is None else f"at ${ADDRESS}={address}"
             raise InputError(
-                f"The Ray cluster at ${ADDRESS}={address} cannot be joined ({said}): start it with "
-                "'ray start --head', or unset the variable to use this machine alone."
+                f"Ray cannot be had {where} ({said}): start a cluster with 'ray start --head', or "
+                f"unset {ADDRESS} to use this machine alone."
             ) from error
     return len(processors())
 

@@ -128,6 +128,15 @@ def test_a_client_hears_nothing_of_a_loss_halfway(front: Front, small: Loaded, p
     assert len(front.replicas.went) == 2 and len(front.replicas.left) == 1
 
 
+def test_a_replica_that_stops_hands_its_answers_over(front: Front) -> None:
+    heard = front.submit(told(1), tokens=60)
+    assert heard.begun.wait(20)
+    front.replicas.lose(front.replicas.went[-1])
+    assert heard.over.wait(20) and heard.report is not None and heard.report.reason != "cancelled"
+    whole = front.ask(told(1), "y", tokens=60)
+    assert heard.text == whole.text and len(front.replicas.left) == 1
+
+
 def test_an_answer_that_goes_on_otherwise_is_none(front: Front) -> None:
     heard = front.submit(told(1))
     assert heard.over.wait(20)

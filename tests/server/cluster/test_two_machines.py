@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,8 @@ from server.web.places import listening
 
 pytestmark = pytest.mark.cluster
 MODEL = "seed"
-TALKS, TOKENS = 6, 8
+TALKS, TOKENS, LONG_TOKENS = 6, 8, 64
+STREAMED = 5  # messages that are there when an answer is streamed
 PORTS = ("metrics_agent", "metrics_export", "runtime_env_agent", "dashboard_agent_listen")
 
 
@@ -49,7 +52,7 @@ class Machines:
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
     told = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_AUTH_MODE": "disabled",
         "RAY_raylet_start_wait_time_s": "300",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "LARDER_HOME": str(tmp_path / "front"),
@@ -130,21 +133,20 @@ class Talk:
         self.cached.append(told.usage.prompt_tokens_details.cached_tokens or 0)
         self._go_on(told.choices[0].message.content or "")
 
-    def stream(self, kill: Any) -> None:
-        """The same, piece by piece; something happens when the first is there."""
+    def stream(self, begun: threading.Event) -> None:
+        """The same, piece by piece, and longer."""
         with self.client.chat.completions.create(
             model=MODEL,
             messages=self.messages,
-            max_tokens=TOKENS,
+            max_tokens=LONG_TOKENS,
             stream=True,
             extra_headers={"x-session-id": self.name},
         ) as chunks:
             text = ""
             for chunk in chunks:
                 text += chunk.choices[0].delta.content or "" if chunk.choices else ""
-                if text and kill is not None:
-                    kill()
-                    kill = None
+                if text:
+                    begun.set()
         self._go_on(text)
 
     def _go_on(self, answer: str) -> None:
@@ -161,7 +163,7 @@ def test_conversations_outlive_a_machine(machines: Machines, seed_model: Loaded)
                 talk.ask()
         assert all(talk.cached[1] > 0 for talk in talks)  # each went where it had been
         said = [client.responses.create(model=MODEL, input="Hello.", conversation=told.id)]
-        talks[0].stream(machines.kill)
+        _all_at_once(talks, machines)
         for _ in range(2):
             for talk in talks:
                 talk.ask()
@@ -177,6 +179,17 @@ def test_conversations_outlive_a_machine(machines: Machines, seed_model: Loaded)
     assert all(each.usage.input_tokens > said[0].usage.input_tokens for each in said[1:])
 
 
+def _all_at_once(talks: list[Talk], machines: Machines) -> None:
+    """Have all be answered, and a machine killed meanwhile."""
+    begun = threading.Event()
+    with ThreadPoolExecutor(len(talks)) as threads:
+        streams = [threads.submit(talk.stream, begun) for talk in talks]
+        begun.wait(60)
+        machines.kill()
+        for stream in streams:
+            stream.result()
+
+
 def _alone(talk: Talk, loaded: Loaded) -> list[Any]:
     """The same conversation with one server that nothing happens to."""
     hub = LocalHub(Engine(loaded, "full"))
@@ -184,5 +197,8 @@ def _alone(talk: Talk, loaded: Loaded) -> list[Any]:
         with OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
             other = Talk(client, talk.name)
             while len(other.messages) < len(talk.messages):
-                other.ask()
+                if len(other.messages) == STREAMED:
+                    other.stream(threading.Event())
+                else:
+                    other.ask()
     return other.messages
