@@ -49,6 +49,22 @@ def test_list_and_show(run: Run, kept: Path) -> None:
     assert document(run("cache", "list", "--owner", "x", "--json"))["sessions"] == []
 
 
+def test_a_store_under_a_key_opens_with_it_alone(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    key, other = tmp_path / "key", tmp_path / "other"
+    key.write_bytes(b"k" * 32)
+    other.write_text("ab" * 32)
+    store = Store(str(home() / "store"), home(), key=b"k" * 32)
+    store.sessions.save(LOCAL, "talk", IDS, snapshot(read(IDS)))
+    store.close()
+    assert "talk" in run("cache", "list", "--key-file", str(key)).stdout
+    assert "1 sessions are whole" in run("cache", "verify", "--key-file", str(key)).stdout
+    assert "give --key-file" in complaint(run("cache", "list"), 1)
+    assert "under another key" in complaint(run("cache", "list", "--key-file", str(other)), 1)
+    other.write_bytes(b"x")
+    assert "openssl rand" in complaint(run("cache", "list", "--key-file", str(other)), 1)
+
+
 def test_verify_finds_damage(run: Run, kept: Path) -> None:
     assert "1 sessions are whole" in run("cache", "verify").stdout
     assert document(run("cache", "verify", "talk", "--json"))["sessions"] == [

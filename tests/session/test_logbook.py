@@ -12,6 +12,7 @@ from larder.core.conversation import Conversation, Form, Message
 from larder.core.errors import InputError, UsageError
 from larder.session.log import Exchange, Log
 from larder.session.logbook import SessionFile, Stamp, session_names, session_path
+from larder.store.sealing import sealed_by
 
 STAMP = Stamp("seed", "abc", "single() > whole()")
 LOG = Log(
@@ -61,6 +62,21 @@ def test_every_save_replaces_the_file_and_leaves_nothing_beside_it() -> None:
     assert kept is not None and len(kept.log.exchanges) == 2
     assert [file.name for file in book.path.parent.iterdir()] == ["mine.json"]
     assert session_names() == ["mine"]
+
+
+def test_under_a_key_the_file_is_hidden() -> None:
+    pytest.importorskip("cryptography")
+    path, _ = written()
+    book = SessionFile("mine", sealed_by(b"k" * 32, "chats"))
+    kept = book.load()  # one that lay open before
+    assert kept is not None
+    book.save(kept.log, STAMP)
+    assert b"What?" not in path.read_bytes() and b"seed" not in path.read_bytes()
+    again = SessionFile("mine", sealed_by(b"k" * 32, "chats")).load()
+    assert again is not None and again.log == LOG
+    for key, said in ((b"o" * 32, "with this key"), (None, "give --key-file")):
+        with pytest.raises(InputError, match=said):
+            SessionFile("mine", sealed_by(key, "chats")).load()
 
 
 def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:

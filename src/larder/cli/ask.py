@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from larder.cli.failing import INTERRUPTED, print_document
-from larder.cli.kept import CodecName, StoreUrl, check_codec, keeping
+from larder.cli.kept import CodecName, KeyFile, StoreUrl, check_codec, keeping
 from larder.cli.options import Common, command
 from larder.cli.showing import asides, seconds, size
 from larder.core.conversation import Conversation, Question
@@ -40,6 +40,7 @@ def ask(
     ] = False,
     store: StoreUrl = None,
     codec: CodecName = "raw",
+    key_file: KeyFile = None,
 ) -> None:
     """Answer questions about FILE from a cache within the budget.
 
@@ -50,12 +51,14 @@ def ask(
 
     _check_page(explain)
     check_codec(codec)
-    if not keep and (store is not None or codec != "raw"):
-        raise UsageError("--store and --codec say how a reading is kept: give --keep as well.")
+    if not keep and (store is not None or codec != "raw" or key_file is not None):
+        raise UsageError(
+            "--store, --codec and --key-file say how a reading is kept: give --keep as well."
+        )
     conversation = read_conversation(file)
     questions = [_known(conversation, text) for text in question]
     engine = open_engine(options)
-    with keeping(engine, store, codec) if keep else nullcontext() as keeper:
+    with keeping(engine, store, codec, key_file) if keep else nullcontext() as keeper:
         sitting, is_whole = _sit(engine, keeper, options, conversation, questions)
     if explain is not None and is_whole:
         _write_page(explain, sitting)

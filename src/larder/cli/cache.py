@@ -12,7 +12,7 @@ import typer
 
 from larder.cli.failing import SCHEMA, print_document
 from larder.cli.groups import HelpfulGroup
-from larder.cli.kept import StoreUrl, opened
+from larder.cli.kept import KeyFile, StoreUrl, opened
 from larder.cli.options import Output, command
 from larder.cli.showing import results, size, table
 from larder.core.errors import Damaged, InputError
@@ -33,6 +33,7 @@ class Kept(Output):
     """Where sessions are kept, and whose are meant."""
 
     store: StoreUrl = None
+    key_file: KeyFile = None
     owner: Annotated[
         str, typer.Option(metavar="PRINCIPAL", help="Whose sessions: an API user's name.")
     ] = LOCAL
@@ -153,7 +154,7 @@ def remove(name: Name, options: Kept) -> None:
 
 @contextmanager
 def _opened(options: Kept) -> Iterator[Store]:
-    store = opened(options.store)
+    store = opened(options.store, options.key_file)
     try:
         yield store
     finally:

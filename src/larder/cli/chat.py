@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from larder.cli.failing import INTERRUPTED, SCHEMA, as_record, print_document
-from larder.cli.kept import QUIET, CodecName, StoreUrl, check_codec, keeping, tell_resumed
+from larder.cli.kept import QUIET, CodecName, KeyFile, StoreUrl, check_codec, keeping, tell_resumed
 from larder.cli.options import Common, command
 from larder.cli.showing import asides, results, size, table, watched
 from larder.core.errors import LarderError
@@ -41,6 +41,7 @@ def chat(
     ] = None,
     store: StoreUrl = None,
     codec: CodecName = "raw",
+    key_file: KeyFile = None,
 ) -> None:
     """Talk under a memory budget; one line is one turn.
 
@@ -53,7 +54,8 @@ def chat(
     check_codec(codec)
     history = _history(file)
     engine = open_engine(options)
-    with nullcontext() if session is None else keeping(engine, store, codec) as keeper:
+    kept = nullcontext() if session is None else keeping(engine, store, codec, key_file)
+    with kept as keeper:
         with watched("Reading", "tokens") as watch:
             talk = Chat(engine, session, history, watch, keeper)
         _talk(talk, session, options)

@@ -25,9 +25,10 @@ Kept = Callable[["Store", "ModelSpec"], "Keeper"]
 def hub_here(options: Serving) -> Iterator[Hub]:
     """One hub in this process."""
     from larder.server.persisting import Persisting
+    from larder.store.sealing import key_from
     from larder.store.store import Store
 
-    store = Store(url_of(options), home())
+    store = Store(url_of(options), home(), key=key_from(options.key_file))
     try:
         with _hub(options, store, Persisting) as hub:
             yield hub
@@ -48,12 +49,14 @@ def hub_of_replicas(options: Serving) -> Iterator[Hub]:
     from larder.core.clusters import check_ray, join, leave
     from larder.server.cluster.hub import ClusterHub
     from larder.server.cluster.serving import RayReplicas, Wanted, check_store
+    from larder.store.sealing import key_from
     from larder.store.secret import secret_at
 
     check_ray("'larder serve --ray'")
     check_early(options)
     wanted = Wanted(options.replicas, accelerators=int(options.device.startswith("cuda")))
-    opened = partial(hub_in_replica, options, url_of(options), secret_at(home()))
+    secrets = secret_at(home()), key_from(options.key_file)
+    opened = partial(hub_in_replica, options, url_of(options), *secrets)
     machines = join()
     try:
         check_store(options.store, machines)
@@ -67,19 +70,21 @@ def hub_of_replicas(options: Serving) -> Iterator[Hub]:
 
 
 @contextmanager
-def hub_in_replica(options: Serving, url: str, secret: bytes) -> Iterator[Hub]:
+def hub_in_replica(
+    options: Serving, url: str, secret: bytes, key: bytes | None = None
+) -> Iterator[Hub]:
     """One of them, in its process; its index of the store is its machine's own.
 
     Args:
         url: of the store that all have in common.
-        secret: likewise.
+        secret, key: likewise.
     """
     from larder.server.persisting import Persisting
     from larder.server.sharing import Beating, Sharing
     from larder.store.claims import Claims
     from larder.store.store import Store
 
-    store = Store(url, home(), secret=secret)
+    store = Store(url, home(), secret=secret, key=key)
     claims = Claims(store.parts)
     beating = Beating(claims)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +25,15 @@ StoreUrl = Annotated[
         help="A folder or an fsspec address.  Default: $LARDER_HOME/store.",
     ),
 ]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--key-file",
+        metavar="FILE",
+        help="32 random bytes, or 64 hexadecimal digits, under which everything is kept.  "
+        "Default: $LARDER_STORE_KEY; without, nothing is hidden.",
+    ),
+]
 CodecName = Annotated[
     str,
     typer.Option(
@@ -33,16 +43,19 @@ CodecName = Annotated[
 QUIET = ("", "new", "slower")  # why nothing was restored, where nothing is wrong
 
 
-def opened(url: str | None) -> Store:
+def opened(url: str | None, key_file: Path | None) -> Store:
     """The store of that address.
 
     Raises:
-        StoreError: it cannot be opened.
+        StoreError: it cannot be opened, or not with this key.
+        InputError: the file is no key.
     """
     from larder.core.settings import home
+    from larder.store.sealing import key_from
     from larder.store.store import Store
 
-    return Store(str(home() / "store") if url is None else url, home())
+    key = key_from(key_file)
+    return Store(str(home() / "store") if url is None else url, home(), key=key)
 
 
 def check_codec(name: str) -> None:
@@ -53,18 +66,27 @@ def check_codec(name: str) -> None:
 
 
 @contextmanager
-def keeping(engine: Engine, url: str | None, codec: str) -> Iterator[Keeper]:
-    """What keeps caches in a store; a store that cannot be opened keeps nothing, and says so."""
-    from larder.engine.keeping import StoreKeeper, Unkept
+def keeping(engine: Engine, url: str | None, codec: str, key_file: Path | None) -> Iterator[Keeper]:
+    """What keeps caches in a store; a store that cannot be opened keeps nothing, and says so.
 
+    Raises:
+        StoreError, InputError: there is a key, and it is none, or not the store's.
+    """
+    from larder.core.settings import LOCAL
+    from larder.engine.keeping import StoreKeeper, Unkept
+    from larder.store.sealing import key_from, sealed_by
+
+    key = key_from(key_file)
     try:
-        store = opened(url)
+        store = opened(url, key_file)
     except LarderError as error:
+        if key is not None:
+            raise
         print(f"larder: caches are not saved: {error}", file=sys.stderr)
         yield Unkept()
         return
     try:
-        yield StoreKeeper(store, engine.loaded, codec=codec)
+        yield StoreKeeper(store, engine.loaded, LOCAL, codec, sealed_by(key, "chats"))
     finally:
         store.close()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
+from larder.cli.kept import KeyFile
 from larder.cli.options import Common, command
 from larder.core.errors import DependencyError, InputError, UsageError
 
@@ -56,6 +57,7 @@ class Serving(Common):
             "address.  Default: $LARDER_HOME/store.",
         ),
     ] = None
+    key_file: KeyFile = None
     keys: Annotated[
         Path | None,
         typer.Option(
@@ -98,10 +100,12 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
     from larder.server.app import create_app
     from larder.server.web.archive import Archive
     from larder.server.web.desk import Settings
+    from larder.store.sealing import key_from, sealed_by
 
     settings = Settings(sampling=sampling(options), max_new_tokens=options.max_new_tokens)
     try:
-        archive = Archive(home() / "server" / "archive.sqlite")
+        sealing = sealed_by(key_from(options.key_file), "archive")
+        archive = Archive(home() / "server" / "archive.sqlite", sealing=sealing)
         app = create_app(hub, door, archive, settings)
         _tell(options, hub, bound)
         # Its own configuration of logging would close the handlers of everybody else.

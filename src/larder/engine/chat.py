@@ -69,7 +69,9 @@ class Chat:
         state: State | None = None,
     ) -> None:
         self._engine, self._name, self._keeper = engine, name, keeper or Unkept()
-        self._logbook: Logbook = Forgetful() if name is None else SessionFile(name)
+        self._logbook: Logbook = (
+            Forgetful() if name is None else SessionFile(name, self._keeper.logs)
+        )
         self._kept = self._logbook.load()
         log = log_of(self._kept, engine, name, history)
         self._write_backs = 0

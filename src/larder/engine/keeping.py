@@ -21,9 +21,11 @@ from larder.session.policy import Policy
 from larder.session.reading import Desk
 from larder.session.snapshot import State, state_of, told
 from larder.store.coding import RAW
+from larder.store.sealing import Sealing, Unsealed
 from larder.store.store import Store
 
 NEW = "new"
+OPEN = Unsealed()
 # What a reason means to people; the store counts by the word.
 REASONS = {
     NEW: "nothing was saved",
@@ -65,7 +67,12 @@ class Resumed:
 
 
 class Keeper(ABC):
-    """Keeps the states of chats."""
+    """Keeps the states of chats.
+
+    `logs` is how the logs of chats lie.
+    """
+
+    logs: Sealing = OPEN
 
     @abstractmethod
     def load(self, name: str, desk: Desk, policy: Policy, log: Log) -> Resumed:
@@ -105,11 +112,18 @@ class StoreKeeper(Keeper):
     Args:
         principal: whose chats they are.
         codec: how keys and values are spelled; a file in `store/codecs`.
+        logs: how the logs of chats lie beside the store.
     """
 
     def __init__(
-        self, store: Store, loaded: Loaded, principal: str = LOCAL, codec: str = RAW
+        self,
+        store: Store,
+        loaded: Loaded,
+        principal: str = LOCAL,
+        codec: str = RAW,
+        logs: Sealing = OPEN,
     ) -> None:
+        self.logs = logs
         self._store, self._principal = store, principal
         self._snapshots = Snapshots(store, loaded, codec)
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import InputError, UsageError
-from larder.core.settings import home
+from larder.core.errors import Damaged, InputError, UsageError
+from larder.core.settings import LOCAL, home
 from larder.session.log import Log
 from larder.session.log_format import log_of, record_of
+from larder.store.sealing import Sealing, Unsealed
 
 SCHEMA = 1
+SEALED = b"larder sealed 1\n"  # what a file begins with that is under a key
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -74,13 +76,14 @@ class SessionFile(Logbook):
 
     Args:
         name: letters, digits, `.`, `_` and `-`.
+        sealing: how the file is hidden. One that was written open is still read.
 
     Raises:
         UsageError: the name is none.
     """
 
-    def __init__(self, name: str) -> None:
-        self.path = session_path(name)
+    def __init__(self, name: str, sealing: Sealing = Unsealed()) -> None:  # noqa: B008, no state
+        self.path, self._sealing = session_path(name), sealing
         self._seen: tuple[int, int, int] | None = None
 
     def load(self) -> Kept | None:
@@ -92,7 +95,7 @@ class SessionFile(Logbook):
         seen = self._mark()
         if seen is None:
             return None
-        kept = _kept(self.path, _parsed(self.path))
+        kept = _kept(self.path, self._parsed())
         self._seen = seen
         return kept
 
@@ -108,13 +111,34 @@ class SessionFile(Logbook):
                 "it: end the other chat, or go on under another name."
             )
         try:
-            _replace(self.path, json.dumps(_record(log, stamp), ensure_ascii=False, indent=1))
+            text = json.dumps(_record(log, stamp), ensure_ascii=False, indent=1)
+            _replace(self.path, self._closed(text.encode()))
         except OSError as error:
             raise InputError(
                 f"The session file {self.path} cannot be written ({error.strerror}): make room, or "
                 "set LARDER_HOME to another folder."
             ) from error
         self._seen = self._mark()
+
+    def _closed(self, data: bytes) -> bytes:
+        closed = self._sealing.closed(LOCAL, data, self.path.name)
+        return closed if closed == data else SEALED + closed
+
+    def _parsed(self) -> Any:
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise InputError(_unreadable(self.path, error)) from error
+        is_sealed = data.startswith(SEALED)
+        try:
+            if is_sealed:
+                data = self._sealing.opened(LOCAL, data[len(SEALED) :], self.path.name)
+            return json.loads(data)
+        except Damaged as error:
+            raise InputError(_damaged(self.path, "it does not open with this key")) from error
+        except (ValueError, RecursionError) as error:
+            why = "it is under a key: give --key-file" if is_sealed else "it is not JSON"
+            raise InputError(_damaged(self.path, why)) from error
 
     def _mark(self) -> tuple[int, int, int] | None:
         """Tells one version of the file from the next: every save makes a new one."""
@@ -145,15 +169,6 @@ def session_names() -> list[str]:
     """The chats that were kept, by name."""
     names = (file.stem for file in (home() / "sessions").glob("*.json"))
     return sorted(name for name in names if _NAME.fullmatch(name))
-
-
-def _parsed(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(_unreadable(path, error)) from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(_damaged(path, "it is not JSON")) from error
 
 
 def _kept(path: Path, record: Any) -> Kept:
@@ -192,13 +207,13 @@ def _damaged(path: Path, why: str) -> str:
     )
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, data: bytes) -> None:
     """Write beside the file, force it to the disk, and only then take its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

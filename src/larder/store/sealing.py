@@ -141,6 +141,11 @@ class _Ciphers:
         self.InvalidTag, self.AESGCM, self.SHA256, self.HKDF = InvalidTag, AESGCM, SHA256, HKDF
 
 
+def sealed_by(key: bytes | None, what: str) -> Sealing:
+    """How something beside the store lies: under a key for it, or open where there is none."""
+    return Unsealed() if key is None else Sealed(key, f"larder {what}".encode())
+
+
 def key_from(path: Path | None) -> bytes | None:
     """The operator's key: of a file, else of `$LARDER_STORE_KEY`; None where there is neither.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from larder.core.errors import Damaged, StoreFull
 from larder.server.request import Refusal, Turn
+from larder.store.sealing import Sealing, Unsealed
 
 TABLE = """
 CREATE TABLE IF NOT EXISTS documents (
@@ -45,12 +46,19 @@ class Archive:
     Args:
         path: of the file; None keeps everything in memory.
         limit_bytes: of responses, per tenant.
+        sealing: how documents are hidden; those that were written open are still read.
 
     Raises:
         Damaged: the file is something else.
     """
 
-    def __init__(self, path: Path | None = None, limit_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        limit_bytes: int = 256 << 20,
+        sealing: Sealing = Unsealed(),  # noqa: B008, without state
+    ) -> None:
+        self._sealing = sealing
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._limit_bytes = limit_bytes
@@ -73,12 +81,12 @@ class Archive:
                 "SELECT body FROM documents WHERE tenant = ? AND kind = ? AND id = ?",
                 (tenant, kind, name),
             ).fetchone()
-        return None if row is None else json.loads(row[0])
+        return None if row is None else self._opened((tenant, kind, name), row[0])
 
     def put(self, tenant: str, kind: str, name: str, body: dict[str, Any]) -> None:
         """Write a document, or write it anew."""
         with self._using() as base:
-            _insert(base, (tenant, kind, name, "", 0), body)
+            self._insert(base, (tenant, kind, name, "", 0), body)
             self._shrink(base, tenant)
 
     def remove(self, tenant: str, kind: str, name: str) -> bool:
@@ -102,7 +110,8 @@ class Archive:
                 "ORDER BY place",
                 (tenant, ITEM, conversation),
             ).fetchall()
-        return tuple(Item(name, Turn(**json.loads(text))) for name, text in rows)
+        told = [(name, self._opened((tenant, ITEM, name), body)) for name, body in rows]
+        return tuple(Item(name, Turn(**turn)) for name, turn in told)
 
     def append(
         self, tenant: str, conversation: str, items: Sequence[Item], expected: int | None = None
@@ -126,7 +135,7 @@ class Archive:
                 raise Refusal(said, 409, "conversation_changed", "conversation", 1.0)
             for place, item in enumerate(items, start):
                 body = {"role": item.turn.role, "text": item.turn.text}
-                _insert(base, (tenant, ITEM, item.id, conversation, place), body)
+                self._insert(base, (tenant, ITEM, item.id, conversation, place), body)
 
     def remove_item(self, tenant: str, conversation: str, name: str) -> None:
         """Take one message out, if it is there."""
@@ -140,6 +149,29 @@ class Archive:
         """Close the file."""
         with self._lock:
             self._base.close()
+
+    def _insert(
+        self,
+        base: sqlite3.Connection,
+        key: tuple[str, str, str, str, int],
+        body: dict[str, Any],
+    ) -> None:
+        text = json.dumps(body)
+        closed = self._sealing.closed(key[0], text.encode(), "/".join(key[1:3]))
+        kept = text if closed == text.encode() else closed
+        base.execute(
+            "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*key, time.time(), len(closed), kept),
+        )
+
+    def _opened(self, key: tuple[str, str, str], body: str | bytes) -> dict[str, Any]:
+        """Raises: Damaged: the document is under another key, or under one and none is given."""
+        if isinstance(body, str):
+            return json.loads(body)
+        try:
+            return json.loads(self._sealing.opened(key[0], body, "/".join(key[1:])))
+        except ValueError as error:
+            raise Damaged("The archive is under a key: give --key-file.") from error
 
     @contextmanager
     def _using(self) -> Iterator[sqlite3.Connection]:
@@ -163,13 +195,3 @@ class Archive:
             ).fetchone()
             base.execute(f"DELETE FROM documents {where} AND id = ?", (tenant, RESPONSE, name))
             held -= size
-
-
-def _insert(
-    base: sqlite3.Connection, key: tuple[str, str, str, str, int], body: dict[str, Any]
-) -> None:
-    text = json.dumps(body)
-    base.execute(
-        "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (*key, time.time(), len(text), text),
-    )
