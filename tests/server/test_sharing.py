@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,19 @@ def test_another_secret_claims_nothing(small: Loaded, two: Two, tmp_path: Path) 
     path.write_bytes(path.read_bytes().replace(b"holder", b"h0lder"))
     second.served.submit([user("Hello.")], "x")  # what is no claim holds nobody up
     assert not first.claims.holds(first.keeper._held[1])
+
+
+def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) -> None:
+    first, second = two
+    clock.now = time.time()
+    first.served.submit(told(1), "x")
+    second.served.submit(told(1), "y")
+    clock.now += 7200
+    second.claims.beat()
+    for file in (tmp_path / "blobs").rglob("*.json"):
+        os.utime(file, (clock.now - 7100, clock.now - 7100))
+    assert second.claims.sweep() == 2
+    left = [
+        len(list((tmp_path / "blobs" / name).rglob("*.json"))) for name in ("holders", "claims")
+    ]
+    assert left == [1, 1]

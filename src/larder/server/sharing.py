@@ -108,10 +108,11 @@ class Beating:
         self._try(self._claims.close)
 
     def _run(self) -> None:
+        self._try(self._claims.sweep)
         while not self._is_closing.wait(self._seconds):
             self._try(self._claims.beat)
 
-    def _try(self, say: Callable[[], None]) -> None:
+    def _try(self, say: Callable[[], object]) -> None:
         try:
             say()
         except StoreError as error:

@@ -23,6 +23,7 @@ from larder.store.records import session_key
 FOLDER, HOLDERS = "claims", "holders"
 ALIVE_SECONDS = 6.0
 BEAT_SECONDS = 2.0
+OLD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,27 @@ class Claims:
         """
         if self._read(claim.path).get("mark") == claim.mark:
             self._call(self._parts.place.remove, claim.path)
+
+    def sweep(self) -> int:
+        """Delete what processes left that ended without a word a while ago; how many files."""
+        parts = self._parts
+        before = parts.clock() - OLD_SECONDS
+        old = [
+            entry.path
+            for folder in (HOLDERS, FOLDER)
+            for entry in self._call(lambda folder=folder: list(parts.place.listing(folder)))
+            if entry.modified < before and not self._is_alive(entry.path)
+        ]
+        for path in old:
+            self._call(parts.place.remove, path)
+        return len(old)
+
+    def _is_alive(self, path: str) -> bool:
+        """Whether a holder, or the one of a claim, has said that it is alive."""
+        told = self._read(path)
+        if "holder" in told:
+            told = self._read(self._beside(str(told["holder"])))
+        return float(told.get("until", 0.0)) > self._parts.clock()
 
     def close(self) -> None:
         """Say that this process has ended, and with it what it holds.
