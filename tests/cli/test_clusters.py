@@ -24,6 +24,11 @@ def test_what_is_missing_is_named(
     assert f"'larder {words[0]} --ray' needs Ray" in said and "pip install 'larder[ray]'" in said
 
 
+def test_replicas_are_of_a_cluster(run: Run) -> None:
+    said = complaint(run("serve", "--replicas", "3", "--port", "0"), 2)
+    assert said == "--replicas are Ray's: give --ray, too, or leave --replicas out."
+
+
 def test_machines_need_one_store(tmp_path: Path) -> None:
     check_store(None, 1)
     check_store(str(tmp_path), 2)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from larder.store.store import Store
 
 STORE = "store"  # in the home folder
+REPLICAS = 2
 Kept = Callable[["Store", "ModelSpec"], "Keeper"]
 
 
@@ -54,7 +55,8 @@ def hub_of_replicas(options: Serving) -> Iterator[Hub]:
 
     check_ray("'larder serve --ray'")
     check_early(options)
-    wanted = Wanted(options.replicas, accelerators=int(options.device.startswith("cuda")))
+    replicas = REPLICAS if options.replicas is None else options.replicas
+    wanted = Wanted(replicas, accelerators=int(options.device.startswith("cuda")))
     secrets = secret_at(home()), key_from(options.key_file)
     opened = partial(hub_in_replica, options, url_of(options), *secrets)
     machines = join()

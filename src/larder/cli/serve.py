@@ -73,8 +73,9 @@ class Serving(Common):
         ),
     ] = False
     replicas: Annotated[
-        int, typer.Option(min=1, help="With --ray: how many, each with budgets of its own.")
-    ] = 2
+        int | None,
+        typer.Option(min=1, help="With --ray; each has budgets of its own.  Default: 2."),
+    ] = None
 
 
 @command
@@ -85,6 +86,8 @@ def serve(options: Serving) -> None:
     """
     from larder.cli.hubs import hub_here, hub_of_replicas
 
+    if options.replicas is not None and not options.ray:
+        raise UsageError("--replicas are Ray's: give --ray, too, or leave --replicas out.")
     budgets_of(options)
     door, bound = _door(options), _bound(options)
     with bound, (hub_of_replicas if options.ray else hub_here)(options) as hub:
