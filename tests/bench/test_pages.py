@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.bench.pages import Shown, by_budget, by_task, renewed
-from larder.bench.study import CHECKOUT
+from larder.bench.pages import Shown, by_budget, by_paper, by_task, renewed
+from larder.bench.study import CHECKOUT, read_study
 from larder.core.errors import InputError
 from plots_rows import CELLS, cell, write_rows
 
@@ -29,6 +29,18 @@ def test_a_column_per_task_has_all_budgets_in_a_cell() -> None:
     assert told == "In each cell: 1/4, 1/8."
     assert head == "| policy | needles(needles=4), 1,000 | needles(needles=4), 2,000 |"
     assert first == "| snapkv | 0.50 0.50 | 0.50 |"
+
+
+def test_what_a_paper_reports_stands_beside_ours() -> None:
+    study = read_study("epicache_fig2")
+    assert study.paper is not None
+    ours = cell("exact_question", study=study.name, task=study.tasks[0].spelling, matched="tokens")
+    lines = by_paper([ours], [study.paper.row(study.name)])
+    assert lines[0].startswith("The paper: Llama-3.1-8B") and lines[2].startswith("Here: the emb")
+    assert lines[4].startswith("| policy | budget | the paper |")
+    assert lines[6].startswith("| exact_question | 1/4 | the best of all prompts")
+    with pytest.raises(InputError, match="needs the study of a paper"):
+        by_paper([ours], [])
 
 
 def test_times_are_in_milliseconds_and_the_least_comes_first() -> None:

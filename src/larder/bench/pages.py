@@ -8,7 +8,8 @@ fills what stands between marks of such a page. A mark names the study, and how 
     <!-- table: end -->
 
 `by=budget` has a column per budget, over all tasks together, with intervals; `by=task` a column per
-task and length, with the means at all budgets in each cell. `scale=` is a score of
+task and length, with the means at all budgets in each cell; `by=paper` has what the paper reports
+beside ours, and what differs. `scale=` is a score of
 `larder.bench.tables` (the first that the rows have unless given) or one of its times, in
 milliseconds. `policies=a,b` shows those alone, `tasks=a,b` those tasks, by the start of their
 spellings. Neither torch nor a model is loaded here.
@@ -24,7 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from larder.bench.amounts import WHOLE
+from larder.bench.beside import beside
+from larder.bench.beside import table as beside_ours
+from larder.bench.naming import short_names, spelled_out
 from larder.bench.overview import RESULTS, command, wall_seconds
+from larder.bench.papers import Paper
 from larder.bench.rows import Results, Row, results
 from larder.bench.study import read_study
 from larder.bench.tables import SCALES, TIMES, Scale, Table, entry
@@ -34,7 +39,8 @@ MARKED = re.compile(r"(<!-- table: (?!end)(.*?) -->\n)(?:.*?\n)??(<!-- table: en
 OPTIONS = {"study": "", "by": "budget", "scale": "", "matched": "", "policies": "", "tasks": ""}
 LESS_IS_BETTER = frozenset({"kl", *TIMES})
 FULL = "full"
-LONGEST = 60  # letters of a policy that is spelled out
+PAPER = "paper"
+BAR = r"\|"  # inside a cell
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Shown:
 
     Args:
         study: its name.
-        by: `budget` or `task`.
+        by: a key of `TABLES`, or `paper`.
         scale: a key of `SCALES` or `TIMES`; empty for the first that the rows have.
         matched: `bytes`, `tokens` or `total`; empty for what the study names first.
         policies: names; empty for all.
@@ -65,8 +71,10 @@ class Shown:
         if strange := sorted(set(told) - set(OPTIONS)):
             raise InputError(f"A table has no option {strange[0]!r}: take one of {list(OPTIONS)}.")
         one = {**OPTIONS, **told}
-        if not one["study"] or one["by"] not in ("budget", "task"):
-            raise InputError(f"A table needs study=NAME and by=budget or by=task, got {text!r}.")
+        if not one["study"] or one["by"] not in (*TABLES, PAPER):
+            raise InputError(
+                f"A table needs study=NAME, and by=budget, task or paper, not {text!r}."
+            )
         named = one["study"], one["by"], one["scale"], one["matched"]
         return Shown(*named, _several(one["policies"]), _several(one["tasks"]))
 
@@ -101,11 +109,15 @@ def _table(mark: str, folder: Path) -> str:
         return "\nNot measured yet with the bundled model.\n"
     found = results([path])
     rows = shown.rows(found)
-    lines = by_budget(rows, shown.scale) if shown.by == "budget" else by_task(rows, shown.scale)
+    if shown.by == PAPER:
+        lines = by_paper(rows, found.papers)
+    else:
+        lines = TABLES[shown.by](rows, shown.scale)
     told = Table([entry(row) for row in rows]).counted().removesuffix(".")
     minutes = max(1, round(wall_seconds(path) / 60))
     asked = f"`{command(read_study(shown.study))}`"
-    return "\n".join(["", *lines, "", f"{told}; {asked}, {minutes} min.", ""])
+    spelled = spelled_out(short_names(row["policy"] for row in rows))
+    return "\n".join(["", *lines, "", *spelled, f"{told}; {asked}, {minutes} min.", ""])
 
 
 def by_budget(rows: Sequence[Row], key: str = "") -> list[str]:
@@ -114,11 +126,12 @@ def by_budget(rows: Sequence[Row], key: str = "") -> list[str]:
     scale = _scale(table, key)
     budgets = _budgets(table)
     lines = [_line("policy", *budgets), _line(*["---"] * (1 + len(budgets)))]
-    for name in _in_order(table, scale, budgets):
+    names = short_names(table.names) | {FULL: "full cache"}
+    for name in _in_order(table, scale):
         cells = [_cell(table, scale, name, budget, with_ends=True) for budget in budgets]
         if not any(cells):  # the full cache has a budget of its own
             cells = [_cell(table, scale, name, WHOLE, with_ends=True)] * len(budgets)
-        lines.append(_line(_named(name), *cells))
+        lines.append(_line(names[name], *cells))
     return lines
 
 
@@ -129,13 +142,32 @@ def by_task(rows: Sequence[Row], key: str = "") -> list[str]:
     scale, budgets = _scale(whole, key), _budgets(whole)
     lines = [_line("policy", *groups), _line(*["---"] * (1 + len(groups)))]
     tables = [Table([entry(row) for row in own]) for own in groups.values()]
-    for name in _in_order(whole, scale, budgets):
+    names = short_names(whole.names) | {FULL: "full cache"}
+    for name in _in_order(whole, scale):
         cells = []
         for table in tables:
             found = [_cell(table, scale, name, budget) for budget in table.budgets]
             cells.append(" ".join(cell for cell in found if cell))
-        lines.append(_line(_named(name), *cells))
+        lines.append(_line(names[name], *cells))
     return [f"In each cell: {', '.join(budgets)}.", "", *lines] if len(budgets) > 1 else lines
+
+
+def by_paper(rows: Sequence[Row], papers: Sequence[Row]) -> list[str]:
+    """What a paper reports and ours, line by line, and what differs.
+
+    Raises:
+        InputError: the rows are of no paper's study.
+    """
+    if not papers:
+        raise InputError("A table by=paper needs the study of a paper: take by=budget.")
+    paper = Paper.of(papers[0])
+    models, policies = (dict.fromkeys(row[name] for row in rows) for name in ("model", "policy"))
+    known = [one for one in beside(paper, rows) if one.reported.policy in policies]
+    head, lines = beside_ours(known, list(models), short_names(policies))
+    shown = [_line(*head), _line(*["---"] * len(head)), *(_line(*line) for line in lines)]
+    differs = "; ".join(paper.differs)
+    told = [f"The paper: {paper.setup}", "", f"Here: {differs}." if differs else ""]
+    return [*told, "", *(shown if lines else ())]
 
 
 def _several(text: str) -> tuple[str, ...]:
@@ -165,7 +197,7 @@ def _budgets(table: Table) -> list[str]:
     return [budget for budget in table.budgets if budget != WHOLE] or list(table.budgets)
 
 
-def _in_order(table: Table, scale: Scale, budgets: Sequence[str]) -> list[str]:
+def _in_order(table: Table, scale: Scale) -> list[str]:
     """The full cache, then the best first by the mean over all budgets."""
     sign = 1 if scale.key in LESS_IS_BETTER else -1
 
@@ -196,14 +228,11 @@ def _cell(table: Table, scale: Scale, name: str, budget: str, with_ends: bool = 
     return shown
 
 
-def _named(policy: str) -> str:
-    if policy == FULL:
-        return "full cache"
-    return policy if len(policy) <= LONGEST else f"{policy[: LONGEST - 1]}…"
-
-
 def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
+TABLES = {"budget": by_budget, "task": by_task}
 
 
 def main(paths: Sequence[Path]) -> None:
