@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from larder.bench.rows import Row
 from larder.core.errors import SpellingError
 from larder.core.spelling import Call, Value, parse
 
@@ -37,6 +38,11 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
         return numbers[name]
 
     return {name: short(name) if name in spelled else name for name in known}
+
+
+def renamed(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
+    """The rows with policies by their short names."""
+    return [row | {"policy": names[row["policy"]]} for row in rows]
 
 
 def spelled_out(names: Mapping[str, str]) -> list[str]:

@@ -286,13 +286,12 @@ def _tell_estimate(running: Studying, cells: int, options: BenchOptions) -> None
 
 def _show(running: Studying, rows: list[Row]) -> None:
     from larder.bench.beside import written
-    from larder.bench.naming import short_names, spelled_out
+    from larder.bench.naming import renamed, short_names, spelled_out
     from larder.bench.tables import report
     from larder.cli.benched import groups
 
     names = short_names(row["policy"] for row in rows)
-    shown = [row | {"policy": names[row["policy"]]} for row in rows]
-    print(report({title: entries for title, _, entries in groups(shown)}))
+    print(report({title: own for title, _, own in groups(renamed(rows, names))}))
     if (paper := running.paper()) is not None:
         print(written(paper, rows, names))
     print("\n".join(spelled_out(names)), end="")

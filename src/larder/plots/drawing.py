@@ -17,6 +17,8 @@ from larder.plots.style import Drawing
 
 # They get the first colors, in this order, and so one each among any number of policies.
 CORE = ("epicache", "d2o", "icecache")
+COUNTED = ("context_tokens", "full_kv_bytes", "kv_bytes", "active_kv_bytes", "peak_kv_bytes")
+Names = Mapping[tuple[str, str], str]  # by study and policy
 
 
 def read(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, Looks]:
@@ -28,45 +30,78 @@ def read(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, 
     return renamed(found, names), looks(names.values())
 
 
-def renamed(found: Results, names: Mapping[str, str]) -> Results:
-    """The same with policies by the names that tables and figures give them."""
-
-    def again(rows: Sequence[Row]) -> tuple[Row, ...]:
-        return tuple(row | {"policy": names[row["policy"]]} for row in rows)
-
-    return replace(found, cells=again(found.cells), exhibits=again(found.exhibits))
-
-
-def chosen(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, dict[str, str]]:
-    """What result files hold of some policies, and the short name of each, in their order.
+def chosen(paths: Sequence[Path], policies: Sequence[str] = ()) -> tuple[Results, Names]:
+    """What result files hold of some policies, and the short name of each in each study.
 
     Args:
         policies: names, long or short, in the order wanted; unless given all, the three systems at
             the core first. The full cache stays as what the others are compared with.
 
     Raises:
-        InputError: a file cannot be read, or nothing was measured.
+        InputError: a file cannot be read, or nothing was measured, or a cell takes no bytes.
         UnknownName: no row is of a policy that was named.
     """
     found = results(paths)
-    if not found.cells and not found.exhibits:
+    rows = (*found.cells, *found.exhibits)
+    if not rows:
         raise InputError("The result files hold nothing measured: run larder bench first.")
-    known = short_names(row["policy"] for row in (*found.cells, *found.exhibits))
-    by_short = {short: name for name, short in known.items()}
+    for row in found.measured:
+        _check(row)
+    names = _names(rows)
     for policy in policies:
-        if policy not in known and policy not in by_short:
-            raise UnknownName(unknown("policy in the result files", policy, list(by_short)))
-    core = [policy for policy in CORE if policy in known]
-    asked = [policy if policy in known else by_short[policy] for policy in policies]
-    wanted = dict.fromkeys(asked or [*core, *known])
-    if FULL in known:
-        wanted[FULL] = None
+        if not any(policy in (name, short) for (_, name), short in names.items()):
+            known = list(dict.fromkeys(names.values()))
+            raise UnknownName(unknown("policy in the result files", policy, known))
+    ranks = {place: _rank(place[1], short, policies) for place, short in names.items()}
+    wanted = sorted((place for place in names if ranks[place] >= 0), key=ranks.__getitem__)
     kept = replace(
         found,
-        cells=tuple(row for row in found.cells if row["policy"] in wanted),
-        exhibits=tuple(row for row in found.exhibits if row["policy"] in wanted),
+        cells=tuple(row for row in found.cells if _place(row) in wanted),
+        exhibits=tuple(row for row in found.exhibits if _place(row) in wanted),
     )
-    return kept, {name: known[name] for name in wanted}
+    return kept, {place: names[place] for place in wanted}
+
+
+def renamed(found: Results, names: Names) -> Results:
+    """The same with policies by the names that tables and figures give them."""
+
+    def again(rows: Sequence[Row]) -> tuple[Row, ...]:
+        return tuple(row | {"policy": names[_place(row)]} for row in rows)
+
+    return replace(found, cells=again(found.cells), exhibits=again(found.exhibits))
+
+
+def _names(rows: Sequence[Row]) -> Names:
+    studies: dict[str, list[str]] = {}
+    for row in rows:
+        studies.setdefault(row["study"], []).append(row["policy"])
+    return {
+        (study, name): short
+        for study, own in studies.items()
+        for name, short in short_names(own).items()
+    }
+
+
+def _rank(name: str, short: str, policies: Sequence[str]) -> int:
+    """Where a policy stands in the order; -1 where it is not wanted."""
+    if not policies:
+        return CORE.index(name) if name in CORE else len(CORE)
+    places = [place for place, one in enumerate(policies) if one in (name, short)]
+    return places[0] if places else len(policies) if name == FULL else -1
+
+
+def _place(row: Row) -> tuple[str, str]:
+    return row["study"], row["policy"]
+
+
+def _check(row: Row) -> None:
+    """Raises: InputError: figures cannot be drawn of such a cell."""
+    for name in COUNTED:
+        if not (row.get(name) or 0) > 0:
+            raise InputError(
+                f"A cell of {row['policy']} on {row['task']} must have {name} above 0, got "
+                f"{row.get(name)!r}: measure it again, or name files that larder bench has written."
+            )
 
 
 def figure_of(spelling: str) -> Figure:

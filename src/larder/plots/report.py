@@ -7,7 +7,7 @@ follow the page, so that it reads in a dark scheme, too. Equal results give equa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -20,7 +20,7 @@ from larder.core.errors import UnknownName
 from larder.core.family import unknown
 from larder.plots import scores
 from larder.plots.commands import commands
-from larder.plots.drawing import chosen, draw_all, renamed
+from larder.plots.drawing import Names, chosen, draw_all, renamed
 from larder.plots.looks import COLORS, PALE, looks
 from larder.plots.papers import paper_table
 from larder.plots.style import FAINT, INK, LINE, PAPER, SOFT, Drawing, Format
@@ -75,24 +75,43 @@ def render(
         UnknownName: no row is of a policy that was named.
     """
     found, names = chosen(paths, policies)
-    known = {row["policy"]: names[row["policy"]] for row in found.cells}
-    shorts = list(known.values())
-    for name in against or ():
-        if name not in known and name not in shorts:
-            raise UnknownName(unknown("policy in the result files", name, shorts))
-    wanted = [known.get(name, name) for name in (BASELINES if against is None else against)]
+    bases = _bases(found, names, against)
     shown = renamed(found, names)
     drawings = draw_all(shown, looks(names.values()))
     return Template(_asset("report.html")).substitute(
         title=markup(title or _title(found)),
         style=_asset("report.css"),
         counted=markup(_counted(found)),
-        tables="\n".join(_tables(found, shown, names, [n for n in wanted if n in shorts])),
+        tables="\n".join(_tables(found, shown, names, bases)),
         figures="\n".join(_figure(number, one) for number, one in enumerate(drawings)),
         policies=_policies(found, names),
         environments="\n".join(_environments(found)),
         commands=markup("\n".join(commands(found, paths, policies))),
     )
+
+
+def _bases(found: Results, names: Names, against: Sequence[str] | None) -> list[str]:
+    """The short names of what all others are compared with.
+
+    Raises:
+        UnknownName: no cell is of a policy that was named.
+    """
+    places = dict.fromkeys((row["study"], row["policy"]) for row in found.cells)
+    known = {place: names[place] for place in places}
+    for name in against or ():
+        if not any(name in (long, short) for (_, long), short in known.items()):
+            shorts = list(dict.fromkeys(known.values()))
+            raise UnknownName(unknown("policy in the result files", name, shorts))
+    wanted = BASELINES if against is None else against
+    return list(
+        dict.fromkeys(
+            short for name in wanted for (_, long), short in known.items() if name in (long, short)
+        )
+    )
+
+
+def _of_study(study: str, names: Names) -> dict[str, str]:
+    return {policy: short for (own, policy), short in names.items() if own == study}
 
 
 def inline(svg: str, number: int) -> str:
@@ -123,9 +142,7 @@ def _figure(number: int, drawing: Drawing) -> str:
     )
 
 
-def _tables(
-    found: Results, shown: Results, names: Mapping[str, str], bases: Sequence[str]
-) -> Iterator[str]:
+def _tables(found: Results, shown: Results, names: Names, bases: Sequence[str]) -> Iterator[str]:
     groups = scores.grouped(shown.cells)
     titles = scores.titles(list(groups), "matched")
     studies = list(dict.fromkeys(group.study for group in groups))
@@ -140,7 +157,7 @@ def _tables(
         for row in found.papers:
             if row["study"] == study:
                 own = [cell for cell in found.cells if cell["study"] == study]
-                yield from paper_table(Paper.of(row), own, names)
+                yield from paper_table(Paper.of(row), own, _of_study(study, names))
 
 
 def _is_told(row: Row) -> bool:
@@ -154,8 +171,10 @@ def _claim(study: str) -> str:
     return read_study(study).claim if study in study_names() else ""
 
 
-def _policies(found: Results, names: Mapping[str, str]) -> str:
-    spelled = dict.fromkeys((names[row["policy"]], row["spelling"]) for row in found.cells)
+def _policies(found: Results, names: Names) -> str:
+    spelled = dict.fromkeys(
+        (names[row["study"], row["policy"]], row["spelling"]) for row in found.cells
+    )
     lines = (
         f"<tr><th scope=row>{markup(name)}</th><td><code>{markup(spelling)}</code></td></tr>"
         for name, spelling in spelled

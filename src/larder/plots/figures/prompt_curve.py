@@ -33,7 +33,7 @@ class PromptCurve(Figure):
         charts = self.charts(results, looks)
         if not charts:
             wrong = scores.lacking("prompt_curve", self.score, results.shown("prompt"))
-            raise wrong or self.nothing("rows of kind 'prompt'")
+            raise wrong or self.nothing("rows of kind 'prompt' with a percentile")
         caption = (
             f"{scores.sentence(scores.score_title(self.score))} where blocks are judged by a "
             "prompt of utterances at one rank of nearness to the question, as a percentile: the "
@@ -54,16 +54,19 @@ class PromptCurve(Figure):
         """What is drawn, in numbers: a panel per task and budget."""
         rows = [row for row in results.shown("prompt") if row["policy"] in looks]
         rows = [row for row in rows if scores.scored({0: row}, self.score)]
-        return [(label, self._panels(own)) for label, own in scores.families(rows).items()]
+        charts = [(label, self._panels(own)) for label, own in scores.families(rows).items()]
+        return [(label, panels) for label, panels in charts if panels]
 
     def _panels(self, rows: Sequence[Row]) -> list[Panel]:
+        """Those that have a prompt beside the question itself."""
         groups = scores.grouped(rows)
         titles = scores.titles(list(groups))
         return [
             self._panel(f"{titles[group]}, budget {budget}", own)
             for group, found in groups.items()
             for budget in dict.fromkeys(row["budget"] for row in found)
-            if (own := [row for row in found if row["budget"] == budget])
+            if any(r["percentile"] is not None for r in found if r["budget"] == budget)
+            and (own := [row for row in found if row["budget"] == budget])
         ]
 
     def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
@@ -74,7 +77,7 @@ class PromptCurve(Figure):
             return draw(panels, order, x, _height(panels, self.score))
 
     def _panel(self, title: str, rows: Sequence[Row]) -> Panel:
-        policies = dict.fromkeys(row["policy"] for row in rows)
+        policies = dict.fromkeys(r["policy"] for r in rows if r["percentile"] is not None)
         own = {p: [row for row in rows if row["policy"] == p] for p in policies}
         asked = [row for row in rows if row["percentile"] is None]
         across = ((QUESTION, self._score(asked).mean),) if asked else ()

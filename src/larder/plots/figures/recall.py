@@ -68,6 +68,8 @@ class Recall(Figure):
         """What is drawn, in numbers: a sheet for each study and model."""
         key = self.along.value
         rows = [r for r in results.shown("recall") if r["policy"] in looks and r[key] is not None]
+        # What fetches without a limit has no place on a scale of doublings.
+        rows = [row for row in rows if self.along is Along.STEP or row[key] > 0]
         if self.along is not Along.STEP and (whole := [r for r in rows if r["layer"] is None]):
             rows = whole  # beside them are layers and steps one by one
         return [
