@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from larder.bench.rows import Row, known_rows, results
 from training.train import LOG
 
+HALF = 0.5
 FORM = Path(__file__).with_name("card.md")
 Scores = dict[str, dict[int, list[float]]]  # by task, then by tokens of its texts
 
@@ -42,6 +43,16 @@ def table(scores: Scores) -> list[str]:
     return lines
 
 
+def weak(scores: Scores) -> str:
+    """Tasks and lengths where less than half is right, so that policies are hard to tell apart."""
+    found = [
+        f"`{task}` at {', '.join(map(str, lengths))}"
+        for task, by_length in scores.items()
+        if (lengths := [n for n, exact in by_length.items() if sum(exact) < HALF * len(exact)])
+    ]
+    return "; ".join(found) or "none of these"
+
+
 def card(model: Path, rows: Iterable[Row]) -> str:
     """The card in Markdown.
 
@@ -50,6 +61,7 @@ def card(model: Path, rows: Iterable[Row]) -> str:
     """
     config = AutoConfig.from_pretrained(model)
     log = known_rows(model / LOG)
+    scores = scores_of(rows)
     contexts = sorted({line["context"] for line in log})
     return Template(FORM.read_text(encoding="utf-8")).substitute(
         layers=config.num_hidden_layers,
@@ -60,7 +72,8 @@ def card(model: Path, rows: Iterable[Row]) -> str:
         millions=round(_parameters(model) / 1e6, 1),
         tokens=round(log[-1]["tokens"] / 1e6) if log else "an unknown number of",
         contexts=f"{contexts[0]} to {contexts[-1]}" if contexts else "unknown",
-        table="\n".join(table(scores_of(rows))),
+        table="\n".join(table(scores)),
+        weak=weak(scores),
     )
 
 

@@ -27,8 +27,13 @@ def test_a_column_per_task_has_all_budgets_in_a_cell() -> None:
     rows = [*CELLS, {**cell("snapkv"), "budget": "1/8"}]
     told, _, head, _, _, first, *_ = by_task(rows)
     assert told == "In each cell: 1/4, 1/8."
-    assert head == "| policy | needles(needles=4), 1,000 | needles(needles=4), 2,000 |"
+    assert head == "| policy | needles, 1,000 | needles, 2,000 |"
     assert first == "| snapkv | 0.50 0.50 | 0.50 |"
+
+
+def test_tasks_that_differ_in_parameters_alone_have_them_in_their_heads() -> None:
+    rows = [cell("h2o", task=task) for task in ("needles(needles=4)", "needles(needles=8)")]
+    assert by_task(rows)[0] == "| policy | needles(needles=4) | needles(needles=8) |"
 
 
 def test_what_a_paper_reports_stands_beside_ours() -> None:

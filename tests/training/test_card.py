@@ -32,4 +32,5 @@ def test_the_card_says_shape_and_training(tmp_path):
     assert "2 layers, 2 query and 1 kv heads of 16, vocabulary 4096" in text
     assert "7 million tokens more, context 512 to 2048" in text
     assert "| `lookup()` | 0.75 (4) | |" in text
+    assert "tell little about policies: `ledger()` at 4000." in text
     assert "CC BY-SA 4.0" in text

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,11 +176,19 @@ def _several(text: str) -> tuple[str, ...]:
 
 def _by_task(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
     lengths = {row["tokens"] for row in rows}
+    names = _task_names({row["task"] for row in rows})
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        title = row["task"] + (f", {row['tokens']:,}" if len(lengths) > 1 else "")
+        title = names[row["task"]] + (f", {row['tokens']:,}" if len(lengths) > 1 else "")
         groups.setdefault(title, []).append(row)
     return groups
+
+
+def _task_names(spellings: Collection[str]) -> dict[str, str]:
+    """Without parameters where that tells tasks apart."""
+    names = {spelling: spelling.partition("(")[0] for spelling in spellings}
+    told = list(names.values())
+    return {full: name if told.count(name) == 1 else full for full, name in names.items()}
 
 
 def _scale(table: Table, key: str) -> Scale:
