@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from threading import Event
 
 from larder.engine.engine import Engine
 from larder.models.loading import Loaded, adopt
 from larder.models.tiny import tiny
 from larder.server.core import Core
+from larder.server.keeper import Keeper
 from larder.server.request import Report, Request, Ticket, Turn
-from larder.server.scheduler import Keeper
+from larder.server.vault import Vault
 from larder.store.ledger import Budgets, Tier
 
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
@@ -77,6 +79,7 @@ class Served:
         device: int | None = None,
         host: int | None = None,
         keeper: Keeper | None = None,
+        vault: Vault | None = None,
         rows: int = 64,
         tokens: int = BUDGET,
     ) -> None:
@@ -84,7 +87,7 @@ class Served:
         sizes = (str(tokens), BLOCK) if limited else (None, None)
         totals = {Tier.DEVICE: device, Tier.HOST: host}
         budgets = Budgets({tier: size for tier, size in totals.items() if size is not None})
-        times = count(1_700_000_000)
+        times, self.news = count(1_700_000_000), Event()
         self.core = Core(
             Engine(loaded, POLICIES.get(policy, policy), *sizes),
             budgets,
@@ -92,8 +95,9 @@ class Served:
             rows,
             64,
             keeper or Keeper(),
+            vault or Vault(),
             lambda: float(next(times)),
-            lambda: None,
+            self.news.set,
         )
 
     def submit(
@@ -114,8 +118,11 @@ class Served:
         return goes_on
 
     def run(self) -> None:
-        while self.step():
-            pass
+        """Go on until nothing is left to do, also by other threads."""
+        while self.step() or self.core.news.in_flight:
+            if not self.step() and self.core.news.in_flight:
+                assert self.news.wait(30)
+                self.news.clear()
 
     def ask(self, turns: Sequence[Turn], session: str | None = None, **options: object) -> Client:
         """The answer, told to the end."""

@@ -87,7 +87,7 @@ def test_4_a_full_disk_stops_no_answer(
         raise StoreFull("The disk is full: remove something.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper._store.sessions, "save", full)
+        patch.setattr(keeper._store.turns, "append", full)
         turns = talk(served)
     assert keeper.failed == {"StoreFull": 2}
     served.ask(turns, "x")

@@ -24,31 +24,37 @@ FORMAT, VERSION = "larder session", 1
 MOST_BYTES = 2**28  # of the JSON: what a stranger's file may unpack to
 
 
-def told(sitting: Sitting) -> bytes:
-    """The session."""
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "fingerprint": sitting.rule.desk.decoder.spec.fingerprint,
-        "root": sitting.root,
-        "opening": [asdict(turn) for turn in sitting.opening],
-        "said": [_exchange(each) for each in sitting.said],
-    }
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-    return zstandard.ZstdCompressor().compress(text.encode())
-
-
 @dataclass(frozen=True)
 class Archived:
-    """What was written of a session, as in `Sitting`."""
+    """What is written of a session, as in `Sitting`."""
 
     root: str
     opening: tuple[Turn, ...]
     said: list[Said]
 
 
+def spelled(session: Archived, fingerprint: str) -> bytes:
+    """A session of a model."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": fingerprint,
+        "root": session.root,
+        "opening": [asdict(turn) for turn in session.opening],
+        "said": [_exchange(each) for each in session.said],
+    }
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    return zstandard.ZstdCompressor().compress(text.encode())
+
+
+def told(sitting: Sitting) -> bytes:
+    """A session as it is now."""
+    session = Archived(sitting.root, sitting.opening, sitting.said)
+    return spelled(session, sitting.rule.desk.decoder.spec.fingerprint)
+
+
 def read(data: bytes, fingerprint: str, vocabulary: int) -> Archived:
-    """What `told` has told.
+    """What `spelled` has spelled.
 
     Args:
         fingerprint: of the model that is to go on with it.

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from time import monotonic
 
 from larder.core.errors import BudgetError, InputError
 from larder.engine.engine import Engine
-from larder.server import archive
 from larder.server.answering import Answering
 from larder.server.budget import Purse
 from larder.server.directory import Directory
 from larder.server.job import Job, Times
+from larder.server.keeper import Keeper
+from larder.server.moving import Moving
+from larder.server.news import News
+from larder.server.recalling import Recalling
 from larder.server.refusals import invalid, overloaded, too_long, too_much
 from larder.server.request import Listener, Report, Request, Ticket, Turn
 from larder.server.rule import Held, Rule
-from larder.server.scheduler import Keeper, Scheduler
+from larder.server.scheduler import Scheduler
 from larder.server.sessions import Resolved, Sessions
 from larder.server.sitting import Said, Sitting
 from larder.server.starting import Starting
 from larder.server.tiers import Tiers
+from larder.server.vault import Vault
 from larder.server.views import view_of
 from larder.store.eviction.base import EVICTIONS
 from larder.store.ledger import Budgets, ByteLedger
 
+CLOSING_SECONDS = 30.0
 REFRESHED = 4  # times that a request looks again where others are quicker
 
 
@@ -38,7 +45,7 @@ class Core:
     """A hub without a thread: whoever uses it calls `step` until it has nothing to do.
 
     Args:
-        engine, budgets, eviction, rows, waiting, keeper, clock: as `LocalHub` takes them.
+        engine, budgets, eviction, rows, waiting, keeper, vault, clock: as `LocalHub` takes them.
         wake: told that a step would have something to do.
 
     Raises:
@@ -53,6 +60,7 @@ class Core:
         rows: int,
         waiting: int,
         keeper: Keeper,
+        vault: Vault,
         clock: Callable[[], float],
         wake: Callable[[], None],
     ) -> None:
@@ -62,11 +70,18 @@ class Core:
         self.ledger = ByteLedger(budgets)
         self.purse = Purse(self.ledger)
         self.sessions = Sessions(engine.scribe, clock)
-        self.tiers = Tiers(self.ledger, self.purse, EVICTIONS.load(eviction)(), clock)
+        news = self.news = News(wake)
+        rule, unload = EVICTIONS.load(eviction)(), self.forget
+        self.tiers = Tiers(self.ledger, self.purse, rule, clock, vault, news, unload)
         starting = Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing)
         told = engine.loaded.decoder, engine.scribe, engine.stops, starting, self.purse
         directory = self._directory = Directory(self.sessions, self.forget, keeper)
-        self.scheduler = Scheduler(Answering(*told), starting, self.tiers, directory, clock, rows)
+        own = Answering(*told), starting, self.tiers, directory, news, clock, rows
+        self.scheduler = Scheduler(*own)
+        self._moving = Moving(self.tiers, news, lambda: self.scheduler.waiting)
+        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
+        known = engine.loaded.decoder, self.sessions, keeper, rules, self._weighed
+        self._recalling = Recalling(*known)
         self.refused: Counter[str] = Counter()
 
     @property
@@ -78,6 +93,22 @@ class Core:
     def step(self) -> bool:
         """As `Scheduler.step`."""
         return self.scheduler.step()
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Serve nobody any more, and keep what is not kept yet.
+
+        Args:
+            seconds: for which caches are saved, those first that were used last.
+        """
+        self.scheduler.cancel_all()
+        self.news.drain()
+        until = monotonic() + seconds
+        for sitting in sorted(self.sessions, key=lambda each: -each.last_used):
+            if monotonic() < until:
+                self.tiers.save(sitting)
+                self.news.drain()
+        self._directory.close()
+        self.tiers.vault.close()
 
     def submit(self, request: Request, listener: Listener, asked: float) -> Ticket:
         """As `Hub.submit`.
@@ -130,33 +161,19 @@ class Core:
             self.tiers.settle(sitting)
         return sitting
 
-    def release(self, tenant: str, name: str) -> Sitting:
-        """As `Hub.release`."""
-        sitting = self.idle(tenant, name)
-        self.tiers.drop(sitting)
-        return sitting
+    def release(self, tenant: str, name: str) -> Future[Sitting]:
+        """As `Hub.release`; done once it has left."""
+        return self._moving.release(self.idle(tenant, name))
 
-    def prefetch(self, sitting: Sitting) -> Sitting:
-        """Bring a parked cache back to the device; what is nowhere stays so.
-
-        Raises:
-            Refusal: there is no room now.
-        """
-        if sitting.parked is None:
-            return sitting
-        try:
-            self.tiers.grant(sitting, sitting.rule.need(sitting.held, sitting.held.read, 0))
-        except BudgetError as error:
-            raise overloaded(self.scheduler.waiting) from error
-        self.tiers.revive(sitting)
-        self.tiers.settle(sitting)
-        return sitting
+    def prefetch(self, tenant: str, name: str) -> Future[Sitting]:
+        """As `Hub.prefetch`; done once it is there."""
+        return self._moving.prefetch(self.idle(tenant, name))
 
     def import_(self, tenant: str, name: str, data: bytes) -> Sitting:
         """As `Hub.import_`."""
         self._recall(tenant, name)
         try:
-            return self._weighed(self._imported(tenant, name, data))
+            return self._weighed(self._recalling.imported(tenant, name, data))
         except InputError as error:
             raise invalid(str(error)) from error
 
@@ -192,6 +209,8 @@ class Core:
         """Where a request goes on, as far as anybody has come with it."""
         rule = self._exact if request.exact else self.rule
         self._recall(request.tenant, request.session, request.follows)
+        if not (request.follows or request.raw_prompt or self.sessions.candidates(request)):
+            self._recall(request.tenant, *self._directory.names(request.tenant, request.turns))
         found = self.sessions.resolve(request, rule)
         for _ in range(REFRESHED):
             if not self._is_refreshed(found.sitting):
@@ -208,31 +227,7 @@ class Core:
         return True
 
     def _recall(self, tenant: str, *names: str | None) -> None:
-        """Have sessions be in memory that are kept elsewhere, with their forks."""
-        for name in names:
-            number, tried = 1, name
-            while tried is not None and not self.sessions.has(tenant, tried):
-                found = self._directory.recall(tenant, tried)
-                if found is None:
-                    break
-                try:
-                    sitting = self._imported(tenant, tried, found[0])
-                except InputError as error:
-                    raise invalid(str(error), "session") from error
-                sitting.written = sitting.epoch = found[1]
-                self._weighed(sitting)
-                number += 1
-                tried = f"{sitting.root}~{number}"
-
-    def _imported(self, tenant: str, name: str, data: bytes) -> Sitting:
-        decoder = self.engine.loaded.decoder
-        told = archive.read(data, decoder.spec.fingerprint, decoder.vocabulary)
-        root = told.root if name.startswith(f"{told.root}~") else name
-        sitting = self.sessions.open(tenant, name, self.rule, root)
-        sitting.opening, sitting.said, sitting.epoch = told.opening, told.said, len(told.said)
-        if told.said:
-            self.sessions.remember(sitting)
-        return sitting
+        self._recalling.recall(tenant, *names)
 
     def _job(self, request: Request, found: Resolved, listener: Listener, asked: float) -> Job:
         length = len(found.wanted)

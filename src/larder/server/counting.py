@@ -26,14 +26,15 @@ def counted(
 ) -> Stats:
     """What the parts of a server have counted so far, and hold now."""
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
-    sums = scheduler.sums
+    sums, vault = scheduler.sums, tiers.vault
     return Stats(
         sessions=dict(Counter(map(state_of, sittings))),
-        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS},
-        budget_bytes={name: count for name, count in limits.items() if count < UNLIMITED},
+        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS} | vault.bytes_by_tier(),
+        budget_bytes={name: count for name, count in limits.items() if count < UNLIMITED}
+        | vault.budget_by_tier(),
         peak_bytes={Tier.DEVICE.value: purse.peak},
         budget_violations=purse.violations,
-        running=len(scheduler.running),
+        running=len(scheduler.running) + len(scheduler.ending),
         waiting=scheduler.waiting,
         done=dict(scheduler.done),
         refused=dict(refused),
@@ -47,5 +48,7 @@ def counted(
         evicted_tokens=sums["evicted_tokens"],
         merged_tokens=sums["merged_tokens"],
         parked=dict(tiers.parked),
-        restored=dict(tiers.restored),
+        restored=dict(+tiers.restored),
+        rejected=dict(vault.rejected()),
+        written_bytes=vault.written_bytes(),
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
-from larder.server.scheduler import Keeper
+from larder.server.keeper import Keeper, Recalled
+from larder.server.request import Turn
 from larder.server.sessions import Sessions
 from larder.server.sitting import Said, Sitting
 
@@ -17,21 +19,27 @@ class Directory(Keeper):
     ) -> None:
         self._sessions, self._forget, self._keeper = sessions, forget, keeper
 
-    def commit(self, sitting: Sitting, said: Said) -> None:
+    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
         if len(sitting.said) == 1 or sitting.epoch == 1:
             self._sessions.remember(sitting)
-        self._keeper.commit(sitting, said)
+        return self._keeper.commit(sitting, said)
 
     def abandon(self, sitting: Sitting) -> None:
         self._forget(sitting)
         self._keeper.abandon(sitting)
 
-    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
+    def recall(self, tenant: str, name: str) -> Recalled | None:
         return self._keeper.recall(tenant, name)
 
     def remove(self, sitting: Sitting) -> None:
         self._keeper.remove(sitting)
         self._forget(sitting)
+
+    def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
+        return self._keeper.names(tenant, turns)
+
+    def merge(self, sitting: Sitting) -> None:
+        self._keeper.merge(sitting)
 
     def is_behind(self, sitting: Sitting) -> bool:
         return self._keeper.is_behind(sitting)
@@ -41,3 +49,6 @@ class Directory(Keeper):
 
     def rest(self, sitting: Sitting) -> None:
         self._keeper.rest(sitting)
+
+    def close(self) -> None:
+        self._keeper.close()

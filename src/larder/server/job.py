@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
+from larder.cache.sequence import SequenceCache
 from larder.core.cutting import even_cuts
 from larder.engine.streaming import TextStream
 from larder.prefill.reader import Reader
 from larder.prefill.tending import Tending
 from larder.server.request import Listener, Report, Request, Ticket, Turn
 from larder.server.rule import By
-from larder.server.sitting import ID, Asked, Said, Sitting
+from larder.server.sitting import ID, Asked, Kept, Said, Sitting
+from larder.store.ledger import Reservation
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,23 @@ class Counts:
     tier: str = "none"
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """A cache on its way from the store.
+
+    Args:
+        source: whose it is: the session's own, or that of one whose text begins alike.
+        usable: how many of its tokens the text begins with.
+        room: host memory that it needs on its way.
+    """
+
+    source: Sitting
+    kept: Kept
+    usable: int
+    room: Reservation
+    future: Future[SequenceCache]
+
+
 @dataclass(eq=False)
 class Job(Ticket):
     """One answer in the making. All but `cancel` is for the model's thread.
@@ -61,6 +81,8 @@ class Job(Ticket):
         wake: tells the model's thread that something has changed.
         mark: tokens that the cache had read before.
         pieces: what must be read before the last token of the prompt.
+        fetch: what must arrive before that.
+        was_new: whether the session was made for it.
     """
 
     request: Request
@@ -81,6 +103,8 @@ class Job(Ticket):
     stream: TextStream | None = None
     source: torch.Generator | None = None
     ids: list[int] = field(default_factory=list)
+    fetch: Fetch | None = None
+    was_new: bool = False
     is_cancelled: bool = False
 
     def cancel(self) -> None:
@@ -90,7 +114,12 @@ class Job(Ticket):
     @property
     def is_read(self) -> bool:
         """Whether only the last token of the prompt is left to be read."""
-        return self.place == len(self.pieces)
+        return self.fetch is None and self.place == len(self.pieces)
+
+    @property
+    def unread_pieces(self) -> int:
+        """Of the prompt."""
+        return len(self.pieces) - self.place
 
     @property
     def unread(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 from larder.engine.engine import Engine
@@ -11,11 +12,13 @@ from larder.server import archive
 from larder.server.core import Core
 from larder.server.counting import counted
 from larder.server.hub import Hub, Kept, Served, SessionTurns, SessionView, Stats
+from larder.server.keeper import Keeper
 from larder.server.model_thread import ModelThread
 from larder.server.pieces import Pieces
 from larder.server.refusals import invalid
 from larder.server.request import Listener, Refusal, Request, Ticket, Turn
-from larder.server.scheduler import Keeper
+from larder.server.sitting import Sitting
+from larder.server.vault import Vault
 from larder.server.views import kept_of, turns_of, view_of
 from larder.store.ledger import Budgets, Tier
 
@@ -31,6 +34,7 @@ class LocalHub(Hub):
         rows: the most answers that one pass goes on with.
         waiting: the most requests that wait.
         keeper: told of finished turns.
+        vault: keeps caches that are not in use.
         clock: seconds since 1970.
 
     Raises:
@@ -46,13 +50,15 @@ class LocalHub(Hub):
         rows: int = 64,
         waiting: int = 1024,
         keeper: Keeper | None = None,
+        vault: Vault | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        told = engine, budgets, eviction, rows, waiting, keeper or Keeper(), clock
+        self._keeper = keeper or Keeper()
+        told = engine, budgets, eviction, rows, waiting, self._keeper, vault or Vault(), clock
         self._core = Core(*told, self._wake)
         self._made = clock()
         self._pieces = Pieces(engine.scribe.decode)
-        self._thread = ModelThread(self._core.step, self._core.scheduler.cancel_all)
+        self._thread = ModelThread(self._core.step, self._core.close)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         core, asked = self._core, self._core.clock()
@@ -81,7 +87,10 @@ class LocalHub(Hub):
         return self._thread.call(lambda: engine.scribe.decode(ids))
 
     def sessions(self, tenant: str) -> tuple[SessionView, ...]:
-        return self._thread.call(lambda: tuple(map(view_of, self._core.sessions.of(tenant))))
+        here = self._thread.call(lambda: tuple(map(view_of, self._core.sessions.of(tenant))))
+        names = {view.name for view in here}
+        kept = [view for view in self._keeper.views(tenant) if view.name not in names]
+        return tuple(sorted((*here, *kept), key=lambda view: -view.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTurns:
         return self._thread.call(lambda: turns_of(self._core.find(tenant, name)))
@@ -96,11 +105,10 @@ class LocalHub(Hub):
         return self._thread.call(lambda: self._pinned(tenant, name, False))
 
     def release(self, tenant: str, name: str) -> SessionView:
-        return self._thread.call(lambda: view_of(self._core.release(tenant, name)))
+        return self._moved(lambda: self._core.release(tenant, name))
 
     def prefetch(self, tenant: str, name: str) -> SessionView:
-        core = self._core
-        return self._thread.call(lambda: view_of(core.prefetch(core.idle(tenant, name))))
+        return self._moved(lambda: self._core.prefetch(tenant, name))
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
         return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
@@ -118,9 +126,19 @@ class LocalHub(Hub):
         self._thread.call(lambda: self._core.remove(tenant, name))
 
     def kept(self, tenant: str, name: str) -> Kept:
+        def find() -> Future[Sitting]:
+            sitting = core.find(tenant, name)
+            if sitting.is_answering:
+                found: Future[Sitting] = Future()
+                found.set_result(sitting)
+                return found
+            return core.prefetch(tenant, name)
+
+        core = self._core
+        sitting = self._thread.call(find).result()
+
         def kept() -> Kept:
-            sitting = self._core.find(tenant, name)
-            held = kept_of(sitting if sitting.is_answering else self._core.prefetch(sitting))
+            held = kept_of(sitting)
             return replace(held, texts=self._pieces.texts(sitting.ids)) if held.tokens else held
 
         return self._thread.call(kept)
@@ -142,6 +160,11 @@ class LocalHub(Hub):
 
     def _wake(self) -> None:
         self._thread.wake()
+
+    def _moved(self, move: Callable[[], Future[Sitting]]) -> SessionView:
+        """Wait until a session has moved, while others are answered."""
+        sitting = self._thread.call(move).result()
+        return self._thread.call(lambda: view_of(sitting))
 
     def _pinned(self, tenant: str, name: str, is_pinned: bool) -> SessionView:
         sitting = self._core.find(tenant, name)

@@ -1,74 +1,167 @@
 """Turns that outlive the process: each is written before the end of its answer is told.
 
-What is written is what was said, token for token; caches are computed again. A disk that is full or
-slow does not stop answers: that is counted, and the turn is written with the next one.
+What is written is what was said, token for token, by a thread of its own: answers of others go on
+meanwhile. A disk that is full or slow does not stop answers: that is counted, and the turn is
+written with the next one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from larder.core.errors import BudgetError, Refused, StoreError, Superseded
+from larder.core.errors import BudgetError, LarderError, Refused, StoreError, Superseded
 from larder.core.spec import ModelSpec
 from larder.server import archive
+from larder.server.hub import SessionView
+from larder.server.keeper import Keeper, Recalled
 from larder.server.refusals import superseded
-from larder.server.request import Refusal
-from larder.server.scheduler import Keeper
-from larder.server.sitting import Said, Sitting
-from larder.store.identity import Identity
-from larder.store.sessions import Asking
+from larder.server.request import Refusal, Turn
+from larder.server.sitting import Kept, Said, Sitting
+from larder.server.views import view_of_record
+from larder.store.digests import key_of
+from larder.store.records import Record
 from larder.store.store import Store
+from larder.store.turns import Prepared
+from larder.store.turns import Turn as Written
+
+FIRST = "first"  # the label of what a session began with
+KEY_DIGITS = 16
+MOST_NAMES = 8  # sessions with one beginning that are looked at
 
 
 class Persisting(Keeper):
-    """Writes sessions to a store. For the model's thread.
+    """Writes sessions to a store. `commit`, `remove` and `merge` are for the model's thread.
 
     `failed` counts turns that could not be written, by kind of error.
     """
 
     def __init__(self, store: Store, spec: ModelSpec) -> None:
-        self._store = store
-        self._nobody = Asking(Identity.of({}), "", spec)  # asks for the log alone
+        self._store, self._fingerprint = store, spec.fingerprint
+        self._pool = ThreadPoolExecutor(1, "larder writing")  # so turns follow each other
+        self._names: dict[str, dict[str, set[str]]] = {}  # by tenant and what they began with
         self.failed: Counter[str] = Counter()
-        self.written_bytes = 0
 
-    def commit(self, sitting: Sitting, said: Said) -> None:
-        """Write the session.
+    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
+        told = archive.Archived(sitting.root, sitting.opening, list(sitting.said))
+        return self._pool.submit(self._write, sitting, told, sitting.ids, sitting.epoch)
 
-        Raises:
-            Refusal: somebody else has gone on with it meanwhile.
-        """
-        data = archive.told(sitting)
-        own = sitting.tenant, sitting.name, sitting.ids
-        try:
-            record = self._store.sessions.save(*own, transcript=data, expected=sitting.written)
-        except Superseded as error:
-            sitting.is_stale = True
-            raise superseded(sitting.name) from error
-        except (BudgetError, StoreError) as error:
-            self.failed[type(error).__name__] += 1
-            return
-        sitting.written = record.epoch
-        self.written_bytes += len(data) + 4 * sitting.tokens
+    def attach(
+        self, sitting: Sitting, prepared: Prepared, labels: Mapping[str, str]
+    ) -> Future[Record]:
+        """Have a cache stand with its session. From any thread."""
 
-    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
-        """A session as it was written last, and its epoch; None where there is none.
+        def attached() -> Record:
+            own = sitting.tenant, sitting.name
+            record = self._store.turns.attach(*own, prepared, sitting.written, labels)
+            sitting.written = record.epoch
+            return record
+
+        return self._pool.submit(attached)
+
+    def recall(self, tenant: str, name: str) -> Recalled | None:
+        """A session as it was written last; None where there is none.
 
         Raises:
             Refusal: it cannot be had, for what else would be served might be another one.
         """
         try:
-            loaded = self._store.sessions.load(tenant, name, self._nobody)
+            found = self._store.turns.newest(tenant, name)
+            if found is None:
+                return None
+            record, data = found
+            kept = kept_in(record) if self._store.turns.has_cache(record) else None
         except (Refused, StoreError) as error:
             self.failed[type(error).__name__] += 1
             raise Refusal(
                 f"Session {name!r} cannot be read back: {error}", 503, "session_unreadable"
             ) from error
-        if loaded is None or loaded.transcript is None:
-            return None
-        return loaded.transcript, loaded.record.epoch
+        return Recalled(data, record.epoch, kept, record.policy, record.labels)
+
+    def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
+        known = self._known(tenant)
+        for key in rolling(turns):
+            if key in known:
+                return sorted(known[key])[:MOST_NAMES]
+        return ()
+
+    def views(self, tenant: str) -> Sequence[SessionView]:
+        turns = self._store.turns
+        return [view_of_record(each, turns.has_cache(each)) for each in turns.of(tenant)]
+
+    def merge(self, sitting: Sitting) -> None:
+        if sitting.written:
+            self._store.turns.merge(sitting.tenant, sitting.name)
 
     def remove(self, sitting: Sitting) -> None:
         """Have the store forget a session."""
         if sitting.written:
-            self._store.sessions.remove(sitting.tenant, sitting.name)
+            self._pool.submit(self._store.sessions.remove, sitting.tenant, sitting.name).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _write(
+        self, sitting: Sitting, told: archive.Archived, ids: Sequence[int], epoch: int
+    ) -> None:
+        """Raises: Refusal: somebody else has gone on with it meanwhile."""
+        own = sitting.tenant, sitting.name
+        *_, first = rolling(told.said[0].turns)
+        labels = {
+            FIRST: first,
+            "root": told.root,
+            "turns": str(sum(len(each.turns) + 1 for each in told.said)),
+            "made": str(sitting.made),
+            "epoch": str(epoch),
+        }
+        turn = Written(ids, archive.spelled(told, self._fingerprint), labels)
+        try:
+            record = self._store.turns.append(*own, turn, sitting.written)
+        except Superseded as error:
+            sitting.is_stale = True
+            raise superseded(sitting.name) from error
+        except (BudgetError, StoreError) as error:
+            self.failed[type(error).__name__] += 1
+            self._store.parts.refusals.note_error(error)
+            return
+        sitting.written, sitting.logged = record.epoch, len(told.said)
+        if sitting.tenant in self._names:
+            self._names[sitting.tenant].setdefault(first, set()).add(sitting.name)
+
+    def _known(self, tenant: str) -> dict[str, set[str]]:
+        """Names by what sessions began with, as far as the index knows."""
+        if tenant not in self._names:
+            found: dict[str, set[str]] = {}
+            try:
+                records = self._store.turns.of(tenant)
+            except LarderError:
+                return found
+            for record in records:
+                found.setdefault(record.labels.get(FIRST, ""), set()).add(record.name)
+            self._names[tenant] = found
+        return self._names[tenant]
+
+
+def rolling(turns: Sequence[Turn]) -> Iterator[str]:
+    """A number for each beginning of some messages; equal ones are compared before they count."""
+    key = FIRST
+    for turn in turns:
+        key = key_of(key, turn.role, turn.text)[:KEY_DIGITS]
+        yield key
+
+
+def kept_in(record: Record) -> Kept | None:
+    """What a record tells of a cache."""
+    if not record.spans:
+        return None
+    labels, tokens = record.labels, record.read_tokens
+    return Kept(
+        tokens=tokens,
+        settled=int(labels.get("settled", tokens)),
+        entries=int(labels.get("entries", 0)),
+        nbytes=sum(ref.bytes for ref in record.spans),
+        cache_bytes=record.cache_bytes,
+        is_coded=labels.get("coded") == "yes",
+        is_lossless=labels.get("whole") == "yes",
+    )

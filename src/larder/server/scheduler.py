@@ -12,52 +12,25 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import fields
+from functools import partial
+from typing import Any
 
 from larder.core.errors import BudgetError, LarderError
 from larder.server.answering import Answering
 from larder.server.job import Job
+from larder.server.keeper import Durability, Keeper
+from larder.server.news import News
 from larder.server.refusals import too_much
 from larder.server.request import Report
-from larder.server.sitting import ID, Said, Sitting
+from larder.server.sitting import ID
 from larder.server.starting import Starting
 from larder.server.tiers import Tiers
 
 # What a pass or a listener may fail with. It ends one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
 SUMS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
-
-
-class Keeper:
-    """Told of what becomes of turns; this one keeps nothing beyond the process."""
-
-    def commit(self, sitting: Sitting, said: Said) -> None:
-        """A turn is complete: from now on it must not be lost."""
-
-    def abandon(self, sitting: Sitting) -> None:
-        """A session that never had a turn, or is not the newest, need not be in memory."""
-
-    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
-        """What is kept of a session, and its epoch; None where there is none."""
-        del tenant, name
-
-    def remove(self, sitting: Sitting) -> None:
-        """Whoever it belongs to wants it gone."""
-
-    def is_behind(self, sitting: Sitting) -> bool:
-        """Whether somebody else has gone on with it, so that it must be had anew."""
-        del sitting
-        return False
-
-    def claim(self, sitting: Sitting) -> None:
-        """From now on until `rest` nobody else may answer in it.
-
-        Raises:
-            Refusal: somebody else does.
-        """
-
-    def rest(self, sitting: Sitting) -> None:
-        """Its answer is complete, or given up; also of one that was never claimed."""
 
 
 class Scheduler:
@@ -74,14 +47,17 @@ class Scheduler:
         starting: Starting,
         tiers: Tiers,
         keeper: Keeper,
+        news: News,
         clock: Callable[[], float],
         rows: int = 64,
         tasks: int = 256,
     ) -> None:
         self._answering, self._starting, self._tiers = answering, starting, tiers
-        self._keeper, self._clock, self._rows, self._tasks = keeper, clock, rows, tasks
+        self._keeper, self._news = keeper, news
+        self._clock, self._rows, self._tasks = clock, rows, tasks
         self._waiting: dict[str, deque[Job]] = {}
         self.running: list[Job] = []
+        self.ending: list[Job] = []  # answers that are complete, and are being written
         self._served: dict[str, float] = defaultdict(float)
         self.steps = self.blocks = 0
         self.done: Counter[str] = Counter()
@@ -104,10 +80,11 @@ class Scheduler:
 
     def step(self) -> bool:
         """Go on by one token of every answer and one block; False where there is nothing to do."""
+        heard = self._news.tell()
         self._sweep()
         self._admit()
         answered, read = self._answer(), self._read()
-        return answered or read
+        return heard or answered or read
 
     def cancel_all(self) -> None:
         """Have nobody be served any more."""
@@ -135,7 +112,7 @@ class Scheduler:
             try:
                 self._start(job)
             except BudgetError as error:
-                if self.running:
+                if self.running or self.ending or self._tiers.is_leaving:
                     return
                 self._leave(tenant)
                 self._fail(job, too_much(error))
@@ -146,6 +123,8 @@ class Scheduler:
             else:
                 self._leave(tenant)
                 self.running.append(job)
+                if job.fetch is not None:
+                    self._news.hear(job.fetch.future, partial(self._arrived, job))
 
     def _start(self, job: Job) -> None:
         job.sitting.is_running = True
@@ -155,6 +134,18 @@ class Scheduler:
             job.sitting.is_running = False
             raise
         job.times.started = self._clock()
+
+    def _arrived(self, job: Job, _: Future[Any]) -> None:
+        """What the store had of a cache is here, or is not to be had."""
+        if job not in self.running:
+            self._starting.give_up(job)
+            return
+        try:
+            self._starting.arrive(job)
+        except FAILURES as error:
+            self.running.remove(job)
+            self._undo(job)
+            self._fail(job, error)
 
     def _leave(self, tenant: str) -> None:
         own = self._waiting[tenant]
@@ -185,10 +176,11 @@ class Scheduler:
 
     def _read(self) -> bool:
         """One block of one prompt."""
-        left = [job for job in self.running if not job.is_read]
+        left = [job for job in self.running if not job.is_read and job.fetch is None]
         if not left:
             return False
-        job = min(left, key=self._turn)
+        served = self._served
+        job = min(left, key=lambda each: (served[each.sitting.tenant], each.unread_pieces))
         self.blocks += 1
         piece = job.pieces[job.place]
         self._served[job.sitting.tenant] += len(piece.ids)
@@ -200,9 +192,6 @@ class Scheduler:
             self._fail(job, error)
         return True
 
-    def _turn(self, job: Job) -> tuple[float, int]:
-        return self._served[job.sitting.tenant], len(job.pieces) - job.place
-
     def _finish(self, job: Job, reason: str) -> None:
         """The answer is complete: keep the turn, then tell."""
         sitting, cache = job.sitting, job.sitting.cache
@@ -212,18 +201,63 @@ class Scheduler:
         sitting.read = array(ID, (*job.wanted, *job.ids)[: cache.next_position])
         sitting.note()
         sitting.epoch += 1
-        was_new, sitting.is_new = sitting.is_new, False
+        job.was_new, sitting.is_new = sitting.is_new, False
         try:
-            self._keeper.commit(sitting, said)
-            job.stream.finish()
-            self._tiers.settle(sitting)
+            written = self._keeper.commit(sitting, said)
         except FAILURES as error:
-            sitting.said.pop()
-            sitting.epoch, sitting.is_new = sitting.epoch - 1, was_new
-            self._undo(job)
-            self._fail(job, error)
+            self._take_back(job, error)
+            return
+        self.ending.append(job)
+        if self._tiers.vault.durability is Durability.NONE:
+            self._wait(job, written, lambda _: None)
+            self._told(job, reason)
+        else:
+            self._wait(job, written, partial(self._written, job, reason))
+
+    def _wait(
+        self, job: Job, future: Future[Any] | None, then: Callable[[Future[Any] | None], None]
+    ) -> None:
+        """Go on once something is written, without holding anybody else up."""
+        if future is None:
+            then(None)
+            return
+        job.sitting.owed += 1
+
+        def heard(done: Future[Any]) -> None:
+            job.sitting.owed -= 1
+            then(done)
+
+        self._news.hear(future, heard)
+
+    def _written(self, job: Job, reason: str, done: Future[Any] | None) -> None:
+        """The turn is kept, or could not be."""
+        error = None if done is None else done.exception()
+        if isinstance(error, Exception):
+            self.ending.remove(job)
+            self._take_back(job, error)
+            return
+        saving = self._tiers.save_at_once(job.sitting)
+        self._wait(job, saving, lambda _: self._told(job, reason))
+
+    def _told(self, job: Job, reason: str) -> None:
+        """Everything is kept that is to be."""
+        assert job.stream is not None
+        self.ending.remove(job)
+        try:
+            job.stream.finish()
+            self._tiers.settle(job.sitting)
+        except FAILURES as error:
+            self._take_back(job, error)
             return
         self._close(job, reason)
+
+    def _take_back(self, job: Job, error: Exception) -> None:
+        """A turn that could not be kept was never said."""
+        sitting = job.sitting
+        sitting.said.pop()
+        sitting.epoch, sitting.is_new = sitting.epoch - 1, job.was_new
+        self._undo(job)
+        self._fail(job, error)
 
     def _undo(self, job: Job) -> None:
         """Have the session's cache be as before, or be none where it cannot."""
@@ -263,3 +297,4 @@ class Scheduler:
             self._keeper.abandon(sitting)
         else:
             self._tiers.weigh(sitting)
+            self._tiers.logs.tidy()

@@ -133,13 +133,13 @@ class Sessions:
         """
         key = _prefix(sitting.tenant, wanted)
         told = [
-            (each.usable(wanted), each.key, each)
+            (each.usable(wanted), each.is_in_memory, each.key, each)
             for each in self._prefixes.get(key, {}).values()
             if each is not sitting
             and each.rule is sitting.rule
             and (each.is_lossless or each.root == sitting.root)
         ]
-        usable, _, best = max(told, default=(0, 0, None))
+        usable, *_, best = max(told, default=(0, None))
         return best if usable else None
 
     def resolve(self, request: Request, rule: Rule) -> Resolved:
@@ -186,7 +186,7 @@ class Sessions:
         return Resolved(sitting, said, turns, wanted)
 
     def _matching(self, request: Request, rule: Rule) -> Resolved:
-        told = self._candidates(request)
+        told = self.candidates(request)
         best, match = self._best(told, request)
         if best is not None and self._is_repeated(best, match, request):
             return Resolved(best, again=best.said[-1])
@@ -203,7 +203,7 @@ class Sessions:
             best = self._made(self.fork(best, None, rule, exchanges))
         return Resolved(best, said, match.rest, wanted)
 
-    def _candidates(self, request: Request) -> list[Sitting]:
+    def candidates(self, request: Request) -> list[Sitting]:
         """Sessions that the request may mean."""
         tenant = request.tenant
         if request.session is not None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from larder.core.errors import StoreError
+from larder.server.hub import SessionView
+from larder.server.keeper import Keeper, Recalled
 from larder.server.refusals import held, superseded
-from larder.server.scheduler import Keeper
+from larder.server.request import Turn
 from larder.server.sitting import Said, Sitting
 from larder.store.claims import BEAT_SECONDS, Claim, Claims, Held
 from larder.store.store import Store
@@ -38,7 +41,7 @@ class Sharing(Keeper):
         self._held: dict[int, Claim] = {}
         self.failed: Counter[str] = Counter()
 
-    def commit(self, sitting: Sitting, said: Said) -> None:
+    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
         """Write the session.
 
         Raises:
@@ -51,18 +54,32 @@ class Sharing(Keeper):
                 raise superseded(sitting.name)
         except StoreError as error:
             self._note(error)
-        self._keeper.commit(sitting, said)
+        return self._keeper.commit(sitting, said)
 
     def abandon(self, sitting: Sitting) -> None:
         self._keeper.abandon(sitting)
 
-    def recall(self, tenant: str, name: str) -> tuple[bytes, int] | None:
+    def recall(self, tenant: str, name: str) -> Recalled | None:
         return self._keeper.recall(tenant, name)
+
+    def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
+        return self._keeper.names(tenant, turns)
+
+    def views(self, tenant: str) -> Sequence[SessionView]:
+        return self._keeper.views(tenant)
+
+    def merge(self, sitting: Sitting) -> None:
+        self._keeper.merge(sitting)
+
+    def close(self) -> None:
+        self._keeper.close()
 
     def remove(self, sitting: Sitting) -> None:
         self._keeper.remove(sitting)
 
     def is_behind(self, sitting: Sitting) -> bool:
+        if sitting.owed:  # what is on its way is this server's
+            return False
         try:
             own = sitting.tenant, sitting.name
             return self._store.sessions.has_moved(*own, sitting.written)

@@ -7,6 +7,7 @@ out as others, and nothing behind them could be reused.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from larder.session.transcript import Scribe
 from larder.store.ledger import Reservation
 
 ID = "i"  # of an array: a token id takes four bytes
+PAUSES = 16
 OVERHEAD_BYTES = 1024  # of a session in memory, beside its texts and tokens
 ASSISTANT = "assistant"
 
@@ -70,6 +72,29 @@ class Said:
         return texts + (self.tokens * self.prompt.itemsize)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What the store has of a session's cache.
+
+    Args:
+        tokens: that it has read; the session's text begins with them.
+        settled: as in `Sitting`.
+        entries: over all managed layers and heads.
+        nbytes: that it takes in the store.
+        cache_bytes: that it takes in memory.
+        is_coded: whether a codec has lost something of it.
+        is_lossless: whether it comes back as a cache that holds all that it has read to the bit.
+    """
+
+    tokens: int
+    settled: int
+    entries: int
+    nbytes: int
+    cache_bytes: int
+    is_coded: bool
+    is_lossless: bool
+
+
 @dataclass
 class Sitting:
     """A session. For the model's thread.
@@ -83,11 +108,19 @@ class Sitting:
         read: the tokens that the cache has read.
         settled: how many of them stand in it for good: what came later can be taken back.
         origin: the session that it was forked from, until it has a cache of its own.
+        kept: what the store has of its cache, of this state or of an earlier one.
+        is_coded: the cache came back from a codec that loses something.
+        unkept: how many tokens the cache had read that the store did not take; -1 where it did.
+        is_saving: its cache is being written, and nobody may write into those tensors.
+        owed: what is on its way to the store.
+        logged: how many exchanges are written there.
         written: the epoch under which it outlives the process; 0 where it does not.
         is_new: a request has made it, and nothing was said in it yet: it goes with the request.
         is_stale: somebody else has gone on with it: what is here is not used any more.
         is_answering: a request is waiting for it, or running.
         is_running: its cache is in use and stays on the device.
+        pauses: seconds between the latest answers and what followed them.
+        clock: of the tier that it is in, when it was last used; for rules of eviction that age.
     """
 
     key: int
@@ -104,6 +137,14 @@ class Sitting:
     settled: int = 0
     is_lossless: bool = True
     origin: Sitting | None = None
+    kept: Kept | None = None
+    is_coded: bool = False
+    unkept: int = -1
+    is_saving: bool = False
+    owed: int = 0
+    logged: int = 0
+    clock: float = 0.0
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
     is_new: bool = False
     is_stale: bool = False
     is_answering: bool = False
@@ -134,7 +175,25 @@ class Sitting:
         """Where its cache is."""
         if self.cache is not None:
             return "device"
-        return "none" if self.parked is None else "host"
+        if self.parked is not None:
+            return "host"
+        return "none" if self.kept is None else "disk"
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether its cache is on the device or in host memory."""
+        return self.cache is not None or self.parked is not None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the store has its cache as it is now."""
+        return self.kept is not None and self.kept.tokens == len(self.read)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether nothing is lost if it leaves memory: all that was said is in the store."""
+        is_idle = not (self.is_answering or self.is_running or self.is_saving or self.owed)
+        return is_idle and self.written > 0 and self.logged == len(self.said) > 0
 
     @property
     def log_bytes(self) -> int:
@@ -148,29 +207,33 @@ class Sitting:
             return Held(self.cache.managed_entries, self.cache.next_position)
         if self.parked is not None:
             return Held(self.parked.entries, self.parked.next_position)
-        return Held()
+        return Held() if self.kept is None else Held(self.kept.entries, self.kept.tokens)
 
     def usable(self, wanted: Sequence[int]) -> int:
         """How many tokens of a text its cache can answer for; the last is always read anew."""
-        if self.cache is None and self.parked is None:
-            return 0
-        common = shared(self.read, wanted)
-        common = min(common, len(wanted) - 1)
-        if common == len(self.read):
+        read, settled = self.read, self.settled
+        if not self.is_in_memory:
+            if self.kept is None:
+                return 0
+            read, settled = self.ids[: self.kept.tokens], self.kept.settled
+        common = min(shared(read, wanted), len(wanted) - 1)
+        if common == len(read):
             return common
-        return common if self.rule.can_take_back and common >= self.settled else 0
+        return common if self.rule.can_take_back and common >= settled else 0
 
     def note(self) -> None:
         """Remember what the cache has become; call it after every turn."""
         assert self.cache is not None
-        self.is_lossless = self.rule.is_lossless(self.cache)
+        self.is_lossless = not self.is_coded and self.rule.is_lossless(self.cache)
 
     @property
     def nbytes(self) -> int:
-        """Of its cache, wherever it is."""
+        """Of its cache, wherever it is, in memory."""
         if self.cache is not None:
             return self.cache.nbytes
-        return 0 if self.parked is None else self.parked.nbytes
+        if self.parked is not None:
+            return self.parked.nbytes
+        return 0 if self.kept is None else self.kept.cache_bytes
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError
+from larder.core.errors import BudgetError, Refused
 from larder.engine.streaming import TextStream
 from larder.server.budget import Need, Purse
-from larder.server.job import Job, pieces_of
+from larder.server.job import Fetch, Job, pieces_of
 from larder.server.sitting import ID, Sitting
+from larder.server.stowing import COPIES
 from larder.server.tiers import Tiers
+from larder.server.vault import SLOWER
 from larder.session.transcript import Scribe
 
 # Given a sitting and a text, another of its tenant whose cache holds a part of the text.
@@ -30,28 +33,59 @@ class Starting:
         self._tiers, self._purse, self._scribe, self._find = tiers, purse, scribe, find
 
     def start(self, job: Job) -> None:
-        """Give a request its memory.
+        """Give a request its memory, and have what the store has of its cache fetched.
 
         Raises:
             BudgetError: there is none now; the session is as it was.
         """
         sitting = job.sitting
         job.counts.tier = sitting.tier
-        usable = sitting.usable(job.wanted)
-        if not usable and sitting.tier != "none":
+        usable = _usable(job, sitting)
+        if not usable and sitting.is_in_memory:
             self._tiers.drop(sitting)
-        if usable:
-            self._go_on(job, usable)
-        else:
+            usable = _usable(job, sitting)  # the store may have an earlier state
+        if not usable:
             self._begin(job)
-        assert sitting.cache is not None
-        job.mark = sitting.cache.next_position
+        elif sitting.is_in_memory:
+            self._go_on(job, usable)
+        elif not self._fetch(job, sitting, usable):
+            self._begin(job)
+        if job.fetch is None:
+            self._started(job)
+
+    def arrive(self, job: Job) -> None:
+        """What was fetched is here, or is not to be had: go on, or begin anew."""
+        fetch, job.fetch = job.fetch, None
+        assert fetch is not None
+        sitting, error = job.sitting, fetch.future.exception()
+        if error is not None:
+            fetch.room.release()
+            if not isinstance(error, Refused) or error.reason != SLOWER:
+                fetch.source.kept = None
+            self._empty(sitting)
+        else:
+            own = fetch.kept, fetch.future.result(), fetch.room
+            self._tiers.take(sitting, fetch.source, *own)
+            self._cut(sitting, fetch.usable)
+            sitting.origin = None
+            sitting.note()
+        self._started(job)
+
+    def give_up(self, job: Job) -> None:
+        """Nobody waits any more for what was fetched."""
+        if job.fetch is not None:
+            job.fetch.room.release()
+            job.fetch = None
+
+    def _started(self, job: Job) -> None:
+        """The cache is there: see what is left to be read."""
+        cache = job.sitting.cache
+        assert cache is not None
+        job.mark = cache.next_position
         said = sum(each.tokens for each in job.said) - sum(each.unread for each in job.said[-1:])
         job.counts.cached = job.mark
-        job.counts.restored = job.mark if job.counts.tier == "host" else 0
+        job.counts.restored = job.mark if job.counts.tier in ("host", "disk") else 0
         job.counts.recomputed = max(0, said - job.mark)
-        if not job.mark:
-            job.counts.tier = "none"
         self._lay_out(job, job.wanted)
 
     def read(self, job: Job) -> None:
@@ -60,12 +94,14 @@ class Starting:
         cache = sitting.cache
         assert cache is not None
         reader = sitting.rule.reader(piece.length)
-        plans = cache.plans
+        plans, begun = cache.plans, perf_counter()
         try:
             sitting.rule.read(reader, cache, piece.ids, piece.by)
         finally:
             if cache.plans != plans:  # nor can a pass be taken back that failed halfway
                 sitting.settled = cache.next_position + (cache.next_position == len(sitting.read))
+        if 2 * len(piece.ids) > sitting.rule.block:  # fewer take longer, each
+            self._tiers.vault.note_reading(len(piece.ids), perf_counter() - begun)
         sitting.read.extend(piece.ids)
         self._purse.check(sitting.key, max(cache.nbytes, reader.meter.peak_bytes))
         job.place += 1
@@ -105,10 +141,41 @@ class Starting:
         self._tiers.grant(sitting, self._need(job, sitting))
         if sitting.cache is None:
             self._tiers.revive(sitting)
+        self._cut(sitting, usable)
+
+    def _cut(self, sitting: Sitting, usable: int) -> None:
+        """Forget what a text does not begin with."""
         assert sitting.cache is not None
         if usable < sitting.cache.next_position:
             sitting.cache.truncate(usable)
             sitting.read = sitting.read[:usable]
+
+    def _fetch(self, job: Job, source: Sitting, usable: int) -> bool:
+        """Have a cache come from the store; False where it is not worth trying.
+
+        Raises:
+            BudgetError: there is no device memory now.
+        """
+        sitting, kept = job.sitting, source.kept
+        assert kept is not None
+        needs = self._need(job, source), self._need(job, None)
+        self._tiers.grant(
+            sitting,
+            Need(max(each.bytes for each in needs), max(each.passing for each in needs)),
+        )
+        room = self._tiers.host_room(sitting, kept.nbytes + COPIES * kept.cache_bytes)
+        if room is None:
+            return False
+        future = self._tiers.vault.load(source, kept)
+        job.counts.tier = source.tier
+        job.fetch = Fetch(source, kept, usable, room, future)
+        return True
+
+    def _empty(self, sitting: Sitting) -> None:
+        """Begin with nothing, in memory that was granted."""
+        sitting.origin = None
+        sitting.cache, sitting.read, sitting.settled = sitting.rule.empty(), array(ID), 0
+        sitting.is_coded, sitting.is_lossless = False, True
 
     def _begin(self, job: Job) -> None:
         """With a copy of another session's cache, or with nothing."""
@@ -116,18 +183,22 @@ class Starting:
         source = self._source(job)
         if source is not None:
             try:
-                self._tiers.grant(sitting, self._need(job, source))
-                if self._copy(job, source):
-                    return
+                if not source.is_in_memory:
+                    if self._fetch(job, source, source.usable(job.wanted)):
+                        return
+                else:
+                    self._tiers.grant(sitting, self._need(job, source))
+                    if self._copy(job, source):
+                        return
             except BudgetError:
                 pass  # a copy of all that the other holds may be more than the turn needs
         self._tiers.grant(sitting, self._need(job, None))
-        sitting.origin = None
-        sitting.cache, sitting.read, sitting.settled = sitting.rule.empty(), array(ID), 0
+        self._empty(sitting)
 
     def _copy(self, job: Job, source: Sitting) -> bool:
         """Take over what another session has read; False if it has left meanwhile."""
-        sitting, usable = job.sitting, source.usable(job.wanted)
+        sitting = job.sitting
+        usable = source.usable(job.wanted) if source.is_in_memory else 0
         cache = self._copied(source) if usable else None
         if cache is None:
             return False
@@ -137,7 +208,7 @@ class Starting:
         job.counts.tier = source.tier
         sitting.cache, sitting.read = cache, source.read[:usable]
         sitting.settled = min(source.settled, usable)
-        sitting.origin = None
+        sitting.is_coded, sitting.origin = source.is_coded, None
         sitting.note()
         return True
 
@@ -152,9 +223,9 @@ class Starting:
         """Who has read most of the text, and may share it."""
         sitting = job.sitting
         origin = sitting.origin
-        own = 0 if origin is None or origin.rule is not sitting.rule else origin.usable(job.wanted)
+        own = 0 if origin is None or origin.rule is not sitting.rule else _usable(job, origin)
         other = self._find(sitting, job.wanted)
-        if other is not None and other.usable(job.wanted) > own:
+        if other is not None and _usable(job, other) > own:
             return other
         return origin if own else None
 
@@ -167,3 +238,10 @@ class Starting:
             return need
         nbytes = source.nbytes
         return replace(need, bytes=max(need.bytes, nbytes), passing=max(need.passing, nbytes))
+
+
+def _usable(job: Job, sitting: Sitting) -> int:
+    """How much of a text a session's cache can answer for; what lost something is not exact."""
+    if job.request.exact and not sitting.is_lossless:
+        return 0
+    return sitting.usable(job.wanted)

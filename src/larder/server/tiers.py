@@ -1,7 +1,10 @@
-"""Where caches rest: on the device, in host memory, or nowhere, so that their text is read again.
+"""Where caches rest: on the device, in host memory, in the store, or nowhere, so that their text is
+read again.
 
 What was used least recently leaves first, or whoever another rule of eviction names. Everything is
-reserved before it is there; what does not fit anywhere is dropped, never kept anyway.
+reserved before it is there; what does not fit anywhere is dropped, never kept anyway. Whoever needs
+the room of a cache that is on its way to the store waits for it: a slow disk holds requests up, and
+never has more be held than may.
 """
 
 from __future__ import annotations
@@ -9,15 +12,20 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
+from larder.cache.sequence import SequenceCache
 from larder.server.budget import Need, Purse
-from larder.server.sitting import ID, Sitting
+from larder.server.keeper import Durability
+from larder.server.leaving import Order
+from larder.server.logs import Logs
+from larder.server.news import News
+from larder.server.sitting import ID, Kept, Sitting
+from larder.server.stowing import COPIES, Stowing
+from larder.server.vault import Vault
 from larder.session.shelf import park
-from larder.store.candidates import Candidate, Candidates
 from larder.store.eviction.base import Eviction
-from larder.store.ledger import NOBODY, ByteLedger, Tier
-
-FOREVER = float("inf")
+from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
 
 
 class Tiers:
@@ -28,6 +36,8 @@ class Tiers:
     Args:
         rule: who leaves first.
         clock: seconds since 1970.
+        vault: keeps what has no room in memory.
+        unload: told of sessions of which nothing need be in memory.
     """
 
     def __init__(
@@ -36,26 +46,38 @@ class Tiers:
         purse: Purse,
         rule: Eviction,
         clock: Callable[[], float],
+        vault: Vault,
+        news: News,
+        unload: Callable[[Sitting], None],
     ) -> None:
-        self._ledger, self._purse, self._rule = ledger, purse, rule
-        self._clock = clock
+        self._ledger, self._purse, self._unload = ledger, purse, unload
+        self._order, self.vault = Order(rule, clock, purse, vault), vault
+        self._stowing = Stowing(ledger, vault, news, self.stow)
         self.on_device: dict[int, Sitting] = {}
         self.in_host: dict[int, Sitting] = {}
+        self.logs = Logs(ledger, unload)
         self.parked: Counter[str] = Counter()
         self.restored: Counter[str] = Counter()
         self.dropped = 0
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a cache is on its way out of memory, so that there will be room."""
+        return self._stowing.is_busy
 
     def grant(self, sitting: Sitting, need: Need) -> None:
         """Speak for device memory, for which sessions that nobody waits for may have to leave.
 
         Raises:
-            BudgetError: those that are left are all in use; what has left stays where it is now.
+            BudgetError: those that are left are all in use, or are being written; what has left
+                stays where it is now.
         """
         missing = self._purse.missing(sitting.key, sitting.tenant, need)
         while missing and self._leave_device(sitting, need, missing):
             missing = self._purse.missing(sitting.key, sitting.tenant, need)
         self._purse.grant(sitting.key, sitting.tenant, need)
         self.on_device[sitting.key] = sitting
+        sitting.clock = self._order.clock(Tier.DEVICE)
 
     def settle(self, sitting: Sitting) -> None:
         """A turn is over: give slack back, and keep no more than what is there."""
@@ -65,67 +87,120 @@ class Tiers:
         passing = max(store.nbytes for store in sitting.cache.stores)
         self._purse.grant(sitting.key, sitting.tenant, Need(sitting.cache.nbytes, passing))
 
+    def host_room(self, sitting: Sitting, count: int) -> Reservation | None:
+        """Host memory for a while; None where there is none."""
+        if not self._host_room(sitting, count):
+            return None
+        return self._ledger.reserve(Tier.HOST, sitting.tenant, count)
+
+    def take(
+        self,
+        sitting: Sitting,
+        source: Sitting,
+        kept: Kept,
+        cache: SequenceCache,
+        room: Reservation,
+    ) -> None:
+        """Bring a cache from the store to the device, which was granted before.
+
+        Args:
+            source: whose it was.
+            room: host memory in which it has arrived.
+        """
+        sitting.parked = park(cache)
+        room.shrink(sitting.parked.nbytes)
+        sitting.host = room
+        self.in_host[sitting.key] = sitting
+        sitting.read, sitting.settled = source.ids[: kept.tokens], kept.settled
+        sitting.is_coded = kept.is_coded
+        self.revive(sitting)
+        self.restored[Tier.HOST.value] -= 1  # it has only passed there
+        self.restored[Tier.DISK.value] += 1
+        sitting.note()
+
     def revive(self, sitting: Sitting) -> None:
         """Bring a parked cache back to the device, which was granted before."""
         assert sitting.parked is not None
         parked, sitting.parked = sitting.parked, None
+        spec = sitting.rule.desk.decoder.spec
         try:
-            sitting.cache = parked.revived(sitting.rule.desk.decoder.spec)
+            sitting.cache = parked.copied(spec) if sitting.is_saving else parked.revived(spec)
         finally:
             self._give_host_back(sitting)
-        self.restored["host"] += 1
+        self.restored[Tier.HOST.value] += 1
 
     def park(self, sitting: Sitting) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
         cache = sitting.cache
         assert cache is not None
-        room = sum(tensor.nbytes for store in cache.stores for tensor in store.tensors())
-        if not self._host_room(sitting, room):
+        count = _host_bytes(cache)
+        copies = 0 if self._stowing.is_busy or not self.vault.is_open else COPIES * count
+        self._easy_room(sitting, count + copies)
+        room = self.host_room(sitting, count)
+        if room is None:
             return False
-        reservation = self._ledger.reserve(Tier.HOST, sitting.tenant, room)
         sitting.parked, sitting.cache = park(cache), None
-        reservation.shrink(sitting.parked.nbytes)
-        sitting.host = reservation
+        room.shrink(sitting.parked.nbytes)
+        sitting.host = room
         self.in_host[sitting.key] = sitting
         self._leave(sitting)
-        self.parked["host"] += 1
+        sitting.clock = self._order.clock(Tier.HOST)
+        self.parked[Tier.HOST.value] += 1
+        self.stow()
         return True
 
+    def stow(self) -> None:
+        """Have the cache that would leave host memory first be written, if none is just now."""
+        self.parked[Tier.DISK.value] = self._stowing.saved
+        wanting = [each for each in self.in_host.values() if self._stowing.wants(each)]
+        if wanting and not self._stowing.is_busy:
+            first = self._order.first(Tier.HOST, wanting, None, 1)[0]
+            self._easy_room(first, COPIES * first.nbytes)
+            self._stowing.start(first)
+
+    def save_at_once(self, sitting: Sitting) -> Future[Kept] | None:
+        """Have the cache of a turn that was just kept be written, where its end waits for that."""
+        if self.vault.durability is not Durability.SNAPSHOT:
+            return None
+        return self.save(sitting)
+
+    def save(self, sitting: Sitting) -> Future[Kept] | None:
+        """Have a cache be written, if it can be and need be."""
+        if sitting.is_saving:
+            return self._stowing.under_way(sitting)
+        if not sitting.is_in_memory or not self._stowing.needs(sitting):
+            return None
+        self._host_room(sitting, COPIES * sitting.nbytes)
+        return self._stowing.start(sitting)
+
     def drop(self, sitting: Sitting) -> None:
-        """Give a cache up, wherever it is: its text will be read again."""
-        if sitting.cache is not None or sitting.parked is not None:
+        """Give a cache up, wherever it is in memory: the store may have it, or its text is read
+        again."""
+        if sitting.is_in_memory and not sitting.is_saved:
             self.dropped += 1
         sitting.cache = sitting.parked = None
-        sitting.read, sitting.settled, sitting.is_lossless = array(ID), 0, True
+        sitting.read, sitting.settled, sitting.is_coded = array(ID), 0, False
+        sitting.is_lossless = sitting.kept is None or sitting.kept.is_lossless
         self._give_host_back(sitting)
         self._leave(sitting)
 
     def weigh(self, sitting: Sitting) -> bool:
         """Charge what a session's log takes now; False if it does not even fit without caches."""
-        want, had = sitting.log_bytes, sitting.log
-        held = 0 if had is None else had.bytes
-        if not self._host_room(sitting, want - held):
+        if not self._log_room(sitting, self.logs.missing(sitting)):
             return False
-        more = self._ledger.reserve(Tier.HOST, sitting.tenant, max(0, want - held))
-        if had is None:
-            sitting.log = more
-        else:
-            had.bytes += more.bytes
-            had.shrink(want)
+        self.logs.charge(sitting)
         return True
 
     def forget(self, sitting: Sitting) -> None:
-        """A session is no more: everything of it goes."""
+        """A session is no more, here: everything of it goes."""
         self.drop(sitting)
-        if sitting.log is not None:
-            sitting.log.release()
-            sitting.log = None
+        self.logs.forget(sitting)
 
     def lower(self, tier: Tier, count: int) -> int:
         """Set a tier's budget, and have sessions leave until it holds; bytes still above it."""
         above = self._ledger.lower(tier, count)
         held = self.on_device if tier is Tier.DEVICE else self.in_host
-        while above > 0 and (leaving := self._first(held.values(), None, above)):
+        while above > 0 and (leaving := self._order.first(tier, held.values(), None, above)):
             for sitting in leaving:
                 if tier is Tier.HOST or not self.park(sitting):
                     self.drop(sitting)
@@ -139,51 +214,73 @@ class Tiers:
         """
         is_own = not self._purse.missing(sitting.key, NOBODY, need)
         whose = sitting.tenant if is_own else None
-        leaving = self._first(self.on_device.values(), sitting, missing, whose)
-        for each in leaving:
-            if not self.park(each):
-                self.drop(each)
-        return bool(leaving)
+        wanted = self.on_device.values(), sitting, missing, whose
+        left = [self._left(each) for each in self._order.first(Tier.DEVICE, *wanted)]
+        return any(left)
+
+    def _left(self, sitting: Sitting) -> bool:
+        """Have a session leave the device; False where that must wait for the store."""
+        if self.park(sitting):
+            return True
+        assert sitting.cache is not None
+        may_fit = _host_bytes(sitting.cache) <= self._host_limit(sitting.tenant)
+        if may_fit and self.is_leaving and not sitting.is_saved:
+            return False
+        self.let_go(sitting)
+        return True
+
+    def let_go(self, sitting: Sitting) -> None:
+        """Have a cache leave memory, and all else of its session, if the store has it."""
+        self.drop(sitting)
+        if sitting.is_safe and sitting.kept is not None and not sitting.is_pinned:
+            self._unload(sitting)
 
     def _host_room(self, sitting: Sitting, count: int) -> bool:
-        """Make room in host memory, by dropping caches that were used least."""
-        limit = self._ledger.limit(Tier.HOST)
-        if count > min(limit, self._ledger.tenant_limit(Tier.HOST, sitting.tenant)):
+        """Make room in host memory; False while it has to wait for the store, or all are in use."""
+        if count > self._host_limit(sitting.tenant):
             return False
-        while (missing := count - self._ledger.room(Tier.HOST, sitting.tenant)) > 0:
-            is_own = limit - self._ledger.used(Tier.HOST) >= count
-            whose = sitting.tenant if is_own else None
-            leaving = self._first(self.in_host.values(), sitting, missing, whose)
-            for each in leaving:
-                self.drop(each)
-            if not leaving:
+        while not self._easy_room(sitting, count):
+            self.stow()
+            missing = self._missing_host(sitting, count)
+            if self.is_leaving or not self._went(sitting, self.in_host.values(), count, missing):
                 return False
         return True
 
-    def _first(
-        self,
-        held: Iterable[Sitting],
-        but: Sitting | None,
-        missing: int,
-        tenant: str | None = None,
-    ) -> list[Sitting]:
-        """Who leaves for so many bytes."""
-        idle = [each for each in held if not each.is_running and each is not but]
-        idle = [each for each in idle if tenant in (None, each.tenant)]
-        told = Candidates.of([self._candidate(each) for each in idle])
-        return [idle[row] for row in self._rule.leaving(told, self._clock(), missing).rows]
+    def _easy_room(self, sitting: Sitting, count: int) -> bool:
+        """The same by having caches leave that the store has, or will never have, and logs."""
+        while (missing := self._missing_host(sitting, count)) > 0:
+            idle = [each for each in self.in_host.values() if not self._stowing.needs(each)]
+            if not self._went(sitting, idle, count, missing) and not self.logs.shed(sitting):
+                return False
+        return True
 
-    def _candidate(self, sitting: Sitting) -> Candidate:
-        parked = 0 if sitting.parked is None else sitting.parked.nbytes
-        return Candidate(
-            name=str(sitting.key),
-            bytes=max(1, self._purse.bytes_of(sitting.key) + parked),
-            seconds=float(len(sitting.read)),
-            last_used=sitting.last_used,
-            uses=sitting.uses,
-            session=str(sitting.key),
-            pinned_until=FOREVER if sitting.is_pinned else -FOREVER,
-        )
+    def _log_room(self, sitting: Sitting, count: int) -> bool:
+        """The same for what cannot wait."""
+        if count > self._host_limit(sitting.tenant):
+            return False
+        while (missing := self._missing_host(sitting, count)) > 0:
+            if self._host_room(sitting, count):
+                return True
+            if not self._went(sitting, self.in_host.values(), count, missing):
+                return False
+        return True
+
+    def _went(self, sitting: Sitting, held: Iterable[Sitting], count: int, missing: int) -> bool:
+        """Have some leave for so many bytes; whether any did."""
+        is_own = self._ledger.limit(Tier.HOST) - self._ledger.used(Tier.HOST) >= count
+        whose = sitting.tenant if is_own else None
+        quiet = [each for each in held if not each.is_saving]
+        leaving = self._order.first(Tier.HOST, quiet, sitting, missing, whose)
+        for each in leaving:
+            self.let_go(each)
+        return bool(leaving)
+
+    def _missing_host(self, sitting: Sitting, count: int) -> int:
+        return count - self._ledger.room(Tier.HOST, sitting.tenant)
+
+    def _host_limit(self, tenant: str) -> int:
+        ledger = self._ledger
+        return min(ledger.limit(Tier.HOST), ledger.tenant_limit(Tier.HOST, tenant))
 
     def _leave(self, sitting: Sitting) -> None:
         self._purse.give_back(sitting.key)
@@ -192,5 +289,10 @@ class Tiers:
     def _give_host_back(self, sitting: Sitting) -> None:
         self.in_host.pop(sitting.key, None)
         if sitting.host is not None:
-            sitting.host.release()
+            self._stowing.hold(sitting, sitting.host)
             sitting.host = None
+
+
+def _host_bytes(cache: SequenceCache) -> int:
+    """What a cache takes at rest."""
+    return sum(tensor.nbytes for store in cache.stores for tensor in store.tensors())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from larder.server.hub import Kept, SessionTurns, SessionView
 from larder.server.request import Turn
 from larder.server.sitting import ASSISTANT, Sitting
+from larder.store.records import Record
 
 
 def state_of(sitting: Sitting) -> str:
@@ -28,7 +29,7 @@ def view_of(sitting: Sitting) -> SessionView:
         tier_bytes={
             "device": sitting.nbytes if sitting.cache is not None else 0,
             "host": sitting.nbytes if sitting.parked is not None else 0,
-            "disk": 0,
+            "disk": 0 if sitting.kept is None else sitting.kept.nbytes,
         },
         kept_tokens=kept,
         evicted_tokens=0 if rule.merges else gone,
@@ -38,6 +39,27 @@ def view_of(sitting: Sitting) -> SessionView:
         epoch=sitting.epoch,
         made=sitting.made,
         last_used=sitting.last_used,
+    )
+
+
+def view_of_record(record: Record, has_cache: bool) -> SessionView:
+    """A session that only the store has, from what its record tells."""
+    labels, nbytes = record.labels, sum(ref.bytes for ref in record.spans)
+    return SessionView(
+        name=record.name,
+        state="idle",
+        turns=int(labels.get("turns", 0)),
+        tokens=record.num_tokens,
+        tier="disk" if has_cache else "none",
+        tier_bytes={"device": 0, "host": 0, "disk": nbytes if has_cache else 0},
+        kept_tokens=int(labels.get("kept", 0)) if has_cache else 0,
+        evicted_tokens=int(labels.get("evicted", 0)) if has_cache else 0,
+        merged_tokens=int(labels.get("merged", 0)) if has_cache else 0,
+        lossless=not has_cache or labels.get("whole") == "yes",
+        pinned=False,
+        epoch=int(labels.get("epoch", record.epoch)),
+        made=float(labels.get("made", record.made)),
+        last_used=record.made,
     )
 
 

@@ -37,6 +37,11 @@ class Parked:
         """The cache on the device again; nobody may use this any more."""
         return SequenceCache.adopt(spec, self.state, self.meta)
 
+    def shown(self, spec: ModelSpec) -> SequenceCache:
+        """It as it is, where it is: only to be looked at, for both have the same tensors."""
+        resting = replace(spec, device=torch.device("cpu"))
+        return SequenceCache.adopt(resting, dict(self.state), self.meta)
+
     def copied(self, spec: ModelSpec) -> SequenceCache:
         """A second cache on the device, with tensors of its own."""
         return SequenceCache.restore(spec, self.state, self.meta)

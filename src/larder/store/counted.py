@@ -14,22 +14,22 @@ _OTHERS = (f"{BLOBS}/", f"{ASIDE}/", f"{TEMPORARY}/")
 class Counted(Place):
     """Counts what is written and removed beside the blobs. Safe from threads.
 
-    `beside_bytes` is since it was opened, by this process.
+    `beside_bytes` and `written_bytes`, blobs included, are since it was opened, by this process.
     """
 
     def __init__(self, inner: Place) -> None:
         self.inner, self.url = inner, inner.url
-        self.beside_bytes = 0
+        self.beside_bytes = self.written_bytes = 0
         self._lock = threading.Lock()
 
     def create(self, path: str, data: bytes) -> None:
         self.inner.create(path, data)
-        self._count(path, len(data))
+        self._count(path, len(data), len(data))
 
     def replace(self, path: str, data: bytes) -> None:
         before = 0 if path.startswith(_OTHERS) else self.inner.size(path) or 0
         self.inner.replace(path, data)
-        self._count(path, len(data) - before)
+        self._count(path, len(data) - before, len(data))
 
     def read(self, path: str) -> bytes:
         return self.inner.read(path)
@@ -51,7 +51,8 @@ class Counted(Place):
     def listing(self, folder: str) -> Iterator[Entry]:
         return self.inner.listing(folder)
 
-    def _count(self, path: str, count: int) -> None:
-        if not path.startswith(_OTHERS):
-            with self._lock:
+    def _count(self, path: str, count: int, written: int = 0) -> None:
+        with self._lock:
+            self.written_bytes += written
+            if not path.startswith(_OTHERS):
                 self.beside_bytes += count

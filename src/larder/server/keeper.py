@@ -1,0 +1,91 @@
+"""Who keeps what was said beyond the process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+
+from larder.server.hub import SessionView
+from larder.server.request import Turn
+from larder.server.sitting import Kept, Said, Sitting
+
+
+class Durability(Enum):
+    """What must be in the store before the end of an answer is told."""
+
+    NONE = "none"
+    TURN = "turn"
+    SNAPSHOT = "snapshot"
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """A session as it was written last.
+
+    Args:
+        data: as `archive.told` has told it.
+        epoch: under which it was written.
+        kept: what is kept of its cache.
+        policy: of that cache.
+        labels: what else was noted.
+    """
+
+    data: bytes
+    epoch: int
+    kept: Kept | None = None
+    policy: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Keeper:
+    """Told of what becomes of turns; this one keeps nothing beyond the process."""
+
+    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
+        """A turn is complete: from now on it must not be lost.
+
+        Returns:
+            what is done once it is written, or fails as `Refusal`; None where nothing is.
+        """
+
+    def abandon(self, sitting: Sitting) -> None:
+        """A session that never had a turn, or is not the newest, need not be in memory."""
+
+    def recall(self, tenant: str, name: str) -> Recalled | None:
+        """What is kept of a session; None where there is none."""
+        del tenant, name
+
+    def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
+        """Sessions that began as these messages do. From any thread."""
+        del tenant, turns
+        return ()
+
+    def views(self, tenant: str) -> Sequence[SessionView]:
+        """All that are kept, the one that was used last first. From any thread."""
+        del tenant
+        return ()
+
+    def merge(self, sitting: Sitting) -> None:
+        """Earlier states of it are not needed any more."""
+
+    def remove(self, sitting: Sitting) -> None:
+        """Whoever it belongs to wants it gone."""
+
+    def is_behind(self, sitting: Sitting) -> bool:
+        """Whether somebody else has gone on with it, so that it must be had anew."""
+        del sitting
+        return False
+
+    def claim(self, sitting: Sitting) -> None:
+        """From now on until `rest` nobody else may answer in it.
+
+        Raises:
+            Refusal: somebody else does.
+        """
+
+    def rest(self, sitting: Sitting) -> None:
+        """Its answer is complete, or given up; also of one that was never claimed."""
+
+    def close(self) -> None:
+        """Finish what is on its way."""

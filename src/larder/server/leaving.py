@@ -1,0 +1,63 @@
+"""In what order sessions leave a tier that is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from larder.server.budget import Purse
+from larder.server.sitting import Sitting
+from larder.server.vault import Vault
+from larder.store.candidates import Candidate, Candidates
+from larder.store.eviction.base import Eviction
+from larder.store.ledger import Tier
+
+FOREVER = float("inf")
+
+
+class Order:
+    """Tells a rule of eviction what is known of sessions. For the model's thread.
+
+    Args:
+        clock: seconds since 1970.
+        vault: knows how long reading takes.
+    """
+
+    def __init__(
+        self, rule: Eviction, clock: Callable[[], float], purse: Purse, vault: Vault
+    ) -> None:
+        self._rule, self._now, self._purse, self._vault = rule, clock, purse, vault
+        self._clocks: dict[Tier, float] = {}
+
+    def clock(self, tier: Tier) -> float:
+        """Of a rule that ages what is not used; who is used now gets it."""
+        return self._clocks.get(tier, 0.0)
+
+    def first(
+        self,
+        tier: Tier,
+        held: Iterable[Sitting],
+        but: Sitting | None,
+        missing: int,
+        tenant: str | None = None,
+    ) -> list[Sitting]:
+        """Who leaves for so many bytes; nobody who is running."""
+        idle = [each for each in held if not each.is_running and each is not but]
+        idle = [each for each in idle if tenant in (None, each.tenant)]
+        told = Candidates.of([self._candidate(each) for each in idle])
+        leaving = self._rule.leaving(told, self._now(), missing)
+        self._clocks[tier] = max(self.clock(tier), leaving.clock)
+        return [idle[row] for row in leaving.rows]
+
+    def _candidate(self, sitting: Sitting) -> Candidate:
+        parked = 0 if sitting.parked is None else sitting.parked.nbytes
+        return Candidate(
+            name=str(sitting.key),
+            bytes=max(1, self._purse.bytes_of(sitting.key) + parked),
+            seconds=self._vault.seconds_to_read(len(sitting.read)),
+            last_used=sitting.last_used,
+            uses=sitting.uses,
+            clock=sitting.clock,
+            session=str(sitting.key),
+            pinned_until=FOREVER if sitting.is_pinned else -FOREVER,
+            pauses=tuple(sitting.pauses),
+        )

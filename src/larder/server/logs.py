@@ -1,0 +1,67 @@
+"""What was said, in host memory: charged like all else there, and gone when it need not stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from larder.server.sitting import Sitting
+from larder.store.ledger import ByteLedger, Tier
+
+RESTING = 64  # sessions without a cache whose logs are in memory, because they were used lately
+
+
+class Logs:
+    """The logs of all sessions that are in memory. For the model's thread.
+
+    Args:
+        unload: told of sessions of which nothing need be in memory.
+    """
+
+    def __init__(self, ledger: ByteLedger, unload: Callable[[Sitting], None]) -> None:
+        self._ledger, self._unload = ledger, unload
+        self._charged: dict[int, Sitting] = {}
+
+    def missing(self, sitting: Sitting) -> int:
+        """Bytes that a log takes beyond what was charged for it."""
+        return sitting.log_bytes - (0 if sitting.log is None else sitting.log.bytes)
+
+    def charge(self, sitting: Sitting) -> None:
+        """Charge what a log takes now.
+
+        Raises:
+            BudgetError: there is no room.
+        """
+        want, had = sitting.log_bytes, sitting.log
+        more = self._ledger.reserve(Tier.HOST, sitting.tenant, max(0, self.missing(sitting)))
+        if had is None:
+            sitting.log = more
+        else:
+            had.bytes += more.bytes
+            had.shrink(want)
+        self._charged[sitting.key] = sitting
+
+    def forget(self, sitting: Sitting) -> None:
+        """It is not in memory any more."""
+        self._charged.pop(sitting.key, None)
+        if sitting.log is not None:
+            sitting.log.release()
+            sitting.log = None
+
+    def tidy(self) -> None:
+        """Have sessions without a cache in memory leave it, but for some that were used last."""
+        resting = self._resting()
+        for each in resting[: max(0, len(resting) - RESTING)]:
+            self._unload(each)
+
+    def shed(self, but: Sitting) -> bool:
+        """Have one of these leave memory, the one that was used least lately; whether one could."""
+        resting = [each for each in self._resting() if each is not but]
+        for each in resting[:1]:
+            self._unload(each)
+        return bool(resting)
+
+    def _resting(self) -> list[Sitting]:
+        """Sessions of which the log alone is in memory, and need not be."""
+        resting = [each for each in self._charged.values() if each.is_safe]
+        resting = [each for each in resting if not (each.is_in_memory or each.is_pinned)]
+        return sorted(resting, key=lambda each: each.last_used)

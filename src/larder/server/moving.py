@@ -1,0 +1,95 @@
+"""What owners do with a session's cache: let it go, have it back, have it made smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BudgetError
+from larder.server.news import News
+from larder.server.refusals import overloaded
+from larder.server.sitting import Kept, Sitting
+from larder.server.stowing import COPIES
+from larder.server.tiers import Tiers
+from larder.store.ledger import Reservation
+
+
+class Moving:
+    """For the model's thread; what it returns is done once the session has moved.
+
+    A session that is on its way is busy.
+
+    Args:
+        waiting: how many requests wait.
+    """
+
+    def __init__(self, tiers: Tiers, news: News, waiting: Callable[[], int]) -> None:
+        self._tiers, self._news, self._waiting = tiers, news, waiting
+
+    def release(self, sitting: Sitting) -> Future[Sitting]:
+        """Have a session leave memory, once the store has its cache or will never have it."""
+        done: Future[Sitting] = Future()
+        saving = self._tiers.save(sitting)
+
+        def leave(_: Future[Kept] | None) -> None:
+            sitting.is_answering = False
+            self._tiers.let_go(sitting)
+            done.set_result(sitting)
+
+        if saving is None:
+            leave(None)
+        else:
+            sitting.is_answering = True
+            self._news.hear(saving, leave)
+        return done
+
+    def prefetch(self, sitting: Sitting) -> Future[Sitting]:
+        """Bring a cache back to the device; what is nowhere stays so.
+
+        Raises:
+            Refusal: there is no room now.
+        """
+        done: Future[Sitting] = Future()
+        kept = None if sitting.is_in_memory else sitting.kept
+        if sitting.parked is None and kept is None:
+            done.set_result(sitting)
+            return done
+        room = None
+        try:
+            held = sitting.held
+            self._tiers.grant(sitting, sitting.rule.need(held, held.read, 0))
+            if kept is not None:
+                room = self._tiers.host_room(sitting, kept.nbytes + COPIES * kept.cache_bytes)
+        except BudgetError as error:
+            raise overloaded(self._waiting()) from error
+        if kept is None:
+            self._tiers.revive(sitting)
+            self._tiers.settle(sitting)
+            done.set_result(sitting)
+        elif room is None:
+            self._tiers.drop(sitting)
+            raise overloaded(self._waiting())
+        else:
+            sitting.is_answering = sitting.is_running = True
+            loading = self._tiers.vault.load(sitting, kept)
+            self._news.hear(loading, partial(self._arrived, sitting, kept, room, done))
+        return done
+
+    def _arrived(
+        self,
+        sitting: Sitting,
+        kept: Kept,
+        room: Reservation,
+        done: Future[Sitting],
+        loading: Future[SequenceCache],
+    ) -> None:
+        sitting.is_answering = sitting.is_running = False
+        if loading.exception() is None:
+            self._tiers.take(sitting, sitting, kept, loading.result(), room)
+            self._tiers.settle(sitting)
+        else:
+            room.release()
+            self._tiers.drop(sitting)
+        done.set_result(sitting)

@@ -1,0 +1,222 @@
+"""Caches that leave memory for the store, and come back by themselves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from larder.models.loading import Loaded
+from larder.server.keeper import Durability
+from larder.server.request import Turn
+from larder.store.local import LocalPlace
+from larder.store.rates import Rates, Way
+from server_core import Served, answered, told
+from server_stores import Stored
+
+
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(autouse=True)
+def loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reading takes depends on the machine: here loading is always the quicker way."""
+    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)
+
+
+def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[Turn]:
+    turns = told(number)
+    turns = answered(turns, served.ask(turns, session), "Why?")
+    return answered(turns, served.ask(turns, session), "Sure?")
+
+
+def cache_bytes(loaded: Loaded, policy: str = "full") -> int:
+    """What a conversation of two turns takes in memory."""
+    served = Served(loaded, policy)
+    talk(served)
+    return served.core.sessions.find("a", "x").nbytes
+
+
+@pytest.mark.parametrize("policy", ["full", "limited", "tended"])
+def test_08_a_restarted_server_restores_and_says_the_same(
+    small: Loaded, tmp_path: Path, policy: str
+) -> None:
+    first, never = Stored(small, tmp_path, policy=policy), Served(small, policy)
+    turns = talk(first)
+    assert talk(never) == turns
+    first.close()
+    again = Stored(small, tmp_path, policy=policy)
+    assert again.tier() == "disk"
+    last = again.ask(turns, "x")
+    other = never.ask(turns, "x")
+    assert last.text == other.text
+    report = last.told
+    assert report.tier == "disk" and report.recomputed_tokens == 0
+    assert report.restored_tokens == report.cached_tokens == other.told.cached_tokens > 0
+    assert report.lossless == other.told.lossless
+    assert again.vault.rejected() == {}
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+def test_many_sessions_take_turns_in_little_memory(
+    small: Loaded, tmp_path: Path, policy: str
+) -> None:
+    size = cache_bytes(small, policy)
+    budgets = {"device": 4 * size, "host": 7 * size}
+    stored, alone = Stored(small, tmp_path, policy=policy, **budgets), Served(small, policy)
+    names = [f"n{number}" for number in range(8)]
+    turns = {name: told(number) for number, name in enumerate(names)}
+    for text in ("Why?", "Sure?", "Then?"):
+        for name in names:
+            own, other = stored.ask(turns[name], name), alone.ask(turns[name], name)
+            assert own.text == other.text
+            turns[name] = answered(turns[name], own, text)
+    tiers = stored.core.tiers
+    assert tiers.parked["disk"] and tiers.restored["disk"] and not tiers.dropped
+    assert not stored.vault.rejected()
+    assert any(not stored.core.sessions.has("a", name) for name in names)
+
+
+def test_what_is_damaged_is_read_again(small: Loaded, tmp_path: Path) -> None:
+    first, never = Stored(small, tmp_path), Served(small)
+    turns = talk(first)
+    talk(never)
+    first.close()
+    sizes = {file: file.stat().st_size for file in (tmp_path / "blobs").rglob("*.safetensors")}
+    largest = max(sizes, key=lambda file: sizes[file])
+    data = bytearray(largest.read_bytes())
+    data[-9] ^= 1
+    largest.write_bytes(data)
+    again = Stored(small, tmp_path)
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text
+    assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
+    assert again.vault.rejected() == {"damaged": 1}
+    again.close()
+    third = Stored(small, tmp_path)
+    assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
+
+
+def test_26_reading_where_loading_is_slower(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Stored(small, tmp_path)
+    turns = talk(first)
+    first.close()
+    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.RECOMPUTE)
+    again = Stored(small, tmp_path)
+    last = again.ask(turns, "x")
+    assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
+    assert again.vault.rejected() == {"slower": 1}
+    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)
+    again.core.tiers.let_go(again.core.find("a", "x"))
+    assert again.tier() == "disk"
+
+
+class Gate(LocalPlace):
+    """A folder whose writing waits until somebody opens it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    def create(self, path: str, data: bytes) -> None:
+        assert self.is_open.wait(30)
+        super().create(path, data)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gated")
+    yield gate
+    gate.is_open.set()
+
+
+def test_a_slow_disk_stops_nobody_who_is_answered(
+    small: Loaded, tmp_path: Path, gate: Gate
+) -> None:
+    stored = Stored(small, tmp_path, place=gate)
+    slow, _ = stored.served.submit(told(1), "slow")
+    other, _ = stored.served.submit(told(2), "other", max_new_tokens=40)
+    gate.is_open.clear()
+    while len(other.steps) < 30:
+        assert stored.served.step()
+    assert slow.report is None and slow.text  # its end is told when its turn is written
+    gate.is_open.set()
+    stored.run()
+    assert slow.told.new_tokens == 4 and other.told.new_tokens == 40
+
+
+def test_25_a_full_tier_before_a_slow_disk_has_requests_wait(
+    small: Loaded, tmp_path: Path, gate: Gate
+) -> None:
+    size = cache_bytes(small)
+    stored = Stored(small, tmp_path, place=gate, device=2 * size + size // 2, host=4 * size)
+    turns = [talk(stored, f"n{number}", number) for number in range(2)]
+    gate.is_open.clear()
+    late, _ = stored.served.submit(told(7), "n7")
+    for _ in range(50):
+        stored.served.step()
+    assert late.report is None
+    gate.is_open.set()
+    stored.run()
+    assert late.told.new_tokens == 4 and not stored.core.tiers.dropped
+    assert stored.ask(turns[0], "n0").told.recomputed_tokens == 0
+
+
+def test_nothing_is_waited_for_unless_asked(small: Loaded, tmp_path: Path, gate: Gate) -> None:
+    stored = Stored(small, tmp_path, Durability.NONE, place=gate)
+    gate.is_open.clear()
+    client, _ = stored.served.submit(told(1), "x")
+    while client.report is None:
+        assert stored.served.step()
+    gate.is_open.set()
+    stored.close()
+    assert Stored(small, tmp_path, place=gate).core.find("a", "x").said
+
+
+def test_the_strongest_durability_keeps_the_cache_too(small: Loaded, tmp_path: Path) -> None:
+    killed, never = Stored(small, tmp_path, Durability.SNAPSHOT), Served(small)
+    turns = talk(killed)
+    talk(never)
+    again = Stored(small, tmp_path)
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text and last.told.recomputed_tokens == 0
+    assert last.told.restored_tokens > 0
+
+
+def test_a_codec_that_loses_is_not_exact(small: Loaded, tmp_path: Path) -> None:
+    first = Stored(small, tmp_path, codec="int8")
+    turns = talk(first)
+    first.close()
+    again = Stored(small, tmp_path, codec="int8")
+    last = again.ask(turns, "x")
+    assert last.told.restored_tokens and not last.told.lossless
+    more = answered(turns, last, "And?")
+    again.close()
+    third = Stored(small, tmp_path, codec="int8")
+    exact = third.ask(more, "x", exact=True)
+    assert exact.told.restored_tokens == 0 < exact.told.recomputed_tokens
+    assert exact.told.lossless
+
+
+def test_22_sessions_that_rest_take_no_memory(small: Loaded, tmp_path: Path) -> None:
+    size = cache_bytes(small)
+    stored = Stored(small, tmp_path, device=3 * size, host=4 * size)
+    turns = {f"n{number}": told(number, 1) for number in range(24)}
+    held = []
+    for name, said in turns.items():
+        turns[name] = answered(said, stored.ask(said, name), "Why?")
+        held.append(len(stored.core.sessions))
+    assert max(held) <= 12  # those that come later take no more
+    assert len(stored.keeper.views("a")) == 24
+    for name in ("n0", "n11", "n23"):
+        assert stored.ask(turns[name], name).told.session == name
+    anonymous = stored.ask(turns["n5"])  # found by what was said
+    assert anonymous.told.session == "n5"

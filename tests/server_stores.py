@@ -1,0 +1,50 @@
+"""Servers whose sessions and caches outlive them, in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from larder.engine.snapshots import Snapshots
+from larder.models.loading import Loaded
+from larder.server.keeper import Durability
+from larder.server.persisting import Persisting
+from larder.server.vault import StoreVault
+from larder.store.places import Place
+from larder.store.store import Store
+from server_core import Served
+
+
+class Stored:
+    """A server over a store.
+
+    Args:
+        served: policy and budgets, as `Served` takes them.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        folder: Path,
+        durability: Durability = Durability.TURN,
+        codec: str = "raw",
+        place: Place | None = None,
+        **served: object,
+    ) -> None:
+        url = str(folder / "blobs") if place is None else place
+        self.store = Store(url, folder / "home", secret=b"s" * 32)
+        self.keeper = Persisting(self.store, loaded.decoder.spec)
+        self.vault = StoreVault(self.keeper, Snapshots(self.store, loaded, codec), durability)
+        own = {"keeper": self.keeper, "vault": self.vault, **served}
+        self.served = Served(loaded, **own)  # pyright: ignore
+        self.core, self.ask, self.run = self.served.core, self.served.ask, self.served.run
+
+    def close(self) -> None:
+        self.core.close()
+        self.store.close()
+
+    def tier(self, name: str = "x", tenant: str = "a") -> str:
+        """Where a session's cache is, without bringing it to memory."""
+        if self.core.sessions.has(tenant, name):
+            return self.core.sessions.find(tenant, name).tier
+        [view] = [view for view in self.keeper.views(tenant) if view.name == name]
+        return view.tier
