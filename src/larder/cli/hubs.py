@@ -12,26 +12,25 @@ from larder.core.settings import home
 
 if TYPE_CHECKING:
     from larder.cli.serve import Serving
-    from larder.core.spec import ModelSpec
     from larder.server.hub import Hub
-    from larder.server.scheduler import Keeper
+    from larder.server.keeper import Keeper
+    from larder.server.persisting import Persisting
     from larder.store.store import Store
 
 STORE = "store"  # in the home folder
 REPLICAS = 2
-Kept = Callable[["Store", "ModelSpec"], "Keeper"]
+EPOCHS = 2  # states of a session that are kept: one to fall back on, if the newest is damaged
+Kept = Callable[["Persisting"], "Keeper"]
 
 
 @contextmanager
 def hub_here(options: Serving) -> Iterator[Hub]:
     """One hub in this process."""
-    from larder.server.persisting import Persisting
     from larder.store.sealing import key_from
-    from larder.store.store import Store
 
-    store = Store(url_of(options), home(), key=key_from(options.key_file))
+    store = _store(options, url_of(options), key=key_from(options.key_file))
     try:
-        with _hub(options, store, Persisting) as hub:
+        with _hub(options, store, lambda keeper: keeper) as hub:
             yield hub
     finally:
         store.close()
@@ -81,20 +80,15 @@ def hub_in_replica(
         url: of the store that all have in common.
         secret, key: likewise.
     """
-    from larder.server.persisting import Persisting
     from larder.server.sharing import Beating, Sharing
     from larder.store.claims import Claims
-    from larder.store.store import Store
 
-    store = Store(url, home(), secret=secret, key=key)
+    store = _store(options, url, secret, key)
     claims = Claims(store.parts)
     beating = Beating(claims)
 
-    def keeper(store: Store, spec: ModelSpec) -> Keeper:
-        return Sharing(Persisting(store, spec), store, claims)
-
     try:
-        with _hub(options, store, keeper) as hub:
+        with _hub(options, store, lambda keeper: Sharing(keeper, store, claims)) as hub:
             yield hub
     finally:
         beating.close()
@@ -109,15 +103,35 @@ def url_of(options: Serving) -> str:
     return str(Path(options.store).expanduser().absolute()) if is_path else options.store
 
 
+def _store(
+    options: Serving, url: str, secret: bytes | None = None, key: bytes | None = None
+) -> Store:
+    from larder.cli.serve import store_budgets_of
+    from larder.store.eviction.base import EVICTIONS
+    from larder.store.store import Store
+
+    own = {"budgets": store_budgets_of(options), "kept_epochs": EPOCHS}
+    rule = EVICTIONS.load(options.eviction)()
+    return Store(url, home(), secret=secret, key=key, eviction=rule, **own)
+
+
 @contextmanager
-def _hub(options: Serving, store: Store, keeper: Kept) -> Iterator[Hub]:
+def _hub(options: Serving, store: Store, kept: Kept) -> Iterator[Hub]:
     from larder.cli.serve import budgets_of
     from larder.cli.sitting import open_engine
+    from larder.engine.snapshots import Snapshots
+    from larder.server.keeper import Durability
     from larder.server.local_hub import LocalHub
+    from larder.server.persisting import Persisting
     from larder.server.sweeping import Sweeping
+    from larder.server.vault import StoreVault
 
     engine = open_engine(options)
-    hub = LocalHub(engine, budgets_of(options), keeper=keeper(store, engine.loaded.decoder.spec))
+    keeper = Persisting(store, engine.loaded.decoder.spec)
+    snapshots = Snapshots(store, engine.loaded, options.codec)
+    vault = StoreVault(keeper, snapshots, Durability(options.durability))
+    told = {"eviction": options.eviction, "keeper": kept(keeper), "vault": vault}
+    hub = LocalHub(engine, budgets_of(options), **told)
     try:
         with Sweeping(store):
             yield hub

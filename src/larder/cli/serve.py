@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
-from larder.cli.kept import KeyFile
+from larder.cli.kept import CodecName, KeyFile, check_codec
 from larder.cli.options import Common, command
 from larder.core.errors import DependencyError, InputError, UsageError
 
@@ -57,6 +57,21 @@ class Serving(Common):
             "address.  Default: $LARDER_HOME/store.",
         ),
     ] = None
+    store_budget: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Of the store, index and all.  Default: no limit."),
+    ] = None
+    durability: Annotated[
+        str,
+        typer.Option(
+            help="What is written before the end of an answer is told: none, its turn, or snapshot "
+            "for its turn and its cache.",
+        ),
+    ] = "turn"
+    eviction: Annotated[
+        str, typer.Option(metavar="RULE", help="Who leaves first: lru, gdsf, marconi, continuum.")
+    ] = "lru"
+    codec: CodecName = "raw"
     key_file: KeyFile = None
     keys: Annotated[
         Path | None,
@@ -88,7 +103,7 @@ def serve(options: Serving) -> None:
 
     if options.replicas is not None and not options.ray:
         raise UsageError("--replicas are Ray's: give --ray, too, or leave --replicas out.")
-    budgets_of(options)
+    check_keeping(options)
     door, bound = _door(options), _bound(options)
     with bound, (hub_of_replicas if options.ray else hub_here)(options) as hub:
         _run(options, hub, door, bound)
@@ -187,6 +202,31 @@ def budgets_of(options: Serving) -> Budgets:
             Tier.HOST: _bytes("--host-budget", options.host_budget),
         }
     )
+
+
+def store_budgets_of(options: Serving) -> Budgets:
+    """Raises: UsageError: the option is no number of bytes."""
+    from larder.store.ledger import Budgets, Tier
+
+    if options.store_budget is None:
+        return Budgets()
+    return Budgets({Tier.DISK: _bytes("--store-budget", options.store_budget)})
+
+
+def check_keeping(options: Serving) -> None:
+    """Raises: UsageError, UnknownName: an option is none that there is."""
+    from larder.server.keeper import Durability
+    from larder.store.eviction.base import EVICTIONS
+
+    budgets_of(options)
+    store_budgets_of(options)
+    EVICTIONS.load(options.eviction)
+    check_codec(options.codec)
+    known = [each.value for each in Durability]
+    if options.durability not in known:
+        raise UsageError(
+            f"--durability {options.durability!r} is not known: take one of {', '.join(known)}."
+        )
 
 
 def _bytes(option: str, text: str) -> int:
