@@ -69,7 +69,8 @@ def kept_said(small: Loaded, folder: Path) -> list[object]:
 def test_21_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     talk(served)
-    served.core.remove("a", "x")
+    gone = served.core.remove("a", "x")
+    assert gone is not None and gone.result(30) is None
     again = Served(small, keeper=kept_in(tmp_path, small))
     with pytest.raises(Refusal):
         again.core.find("a", "x")

@@ -220,3 +220,36 @@ def test_22_sessions_that_rest_take_no_memory(small: Loaded, tmp_path: Path) -> 
         assert stored.ask(turns[name], name).told.session == name
     anonymous = stored.ask(turns["n5"])  # found by what was said
     assert anonymous.told.session == "n5"
+
+
+def test_a_session_is_let_go_and_had_back(small: Loaded, tmp_path: Path) -> None:
+    stored = Stored(small, tmp_path, policy="limited")
+    turns = talk(stored)
+    done = stored.core.release("a", "x")
+    stored.run()
+    assert done.result().tier == "disk" == stored.tier()
+    assert not stored.core.sessions.has("a", "x")
+    [view] = stored.keeper.views("a")
+    assert view.turns == 4 and view.epoch == 2 and view.tier_bytes["disk"] > 0
+    assert view.kept_tokens + view.evicted_tokens > view.kept_tokens > 0 and not view.lossless
+    back = stored.core.prefetch("a", "x")
+    stored.run()
+    assert back.result().tier == "device"
+    assert stored.ask(turns, "x").told.tier == "device"
+
+
+def test_a_cache_is_made_as_small_as_its_policy_wants(small: Loaded, tmp_path: Path) -> None:
+    stored, never = Stored(small, tmp_path, policy="limited"), Served(small, "limited")
+    turns = talk(stored)
+    talk(never)
+    sitting = stored.core.find("a", "x")
+    before, bound = sitting.held, sitting.rule.heads * sitting.rule.tokens
+    assert before.entries > bound
+    done = stored.core.compact("a", "x")
+    stored.run()
+    assert done.result().held.entries <= bound and done.result().held.read == before.read
+    stored.served.check()
+    stored.close()
+    again = Stored(small, tmp_path, policy="limited")
+    assert again.ask(turns, "x").told.recomputed_tokens == 0
+    assert again.core.find("a", "x").held.entries <= never.core.find("a", "x").held.entries

@@ -16,7 +16,7 @@ from larder.server.job import Job, Times
 from larder.server.keeper import Keeper
 from larder.server.moving import Moving
 from larder.server.news import News
-from larder.server.recalling import Recalling
+from larder.server.recalling import Lookup, Recalling
 from larder.server.refusals import invalid, overloaded, too_long, too_much
 from larder.server.request import Listener, Report, Request, Ticket, Turn
 from larder.server.rule import Held, Rule
@@ -47,6 +47,7 @@ class Core:
     Args:
         engine, budgets, eviction, rows, waiting, keeper, vault, clock: as `LocalHub` takes them.
         wake: told that a step would have something to do.
+        lookup: finds sessions that are not in memory; None for where the keeper keeps them.
 
     Raises:
         UsageError: the policy is not one that a server can follow.
@@ -63,6 +64,7 @@ class Core:
         vault: Vault,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        lookup: Lookup | None = None,
     ) -> None:
         self.engine, self.clock, self._wake, self._waiting = engine, clock, wake, waiting
         self.rule = Rule.of(engine)
@@ -71,7 +73,7 @@ class Core:
         self.purse = Purse(self.ledger)
         self.sessions = Sessions(engine.scribe, clock)
         news = self.news = News(wake)
-        rule, unload = EVICTIONS.load(eviction)(), self.forget
+        rule, unload = EVICTIONS.load(eviction)(), self._unload
         self.tiers = Tiers(self.ledger, self.purse, rule, clock, vault, news, unload)
         starting = Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing)
         told = engine.loaded.decoder, engine.scribe, engine.stops, starting, self.purse
@@ -80,8 +82,10 @@ class Core:
         self.scheduler = Scheduler(*own)
         self._moving = Moving(self.tiers, news, lambda: self.scheduler.waiting)
         rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
-        known = engine.loaded.decoder, self.sessions, keeper, rules, self._weighed
-        self._recalling = Recalling(*known)
+        known = engine.loaded.decoder, self.sessions
+        self._keeper, own = keeper, (rules, self._weighed)
+        self.recalling = Recalling(*known, lookup or keeper.recall, *own)
+        self._refreshing = Recalling(*known, keeper.recall, *own)
         self.refused: Counter[str] = Counter()
 
     @property
@@ -152,14 +156,11 @@ class Core:
         made.epoch = source.epoch
         if made.said:
             self.sessions.remember(made)
-        return self._weighed(made)
+        return self._kept(self._weighed(made))
 
-    def compact(self, tenant: str, name: str) -> Sitting:
-        """As `Hub.compact`."""
-        sitting = self.idle(tenant, name)
-        if sitting.cache is not None:
-            self.tiers.settle(sitting)
-        return sitting
+    def compact(self, tenant: str, name: str) -> Future[Sitting]:
+        """As `Hub.compact`; done once it is."""
+        return self._moving.compact(self.idle(tenant, name))
 
     def release(self, tenant: str, name: str) -> Future[Sitting]:
         """As `Hub.release`; done once it has left."""
@@ -173,7 +174,7 @@ class Core:
         """As `Hub.import_`."""
         self._recall(tenant, name)
         try:
-            return self._weighed(self._recalling.imported(tenant, name, data))
+            return self._kept(self._weighed(self.recalling.imported(tenant, name, data)))
         except InputError as error:
             raise invalid(str(error)) from error
 
@@ -196,9 +197,9 @@ class Core:
         self.find(tenant, name)
         return self.sessions.idle(tenant, name)
 
-    def remove(self, tenant: str, name: str) -> None:
-        """As `Hub.remove`."""
-        self._directory.remove(self.idle(tenant, name))
+    def remove(self, tenant: str, name: str) -> Future[None] | None:
+        """As `Hub.remove`; what is done once it is gone everywhere."""
+        return self._directory.remove(self.idle(tenant, name))
 
     def forget(self, sitting: Sitting) -> None:
         """A session is no more."""
@@ -223,11 +224,29 @@ class Core:
         if sitting.is_answering or not self._directory.is_behind(sitting):
             return False
         self.forget(sitting)
-        self._recall(sitting.tenant, sitting.name)
+        self._refreshing.recall(sitting.tenant, sitting.name)
         return True
 
     def _recall(self, tenant: str, *names: str | None) -> None:
-        self._recalling.recall(tenant, *names)
+        self.recalling.recall(tenant, *names)
+
+    def _kept(self, sitting: Sitting) -> Sitting:
+        """Have what was made of another session outlive the process, too."""
+        future = self._keeper.commit(sitting, sitting.said[-1]) if sitting.said else None
+        if future is not None:
+            sitting.owed += 1
+            self.news.hear(future, lambda _: _paid(sitting))
+        return sitting
+
+    def _unload(self, sitting: Sitting) -> bool:
+        """Have a session leave memory, with its forks, where the store has all of them."""
+        family = self.sessions.family(sitting)
+        others = [each for each in family if each is not sitting]
+        if any(each.is_in_memory or each.is_pinned or not each.is_safe for each in others):
+            return False
+        for each in family:
+            self.forget(each)
+        return True
 
     def _job(self, request: Request, found: Resolved, listener: Listener, asked: float) -> Job:
         length = len(found.wanted)
@@ -262,3 +281,7 @@ class Core:
             self.forget(sitting)
             raise too_much(BudgetError("There is no room for another session: remove some."))
         return sitting
+
+
+def _paid(sitting: Sitting) -> None:
+    sitting.owed -= 1

@@ -31,15 +31,16 @@ class Directory(Keeper):
     def recall(self, tenant: str, name: str) -> Recalled | None:
         return self._keeper.recall(tenant, name)
 
-    def remove(self, sitting: Sitting) -> None:
-        self._keeper.remove(sitting)
+    def remove(self, sitting: Sitting) -> Future[None] | None:
+        future = self._keeper.remove(sitting)
         self._forget(sitting)
+        return future
 
     def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
         return self._keeper.names(tenant, turns)
 
-    def merge(self, sitting: Sitting) -> None:
-        self._keeper.merge(sitting)
+    def merge(self, tenant: str, name: str) -> None:
+        self._keeper.merge(tenant, name)
 
     def is_behind(self, sitting: Sitting) -> bool:
         return self._keeper.is_behind(sitting)

@@ -66,11 +66,12 @@ class Keeper:
         del tenant
         return ()
 
-    def merge(self, sitting: Sitting) -> None:
-        """Earlier states of it are not needed any more."""
+    def merge(self, tenant: str, name: str) -> None:
+        """Earlier states of a session are not needed any more. From any thread."""
+        del tenant, name
 
-    def remove(self, sitting: Sitting) -> None:
-        """Whoever it belongs to wants it gone."""
+    def remove(self, sitting: Sitting) -> Future[None] | None:
+        """Whoever it belongs to wants it gone; what is done once it is."""
 
     def is_behind(self, sitting: Sitting) -> bool:
         """Whether somebody else has gone on with it, so that it must be had anew."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from larder.engine.engine import Engine
 from larder.server import archive
@@ -55,7 +56,7 @@ class LocalHub(Hub):
     ) -> None:
         self._keeper = keeper or Keeper()
         told = engine, budgets, eviction, rows, waiting, self._keeper, vault or Vault(), clock
-        self._core = Core(*told, self._wake)
+        self._core = Core(*told, self._wake, lambda tenant, name: None)
         self._made = clock()
         self._pieces = Pieces(engine.scribe.decode)
         self._thread = ModelThread(self._core.step, self._core.close)
@@ -63,6 +64,8 @@ class LocalHub(Hub):
     def submit(self, request: Request, listener: Listener) -> Ticket:
         core, asked = self._core, self._core.clock()
         try:
+            self._recall(request.tenant, request.session, request.follows)
+            self._recall(request.tenant, *self._names(request))
             return self._thread.call(lambda: core.submit(request, listener, asked))
         except Refusal as error:
             core.refused[error.code] += 1
@@ -93,39 +96,56 @@ class LocalHub(Hub):
         return tuple(sorted((*here, *kept), key=lambda view: -view.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTurns:
+        self._recall(tenant, name)
         return self._thread.call(lambda: turns_of(self._core.find(tenant, name)))
 
     def open(self, tenant: str, name: str, turns: Sequence[Turn] = ()) -> SessionView:
+        self._recall(tenant, name)
         return self._thread.call(lambda: view_of(self._core.open(tenant, name, turns)))
 
     def pin(self, tenant: str, name: str) -> SessionView:
+        self._recall(tenant, name)
         return self._thread.call(lambda: self._pinned(tenant, name, True))
 
     def unpin(self, tenant: str, name: str) -> SessionView:
+        self._recall(tenant, name)
         return self._thread.call(lambda: self._pinned(tenant, name, False))
 
     def release(self, tenant: str, name: str) -> SessionView:
+        self._recall(tenant, name)
         return self._moved(lambda: self._core.release(tenant, name))
 
     def prefetch(self, tenant: str, name: str) -> SessionView:
+        self._recall(tenant, name)
         return self._moved(lambda: self._core.prefetch(tenant, name))
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
+        self._recall(tenant, name, new_name)
         return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
 
     def compact(self, tenant: str, name: str) -> SessionView:
-        return self._thread.call(lambda: view_of(self._core.compact(tenant, name)))
+        self._recall(tenant, name)
+        view = self._moved(lambda: self._core.compact(tenant, name))
+        self._keeper.merge(tenant, name)
+        return view
 
     def export(self, tenant: str, name: str) -> bytes:
+        self._recall(tenant, name)
         return self._thread.call(lambda: archive.told(self._core.find(tenant, name)))
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
+        self._recall(tenant, name)
         return self._thread.call(lambda: view_of(self._core.import_(tenant, name, data)))
 
     def remove(self, tenant: str, name: str) -> None:
-        self._thread.call(lambda: self._core.remove(tenant, name))
+        self._recall(tenant, name)
+        gone = self._thread.call(lambda: self._core.remove(tenant, name))
+        if gone is not None:
+            gone.result()
 
     def kept(self, tenant: str, name: str) -> Kept:
+        self._recall(tenant, name)
+
         def find() -> Future[Sitting]:
             sitting = core.find(tenant, name)
             if sitting.is_answering:
@@ -160,6 +180,31 @@ class LocalHub(Hub):
 
     def _wake(self) -> None:
         self._thread.wake()
+
+    def _recall(self, tenant: str, *names: str | None) -> None:
+        """Have sessions be in memory, with their forks; a slow store holds nobody else up."""
+        core = self._core
+        for name in names:
+            number, tried = 1, name
+            while tried is not None and not self._thread.call(partial(self._has, tenant, tried)):
+                found = self._keeper.recall(tenant, tried)
+                if found is None:
+                    break
+                take = partial(core.recalling.receive, tenant, tried, found)
+                root = self._thread.call(take).root
+                number += 1
+                tried = f"{root}~{number}"
+
+    def _has(self, tenant: str, name: str) -> bool:
+        return self._core.sessions.has(tenant, name)
+
+    def _names(self, request: Request) -> Sequence[str]:
+        """Sessions that a request without a name may mean, where none is in memory."""
+        if request.session or request.follows or request.raw_prompt is not None:
+            return ()
+        if self._thread.call(lambda: bool(self._core.sessions.candidates(request))):
+            return ()
+        return self._keeper.names(request.tenant, request.turns)
 
     def _moved(self, move: Callable[[], Future[Sitting]]) -> SessionView:
         """Wait until a session has moved, while others are answered."""

@@ -14,10 +14,10 @@ class Logs:
     """The logs of all sessions that are in memory. For the model's thread.
 
     Args:
-        unload: told of sessions of which nothing need be in memory.
+        unload: has a session of which nothing need be in memory leave it, if that can be.
     """
 
-    def __init__(self, ledger: ByteLedger, unload: Callable[[Sitting], None]) -> None:
+    def __init__(self, ledger: ByteLedger, unload: Callable[[Sitting], bool]) -> None:
         self._ledger, self._unload = ledger, unload
         self._charged: dict[int, Sitting] = {}
 
@@ -55,10 +55,7 @@ class Logs:
 
     def shed(self, but: Sitting) -> bool:
         """Have one of these leave memory, the one that was used least lately; whether one could."""
-        resting = [each for each in self._resting() if each is not but]
-        for each in resting[:1]:
-            self._unload(each)
-        return bool(resting)
+        return any(self._unload(each) for each in self._resting() if each is not but)
 
     def _resting(self) -> list[Sitting]:
         """Sessions of which the log alone is in memory, and need not be."""

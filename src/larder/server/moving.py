@@ -7,13 +7,15 @@ from concurrent.futures import Future
 from functools import partial
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError
+from larder.core.errors import BudgetError, LarderError
 from larder.server.news import News
 from larder.server.refusals import overloaded
 from larder.server.sitting import Kept, Sitting
 from larder.server.stowing import COPIES
 from larder.server.tiers import Tiers
 from larder.store.ledger import Reservation
+
+FAILURES = (LarderError, RuntimeError, ValueError)
 
 
 class Moving:
@@ -76,6 +78,40 @@ class Moving:
             loading = self._tiers.vault.load(sitting, kept)
             self._news.hear(loading, partial(self._arrived, sitting, kept, room, done))
         return done
+
+    def compact(self, sitting: Sitting) -> Future[Sitting]:
+        """Bring a cache back within its policy's budget, wherever it is, and give slack back.
+
+        Raises:
+            Refusal: there is no room for it on the device now.
+        """
+        done: Future[Sitting] = Future()
+
+        def squeeze(there: Future[Sitting]) -> None:
+            try:
+                self._squeeze(there.result())
+            except FAILURES as error:
+                self._tiers.drop(sitting)
+                done.set_exception(error)
+            else:
+                done.set_result(sitting)
+
+        self.prefetch(sitting).add_done_callback(squeeze)
+        return done
+
+    def _squeeze(self, sitting: Sitting) -> None:
+        cache, rule = sitting.cache, sitting.rule
+        if cache is None:
+            return
+        count = rule.excess(cache, sitting.settled)
+        if count:
+            held = sitting.held
+            self._tiers.grant(sitting, rule.need(held, held.read, 0))
+            rule.squeeze(cache, tuple(sitting.read[-count:]))
+            sitting.settled = cache.next_position
+            sitting.kept = None  # the store has it as it was
+            sitting.note()
+        self._tiers.settle(sitting)
 
     def _arrived(
         self,

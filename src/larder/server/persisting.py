@@ -20,7 +20,7 @@ from larder.server.refusals import superseded
 from larder.server.request import Refusal, Turn
 from larder.server.sitting import Kept, Said, Sitting
 from larder.server.views import view_of_record
-from larder.store.digests import key_of
+from larder.store.digests import seal_of
 from larder.store.records import Record
 from larder.store.store import Store
 from larder.store.turns import Prepared
@@ -81,7 +81,7 @@ class Persisting(Keeper):
 
     def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
         known = self._known(tenant)
-        for key in rolling(turns):
+        for key in self._rolling(turns):
             if key in known:
                 return sorted(known[key])[:MOST_NAMES]
         return ()
@@ -90,14 +90,12 @@ class Persisting(Keeper):
         turns = self._store.turns
         return [view_of_record(each, turns.has_cache(each)) for each in turns.of(tenant)]
 
-    def merge(self, sitting: Sitting) -> None:
-        if sitting.written:
-            self._store.turns.merge(sitting.tenant, sitting.name)
+    def merge(self, tenant: str, name: str) -> None:
+        self._store.turns.merge(tenant, name)
 
-    def remove(self, sitting: Sitting) -> None:
+    def remove(self, sitting: Sitting) -> Future[None] | None:
         """Have the store forget a session."""
-        if sitting.written:
-            self._pool.submit(self._store.sessions.remove, sitting.tenant, sitting.name).result()
+        return self._pool.submit(self._remove, sitting)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -107,7 +105,7 @@ class Persisting(Keeper):
     ) -> None:
         """Raises: Refusal: somebody else has gone on with it meanwhile."""
         own = sitting.tenant, sitting.name
-        *_, first = rolling(told.said[0].turns)
+        *_, first = self._rolling(told.said[0].turns)
         labels = {
             FIRST: first,
             "root": told.root,
@@ -129,6 +127,18 @@ class Persisting(Keeper):
         if sitting.tenant in self._names:
             self._names[sitting.tenant].setdefault(first, set()).add(sitting.name)
 
+    def _rolling(self, turns: Sequence[Turn]) -> Iterator[str]:
+        """A number for each beginning of some messages, by which nobody else can tell them; equal
+        ones are compared before they count."""
+        key = FIRST
+        for turn in turns:
+            key = seal_of(self._store.parts.secret, key, turn.role, turn.text)[:KEY_DIGITS]
+            yield key
+
+    def _remove(self, sitting: Sitting) -> None:
+        if sitting.written:
+            self._store.sessions.remove(sitting.tenant, sitting.name)
+
     def _known(self, tenant: str) -> dict[str, set[str]]:
         """Names by what sessions began with, as far as the index knows."""
         if tenant not in self._names:
@@ -141,14 +151,6 @@ class Persisting(Keeper):
                 found.setdefault(record.labels.get(FIRST, ""), set()).add(record.name)
             self._names[tenant] = found
         return self._names[tenant]
-
-
-def rolling(turns: Sequence[Turn]) -> Iterator[str]:
-    """A number for each beginning of some messages; equal ones are compared before they count."""
-    key = FIRST
-    for turn in turns:
-        key = key_of(key, turn.role, turn.text)[:KEY_DIGITS]
-        yield key
 
 
 def kept_in(record: Record) -> Kept | None:

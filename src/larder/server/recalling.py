@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 from larder.core.errors import InputError
 from larder.models.decoder import Decoder
 from larder.server import archive
-from larder.server.keeper import Keeper, Recalled
+from larder.server.keeper import Recalled
 from larder.server.refusals import invalid
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
 from larder.server.sitting import Sitting
+
+Lookup = Callable[[str, str], Recalled | None]
 
 
 class Recalling:
     """For the model's thread.
 
     Args:
+        lookup: finds what is kept of a tenant's session.
         rules: that sessions may be held under; the first is the usual one.
         weigh: takes a session in, or refuses it.
     """
@@ -26,11 +29,11 @@ class Recalling:
         self,
         decoder: Decoder,
         sessions: Sessions,
-        keeper: Keeper,
+        lookup: Lookup,
         rules: Sequence[Rule],
         weigh: Callable[[Sitting], Sitting],
     ) -> None:
-        self._decoder, self._sessions, self._keeper = decoder, sessions, keeper
+        self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
         self._rules, self._weigh = rules, weigh
 
     def recall(self, tenant: str, *names: str | None) -> None:
@@ -38,10 +41,10 @@ class Recalling:
         for name in names:
             number, tried = 1, name
             while tried is not None and not self._sessions.has(tenant, tried):
-                found = self._keeper.recall(tenant, tried)
+                found = self._lookup(tenant, tried)
                 if found is None:
                     break
-                root = self._recalled(tenant, tried, found).root
+                root = self.receive(tenant, tried, found).root
                 number += 1
                 tried = f"{root}~{number}"
 
@@ -60,7 +63,14 @@ class Recalling:
             self._sessions.remember(sitting)
         return sitting
 
-    def _recalled(self, tenant: str, name: str, found: Recalled) -> Sitting:
+    def receive(self, tenant: str, name: str, found: Recalled) -> Sitting:
+        """A session that was found, in memory from now on.
+
+        Raises:
+            Refusal: there is no room, or it is another model's.
+        """
+        if self._sessions.has(tenant, name):
+            return self._sessions.find(tenant, name)
         try:
             sitting = self.imported(tenant, name, found.data)
         except InputError as error:

@@ -158,6 +158,29 @@ class Rule:
         else:
             reader.append([lane], ids)
 
+    def excess(self, cache: SequenceCache, settled: int) -> int:
+        """How many of the last tokens must be read again so that a cache comes back to M; 0 where
+        it is there, or they cannot be taken back.
+
+        Args:
+            settled: tokens that stand in it for good.
+        """
+        is_over = self.is_limited and cache.managed_entries > self.heads * self.tokens
+        if not is_over or not self.can_take_back:
+            return 0
+        return min(self.block, cache.next_position - settled)
+
+    def squeeze(self, cache: SequenceCache, tail: tuple[int, ...]) -> None:
+        """Bring a cache back to M by having its last tokens judge, as if a block had ended there.
+
+        Args:
+            tail: its last tokens, at most M_block.
+        """
+        cache.truncate(cache.next_position - len(tail))
+        cache.reserve(len(tail))
+        reader = self.reader(cache.next_position + len(tail))
+        reader.settle([Lane(cache, self._book)], tail, tail, cache.next_position)
+
     def tending(self, cache: SequenceCache) -> Tending | None:
         """What keeps the cache within its budget while it answers, for policies that do so."""
         return tend(self.desk, self.policy, [cache])

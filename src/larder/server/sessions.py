@@ -126,6 +126,10 @@ class Sessions:
             _leave(self._firsts, (sitting.tenant, list(_rolling(first.turns))[-1]), sitting)
             _leave(self._prefixes, _prefix(sitting.tenant, first.prompt), sitting)
 
+    def family(self, sitting: Sitting) -> list[Sitting]:
+        """All that began as one session, it among them."""
+        return list(self._families.get((sitting.tenant, sitting.root), {}).values())
+
     def sharing(self, sitting: Sitting, wanted: tuple[int, ...]) -> Sitting | None:
         """Another session of the tenant whose cache can begin a text: the one that has most of it.
 

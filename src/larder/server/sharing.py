@@ -68,14 +68,14 @@ class Sharing(Keeper):
     def views(self, tenant: str) -> Sequence[SessionView]:
         return self._keeper.views(tenant)
 
-    def merge(self, sitting: Sitting) -> None:
-        self._keeper.merge(sitting)
+    def merge(self, tenant: str, name: str) -> None:
+        self._keeper.merge(tenant, name)
 
     def close(self) -> None:
         self._keeper.close()
 
-    def remove(self, sitting: Sitting) -> None:
-        self._keeper.remove(sitting)
+    def remove(self, sitting: Sitting) -> Future[None] | None:
+        return self._keeper.remove(sitting)
 
     def is_behind(self, sitting: Sitting) -> bool:
         if sitting.owed:  # what is on its way is this server's

@@ -37,7 +37,7 @@ class Tiers:
         rule: who leaves first.
         clock: seconds since 1970.
         vault: keeps what has no room in memory.
-        unload: told of sessions of which nothing need be in memory.
+        unload: has a session of which nothing need be in memory leave it, if that can be.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Tiers:
         clock: Callable[[], float],
         vault: Vault,
         news: News,
-        unload: Callable[[Sitting], None],
+        unload: Callable[[Sitting], bool],
     ) -> None:
         self._ledger, self._purse, self._unload = ledger, purse, unload
         self._order, self.vault = Order(rule, clock, purse, vault), vault
