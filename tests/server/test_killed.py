@@ -125,7 +125,7 @@ def _wait(talks: list[Talk], answers: int, seconds: float) -> None:
 
 @pytest.mark.stress
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_03_a_server_that_is_killed_loses_nothing_it_has_told(
+def test_3_a_server_that_is_killed_loses_nothing_it_has_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.set_num_threads(1)

@@ -43,7 +43,7 @@ def cache_bytes(loaded: Loaded, policy: str = "full") -> int:
 
 
 @pytest.mark.parametrize("policy", ["full", "limited", "tended"])
-def test_08_a_restarted_server_restores_and_says_the_same(
+def test_8_a_restarted_server_restores_and_says_the_same(
     small: Loaded, tmp_path: Path, policy: str
 ) -> None:
     first, never = Stored(small, tmp_path, policy=policy), Served(small, policy)
@@ -82,7 +82,7 @@ def test_many_sessions_take_turns_in_little_memory(
     assert any(not stored.core.sessions.has("a", name) for name in names)
 
 
-def test_what_is_damaged_is_read_again(small: Loaded, tmp_path: Path) -> None:
+def test_1_what_is_damaged_is_read_again(small: Loaded, tmp_path: Path) -> None:
     first, never = Stored(small, tmp_path), Served(small)
     turns = talk(first)
     talk(never)
@@ -138,7 +138,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.is_open.set()
 
 
-def test_a_slow_disk_stops_nobody_who_is_answered(
+def test_6_a_slow_disk_stops_nobody_who_is_answered(
     small: Loaded, tmp_path: Path, gate: Gate
 ) -> None:
     stored = Stored(small, tmp_path, place=gate)
