@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,19 @@ class Near(Replicas):
             raise Lost("nobody is left")
         number = self.place(key)
         self.went.append(number)
-        async for frames in self.left[number].answer(request):
-            for frame in frames:
-                if isinstance(frame, Text) and self.breaks is not None:
-                    self.breaks -= 1
-                    if self.breaks < 0:
-                        self.breaks = None
-                        self.left.pop(number)
-                        raise Lost("pulled the plug")
-                yield frame
+        async with aclosing(self.left[number].answer(request)) as told:
+            async for frames in told:
+                for frame in frames:
+                    self._count(number, frame)
+                    yield frame
+
+    def _count(self, number: int, frame: Frame) -> None:
+        if isinstance(frame, Text) and self.breaks is not None:
+            self.breaks -= 1
+            if self.breaks < 0:
+                self.breaks = None
+                self.left.pop(number)
+                raise Lost("pulled the plug")
 
     async def ask(self, key: str, method: str, *given: Any) -> Told | Failed:
         if not self.left:

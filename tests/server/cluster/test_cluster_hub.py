@@ -196,6 +196,10 @@ def test_closing_ends_what_is_answered(front: Front) -> None:
     front.hub.close()
     assert heard.report is not None and heard.report.reason == "cancelled"
     front.hub.close()
+    assert not front.hub.is_healthy()
+    for ask in (lambda: front.submit(told(1)), front.hub.stats):
+        with pytest.raises(Refusal, match="stopping"):
+            ask()
 
 
 def test_numbers_are_added() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from larder.server.cluster.relay import Relay, stopping
 from larder.server.cluster.replicas import Lost, Replicas
 from larder.server.cluster.routing import key
 from larder.server.hub import Hub, Kept, Served, SessionTurns, SessionView, Stats
+from larder.server.refusals import closed
 from larder.server.request import Listener, Request, Ticket, Turn
 
 PATIENCE_SECONDS = 30.0
@@ -38,10 +40,14 @@ class ClusterHub(Hub):
             target=self._loop.run_forever, name="larder relays", daemon=True
         )
         self._thread.start()
+        self._lock, self._is_closed = threading.Lock(), False
         self._models: tuple[Served, ...] = ()
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        relay = Relay(self._replicas, request, listener, self._loop, self._patience_seconds)
+        with self._lock:
+            if self._is_closed:
+                raise closed()
+            relay = Relay(self._replicas, request, listener, self._loop, self._patience_seconds)
         relay.wait()
         return relay
 
@@ -103,12 +109,14 @@ class ClusterHub(Hub):
         return added(self._ask_all("stats"))
 
     def is_healthy(self) -> bool:
-        return self._thread.is_alive() and any(self._ask_all("is_healthy"))
+        return not self._is_closed and any(self._ask_all("is_healthy"))
 
     def close(self) -> None:
-        if not self._thread.is_alive():
-            return
-        self._run(self._cancelled())
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._cancelled(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -137,13 +145,22 @@ class ClusterHub(Hub):
         return [each.value for each in told if isinstance(each, Told)]
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise closed()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise closed() from error
 
     async def _cancelled(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
 
 def added(stats: Sequence[Stats]) -> Stats:

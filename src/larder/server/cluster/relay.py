@@ -48,6 +48,7 @@ class Relay(Ticket):
         self._begun: Future[None] = Future()
         self._heard, self._is_repeated = "", False
         self._task = asyncio.run_coroutine_threadsafe(self._run(), loop)
+        self._task.add_done_callback(lambda task: self._fail(stopping("the server stops")))
 
     def wait(self) -> None:
         """Until a replica has taken the request.

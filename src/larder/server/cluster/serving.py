@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +74,10 @@ class RayReplicas(Replicas):
         frames = handle.remote(request)
         is_over = False
         try:
-            async for several in _surely(frames):
-                for frame in several:
-                    yield frame
+            async with aclosing(_surely(frames)) as told:
+                async for several in told:
+                    for frame in several:
+                        yield frame
             is_over = True
         finally:
             if not is_over:
