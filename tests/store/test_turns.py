@@ -107,3 +107,31 @@ def test_merging_leaves_the_newest_state_alone(tmp_path: Path) -> None:
     [record] = store.turns.of(WHO)
     assert store.parts.manifest.epochs(own, record.session) == [2]
     assert store.turns.newest(WHO, TALK) == (record, b"24 tokens")
+
+
+def test_20_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_one(
+    tmp_path: Path,
+) -> None:
+    now = [1_700_000_000.0]
+    here, there = (
+        Store(str(tmp_path / "s"), tmp_path / home, secret=b"s" * 32, clock=lambda: now[0])
+        for home in ("here", "there")
+    )
+    old = here.turns.append(WHO, TALK, Turn([1, 2, 3], b"old"), 0)
+    there.sessions.remove(WHO, TALK)
+    now[0] += 3600
+    assert there.upkeep.forget_removed() == 1
+    new = there.turns.append(WHO, TALK, Turn([7, 8], b"new"), 0)
+    assert here.sessions.has_moved(WHO, TALK, old.epoch)
+    with pytest.raises(Superseded):
+        here.turns.append(WHO, TALK, Turn([1, 2, 3, 4], b"old and more"), old.epoch)
+    assert here.turns.newest(WHO, TALK) == there.turns.newest(WHO, TALK) == (new, b"new")
+    assert there.turns.append(WHO, TALK, Turn([7, 8, 9], b"newer"), new.epoch).epoch > new.epoch
+    for number in range(3):  # one number stands for all of them
+        there.turns.append(WHO, f"n{number}", Turn([number], b"x"), 0)
+        there.sessions.remove(WHO, f"n{number}")
+        now[0] += 3600
+        there.upkeep.forget_removed()
+    assert len(list((tmp_path / "s" / "forgotten").rglob("*.json"))) == 1
+    here.close()
+    there.close()

@@ -64,7 +64,7 @@ class Exchange:
         newest = self._parts.heads.newest(tenant, session)
         if newest is not None and not newest.removed:
             raise InputError(f"There is a session {name!r} already: take another name.")
-        number = 0 if newest is None else newest.epoch
+        number = self._parts.heads.before(tenant, newest, None)
         shelves = self._parts.shelves
         with shelves.indexing(len(record.spans)), shelves.saving(tenant) as saving:
             spans = tuple(_rehomed(saving, blobs[ref.digest], tenant) for ref in record.spans)

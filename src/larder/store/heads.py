@@ -3,11 +3,16 @@
 A state is committed when its record is created under the next epoch's name, which only one can do,
 also of several machines. The manifest follows. What it lacks, because a process ended in between or
 because another machine wrote it, is read from the records when the session is asked for.
+
+A session that takes the name of one that was removed begins behind that one's last epoch, and
+behind all that its tenant's removed sessions have had once what says of them is dropped: whoever
+still knows one of them finds that it has moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused
 from larder.store.deadline import Guard
@@ -16,6 +21,7 @@ from larder.store.manifest import Manifest, superseded
 from larder.store.places import Place
 from larder.store.records import FOLDER, Record, folder_of, path_of, record_of, spelled
 
+FORGOTTEN = "forgotten"  # a folder of each tenant's: the last epoch of what was removed
 KEPT_EPOCHS = 4  # of a session, for rolling back
 
 
@@ -81,7 +87,7 @@ class Heads:
             StoreFull: nothing can be written.
         """
         newest = self.newest(record.tenant, record.session)
-        epoch = 0 if newest is None else newest.epoch
+        epoch = self._forgotten(record.tenant) if newest is None else newest.epoch
         if epoch != expected:
             raise superseded(record.name, expected, epoch)
         with self.manifest.reading() as rows:
@@ -91,6 +97,17 @@ class Heads:
         except FileExistsError as error:
             raise superseded(record.name, expected, record.epoch) from error
         self.manifest.commit(record, expected)
+
+    def before(self, tenant: str, newest: Record | None, expected: int | None) -> int:
+        """The epoch that a session's next state follows.
+
+        Args:
+            newest: state of the session.
+            expected: what its writer knows: 0 for a new session, None for whatever is there.
+        """
+        if expected is None or (not expected and (newest is None or newest.removed)):
+            return self._forgotten(tenant) if newest is None else newest.epoch
+        return expected
 
     def prune(self, tenant: str, session: str, keep: int) -> list[Record]:
         """Drop all but the newest states; those that were dropped and could be read."""
@@ -105,6 +122,7 @@ class Heads:
 
     def forget(self, record: Record) -> None:
         """Drop what says that a session was removed: from now on its name is as new."""
+        self._note_forgotten(record.tenant, record.epoch)
         self.manifest.forget_session(record.tenant, record.session)
         self._guard.call(self._place.remove, record.path)
 
@@ -117,6 +135,25 @@ class Heads:
             except Refused as error:
                 self._damaged(str(error))
         return [record for record in found if record is not None]
+
+    def _forgotten(self, tenant: str) -> int:
+        """The last epoch of any session of a tenant that was removed and forgotten; 0 of none."""
+        return max(self._guard.call(self._numbers, f"{FORGOTTEN}/{tenant}"), default=0)
+
+    def _note_forgotten(self, tenant: str, epoch: int) -> None:
+        folder = f"{FORGOTTEN}/{tenant}"
+        noted = self._guard.call(self._numbers, folder)
+        if epoch <= max(noted, default=0):
+            return
+        with suppress(FileExistsError):
+            self._guard.call(self._place.create, f"{folder}/{epoch}.json", b"{}")
+        for each in noted:
+            self._guard.call(self._place.remove, f"{folder}/{each}.json")
+
+    def _numbers(self, folder: str) -> list[int]:
+        names = (entry.path.rpartition("/")[2] for entry in self._place.listing(folder))
+        words = (name.removesuffix(".json") for name in names)
+        return [int(word) for word in words if word.isascii() and word.isdecimal()]
 
     def _known(self, tenant: str, session: str, epoch: int | None) -> Record | None:
         """What the manifest has; None where that is damaged."""

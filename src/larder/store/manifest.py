@@ -99,7 +99,7 @@ class Manifest:
         own = record.tenant, record.session
         with self.writing() as rows:
             found = rows("SELECT head FROM sessions WHERE tenant = ? AND session = ?", own)
-            head = found[0][0] if found else 0
+            head = found[0][0] if found else expected  # who is not there yet may begin anywhere
             if head != expected:
                 raise superseded(record.name, expected, head)
             self._insert(rows, record)

@@ -98,7 +98,7 @@ class Sessions:
         check(ids, snapshot)
         tenant, session = self._keys(principal, name)
         newest = self._parts.heads.newest(tenant, session)
-        expected = _expected(expected, newest)
+        expected = self._parts.heads.before(tenant, newest, expected)
         with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
             record = Record(
                 tenant,
@@ -163,7 +163,7 @@ class Sessions:
         newest = self._parts.heads.newest(tenant, session)
         if newest is not None and not newest.removed:
             raise InputError(f"There is a session {new_name!r} already: take another name.")
-        number = 0 if newest is None else newest.epoch
+        number = self._parts.heads.before(tenant, newest, None)
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
         with self._parts.shelves.indexing():
             return self._committed(replace(source, **own, made=self._parts.clock()), None)
@@ -286,13 +286,6 @@ class Sessions:
         stored = sum(ref.bytes for ref in record.spans)
         if self._parts.rates.quicker(Tier.DISK, stored, len(read)) is not Way.LOAD:
             raise Refused("Reading the text again is quicker than loading the cache.", "slower")
-
-
-def _expected(expected: int | None, newest: Record | None) -> int:
-    """The epoch that a state follows; a session that was removed goes on as a new one."""
-    if newest is None:
-        return expected or 0
-    return newest.epoch if expected is None or (not expected and newest.removed) else expected
 
 
 def _is_again(record: Record, newest: Record) -> bool:

@@ -68,8 +68,7 @@ class Turns:
         """
         parts, (tenant, session) = self._parts, self._keys(principal, name)
         newest = parts.heads.newest(tenant, session)
-        if newest is not None and newest.removed and not expected:
-            expected = newest.epoch
+        expected = parts.heads.before(tenant, newest, expected)
         with parts.shelves.indexing(), parts.shelves.saving(tenant) as saving:
             record = Record(
                 tenant,
