@@ -138,11 +138,13 @@ class Exchange:
         archive, tenant = self.desk.archive, self.tenant
         items = (*self.inputs, answer)
         if self.conversation is not None:
-            archive.append(tenant, self.conversation["id"], items, expected=len(self.past))
-            sessions = dict.fromkeys([*self.conversation["sessions"], session])
+            name = self.conversation["id"]
+            newest = found(self.desk, tenant, name)  # what was noted of it meanwhile stays
+            archive.append(tenant, name, items, expected=len(self.past))
+            sessions = dict.fromkeys([*newest["sessions"], session])
             last = {"sessions": list(sessions), "last": [self.digest, self.id]}
             last["session"] = session
-            archive.put(tenant, CONVERSATION, self.conversation["id"], self.conversation | last)
+            archive.put(tenant, CONVERSATION, name, newest | last)
         if self.asked.store:
             document = {
                 "told": told,

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
@@ -52,7 +53,7 @@ async def completions(http: HttpRequest, asked: CompletionAsked) -> Response:
         hint.name,
         asked.max_tokens,
         stops(asked.stop),
-        raw_prompt=_prompt(desk, asked.prompt),
+        raw_prompt=await run_in_threadpool(_prompt, desk, asked.prompt),
     )
     heard = await listen(http, desk, wanted, hint.is_firm)
     head = Head(new_id("cmpl-"), "text_completion", int(time.time()), asked.model)

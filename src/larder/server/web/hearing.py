@@ -23,6 +23,7 @@ from larder.server.web.refusing import as_refusal, body
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
+BREAKS = "\u0085\u2028\u2029"  # ends of lines to some who read lines, but not to JSON
 LOG = logging.getLogger(__name__)
 CLOSED = 499  # what logs call a client that did not wait
 
@@ -119,6 +120,8 @@ def data(content: dict[str, Any], event: str | None = None) -> bytes:
     """One server-sent event."""
     named = "" if event is None else f"event: {event}\n"
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    for sign in BREAKS:
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
     return f"{named}data: {text}\n\n".encode("utf-8", "replace")
 
 
