@@ -51,13 +51,13 @@ class TextStream:
 
     def _withheld(self, text: str) -> int:
         """Characters at the end that may still change."""
-        if text.endswith(UNFINISHED):
-            return len(text) - len(text.rstrip(UNFINISHED))
+        whole = text.rstrip(UNFINISHED)
+        unfinished = len(text) - len(whole)
         longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0
+        for size in range(min(longest, len(whole)), 0, -1):
+            if any(stop.startswith(whole[-size:]) for stop in self._stops):
+                return size + unfinished
+        return unfinished
 
     def _send(self, upto: int) -> None:
         if upto > self._sent:
