@@ -11,6 +11,13 @@ from larder.core.errors import DependencyError, InputError
 ADDRESS = "RAY_ADDRESS"
 OBJECT_BYTES = 200 << 20  # of Ray's own store: what we send through it is small
 ALONE = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
+# Nothing is told to others, and a replica that is slow to say how busy it is is not passed by: its
+# sessions would go to one that does not know them.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
+    "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "4",
+}
 QUIET = {"log_to_driver": False, "logging_level": "warning"}
 
 
@@ -23,7 +30,8 @@ def check_ray(what: str) -> None:
     Raises:
         DependencyError: it is not installed, or not all of it.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         import_module("ray.serve")
     except ImportError as error:
