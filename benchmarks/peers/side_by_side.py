@@ -42,6 +42,7 @@ from larder.bench.running import Pace, Run, estimate
 from larder.core.errors import LarderError
 
 OUT = Path("results/peers.jsonl")
+NEW_TOKENS = 32
 
 
 def main() -> None:
@@ -91,6 +92,10 @@ def _command(options: argparse.Namespace) -> str:
     words += [word for budget in options.budget for word in ("--budget", budget)]
     words += ["--model", options.model, "--repeats", str(options.repeats)]
     words += ["--threads", str(options.threads)]
+    words += ["--device", options.device] if options.device != "cpu" else []
+    words += ["--dtype", options.dtype] if options.dtype != "float32" else []
+    words += ["--questions", str(options.questions)] if options.questions else []
+    words += ["--new-tokens", str(options.new_tokens)] if options.new_tokens != NEW_TOKENS else []
     words += [word for peer in options.peer for word in ("--peer", peer)]
     folder = [] if options.corpus is None else ["--corpus", "FOLDER"]
     return shlex.join([*words, *folder, "--peer-python", "PYTHON"])
@@ -114,7 +119,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="readings that are timed")
     parser.add_argument("--questions", type=int, default=0, help="of each conversation; all")
-    parser.add_argument("--new-tokens", type=int, default=32, help="of an answer, at most")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of an answer, at most")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--estimate", action="store_true")
     options = parser.parse_args()
