@@ -32,7 +32,8 @@ def test_a_column_per_task_has_all_budgets_in_a_cell() -> None:
 
 
 def test_tasks_that_differ_in_parameters_alone_have_them_in_their_heads() -> None:
-    rows = [cell("h2o", task=task) for task in ("needles(needles=4)", "needles(needles=8)")]
+    tasks = ('needles(needles=4, hay="talk")', 'needles(needles=8, hay="talk")')
+    rows = [cell("h2o", task=task) for task in tasks]
     assert by_task(rows)[0] == "| policy | needles(needles=4) | needles(needles=8) |"
 
 

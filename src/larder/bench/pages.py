@@ -34,6 +34,7 @@ from larder.bench.rows import Results, Row, results
 from larder.bench.study import read_study
 from larder.bench.tables import SCALES, TIMES, Scale, Table, entry
 from larder.core.errors import InputError
+from larder.core.spelling import parse
 
 MARKED = re.compile(r"(<!-- table: (?!end)(.*?) -->\n)(?:.*?\n)??(<!-- table: end -->)", re.DOTALL)
 OPTIONS = {"study": "", "by": "budget", "scale": "", "matched": "", "policies": "", "tasks": ""}
@@ -164,10 +165,18 @@ def by_paper(rows: Sequence[Row], papers: Sequence[Row]) -> list[str]:
     models, policies = (dict.fromkeys(row[name] for row in rows) for name in ("model", "policy"))
     known = [one for one in beside(paper, rows) if one.reported.policy in policies]
     head, lines = beside_ours(known, list(models), short_names(policies))
-    shown = [_line(*head), _line(*["---"] * len(head)), *(_line(*line) for line in lines)]
+    tasks = _task_names({row["task"] for row in rows})
+    told = [[_renamed(cell, tasks) for cell in line] for line in lines]
+    shown = [_line(*head), _line(*["---"] * len(head)), *(_line(*line) for line in told)]
     differs = "; ".join(paper.differs)
-    told = [f"The paper: {paper.setup}", "", f"Here: {differs}." if differs else ""]
-    return [*told, "", *(shown if lines else ())]
+    above = [f"The paper: {paper.setup}", "", f"Here: {differs}." if differs else ""]
+    return [*above, "", *(shown if lines else ())]
+
+
+def _renamed(cell: str, names: Mapping[str, str]) -> str:
+    for long, short in names.items():
+        cell = cell.replace(long, short)
+    return cell
 
 
 def _several(text: str) -> tuple[str, ...]:
@@ -185,10 +194,19 @@ def _by_task(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
 
 
 def _task_names(spellings: Collection[str]) -> dict[str, str]:
-    """Without parameters where that tells tasks apart."""
-    names = {spelling: spelling.partition("(")[0] for spelling in spellings}
-    told = list(names.values())
-    return {full: name if told.count(name) == 1 else full for full, name in names.items()}
+    """Without the parameters that all tasks of a name have alike."""
+    calls = {spelling: parse(spelling)[0] for spelling in spellings}
+    names: dict[str, str] = {}
+    for spelling, call in calls.items():
+        others = [other.parameters for other in calls.values() if other.name == call.name]
+        own = {
+            key: value
+            for key, value in call.parameters.items()
+            if any(other.get(key) != value for other in others)
+        }
+        told = ", ".join(f"{key}={value}" for key, value in own.items())
+        names[spelling] = f"{call.name}({told})" if own else call.name
+    return names
 
 
 def _scale(table: Table, key: str) -> Scale:
