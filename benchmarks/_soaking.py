@@ -36,6 +36,14 @@ class Client:
     def __post_init__(self) -> None:
         self.own = Server(self.server.url, self.server.process, self.key)
 
+    def fill(self) -> None:
+        """Hold as many sessions as ever, each as long as it gets."""
+        while len(self.held) < self.most:
+            self.begin()
+        for name in self.held:
+            while len(self.held[name]) < 2 * (MOST_TURNS - 1):
+                self._said(name, self.held[name])
+
     def run(self, until: float) -> None:
         """Act until a moment of the monotonic clock."""
         acts: list[tuple[Callable[[], str], int]] = [
@@ -119,10 +127,12 @@ class Client:
         made = self.own.ask("POST", "/v1/conversations", {}).json["id"]
         told = []
         for _ in range(2):
-            asked = {"input": self._line()["content"], "conversation": made}
+            asked = {"model": "seed", "input": self._line()["content"], "conversation": made}
             told.append(self.own.ask("POST", "/v1/responses", asked | {"max_output_tokens": 6}))
             if told[-1].status == 200:
                 self.own.ask("DELETE", f"/v1/responses/{told[-1].json['id']}")
+            else:
+                return f"{told[-1].status} {told[-1].json['error']['code']}"
         gone = self.own.ask("DELETE", f"/v1/conversations/{made}")
         return " ".join(str(reply.status) for reply in (*told, gone))
 

@@ -1,33 +1,43 @@
 """How much sooner a session's first token comes when its cache is restored instead of read again.
 
-    python benchmarks/resume.py [--model NAME] [--policy full] [--tokens 16384] [--codecs raw int4]
+    python benchmarks/resume.py [--model NAME] [--layers N] [--policy full] [--tokens 16384]
+        [--codecs raw int8 int4 entropy]
 
 A session of so many tokens is read and saved with each codec in a new folder. Then, in the same
-run: the store is opened, the session restored, verified, and one token predicted behind it; and the
-session is read from its log, and the same token predicted. `ratio` is reading to restoring, the
-best of some runs of each; the model is loaded already, and files are in the system's page cache.
-`kl` is the divergence of the prediction from the exact one. One JSONL line per codec in
-results/resume.jsonl.
+run: the session is restored, verified, and one token predicted behind it; and the session is read
+from its log, and the same token predicted. Model and store are open already, as in a server.
+`ratio` is reading to restoring, the best of some runs of each, once with the files in the system's
+page cache (`warm`) and once after it was asked to forget them (`cold`); `megabytes_per_second` is
+of what the cache takes in memory. `kl` is the divergence of the prediction from the exact one. One
+JSONL line per codec in results/resume.jsonl.
+
+Besides the bundled model and Hugging Face names, `random:qwen3-0.6b` has a true shape and random
+weights; with `--layers` it has only so many layers, which the rows tell.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from _texts import text_ids
-from _timing import environment, quickest, write
+from _timing import RUNS, environment, quickest, write
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
+from larder.bench.models import RANDOM, open_model, random_config
 from larder.core.conversation import Conversation
 from larder.core.types import Mode
 from larder.engine.beginning import policy_of
 from larder.engine.engine import Engine
 from larder.engine.keeping import StoreKeeper
+from larder.models.loading import Loaded, adopt, seed_tokenizer
 from larder.models.passes import Row
 from larder.session.filing import Cabinet
 from larder.session.log import Exchange, Log
@@ -52,15 +62,27 @@ class Session:
         state = Cabinet.read(self._engine.desk, self.policy, self.log).state
         return state, self._first(state)
 
-    def restored(self, folder: Path, codec: str) -> Tensor:
-        """Restored from a store, to the first token."""
-        store = Store(str(folder), folder)
+    def restored(
+        self, folder: Path, codec: str, before: Callable[[], None]
+    ) -> tuple[Tensor, float]:
+        """Restored from a store, to the first token; the best of its times in seconds.
+
+        Args:
+            before: done before each run.
+        """
+        store, times = Store(str(folder), folder), list[float]()
         try:
             keeper = StoreKeeper(store, self._engine.loaded, codec=codec)
             store.parts.rates.know({"disk": 1e15})  # load, however slow that is
-            resumed = keeper.load(NAME, self._engine.desk, self.policy, self.log)
-            assert resumed.state is not None, resumed.reason
-            return self._first(resumed.state)
+            for _ in range(RUNS):
+                before()
+                begun = time.perf_counter()
+                resumed = keeper.load(NAME, self._engine.desk, self.policy, self.log)
+                assert resumed.state is not None, resumed.reason
+                first = self._first(resumed.state)
+                times.append(time.perf_counter() - begun)
+                del resumed
+            return first, min(times)
         finally:
             store.close()
 
@@ -88,18 +110,58 @@ def measured(session: Session, codec: str, folder: Path, runs: dict[str, Any]) -
     Args:
         runs: `state`, `first` and `seconds` of reading.
     """
-    stored = session.saved(runs["state"], folder, codec)
-    first, seconds = quickest(lambda: session.restored(folder, codec))
+    stored, held = session.saved(runs["state"], folder, codec), runs["state"].memory.shelf.nbytes
     exact = runs["first"].double()
-    return {
-        "codec": codec,
-        "kv_bytes": runs["state"].memory.shelf.nbytes,
-        "stored_bytes": stored,
-        "read_seconds": runs["seconds"],
-        "restore_seconds": seconds,
-        "ratio": runs["seconds"] / seconds,
-        "kl": float((exact.exp() * (exact - first.double())).sum()),
-    }
+    told = {"codec": codec, "kv_bytes": held, "stored_bytes": stored}
+    told |= {"read_seconds": runs["seconds"]}
+    for name, before in (("warm", nothing), ("cold", lambda: forget(folder))):
+        first, seconds = session.restored(folder, codec, before)
+        told[name] = {
+            "restore_seconds": seconds,
+            "ratio": runs["seconds"] / seconds,
+            "megabytes_per_second": held / seconds / 1e6,
+        }
+    return told | {"kl": float((exact.exp() * (exact - first.double())).sum())}
+
+
+def nothing() -> None:
+    """Leave the page cache as it is."""
+
+
+def forget(folder: Path) -> None:
+    """Have the system read a folder's files from the disk the next time, where it can be asked."""
+    os.sync()  # what is not yet written cannot be forgotten
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
+
+
+def model_of(name: str, layers: int | None, device: str) -> Loaded:
+    """A model by name, or one of random weights with fewer layers."""
+    if layers is None or not name.startswith(RANDOM):
+        return open_model(name, device)
+    config = random_config(name.removeprefix(RANDOM))
+    config.num_hidden_layers, config.layer_types = layers, config.layer_types[:layers]
+    torch.manual_seed(0)
+    module = Qwen3ForCausalLM(config).eval().to(device)
+    return Loaded(adopt(module), seed_tokenizer(), f"{name}, {layers} layers")
+
+
+def told_of(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    ways = (
+        f"{way} {row[way]['restore_seconds']:.3f} s, {row[way]['ratio']:.1f} times as soon"
+        for way in ("warm", "cold")
+    )
+    share = row["stored_bytes"] / row["kv_bytes"]
+    return (
+        f"{row['model']} {row['tokens']} tokens, {row['codec']:7} {share:.2f} of the bytes; read "
+        f"{row['read_seconds']:.2f} s; restored {'; '.join(ways)}; kl {row['kl']:.2g}"
+    )
 
 
 def main() -> None:
@@ -108,20 +170,21 @@ def main() -> None:
     parser.add_argument("--policy", default="full")
     parser.add_argument("--budget", default=None)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--codecs", nargs="+", default=["raw", "int4"])
+    parser.add_argument("--codecs", nargs="+", default=["raw", "int8", "int4", "entropy"])
+    parser.add_argument("--layers", type=int, help="of a model with random weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
-    options = {"policy": given.policy, "budget": given.budget, "device": given.device}
-    engine = Engine.load(given.model, **options)
+    loaded = model_of(given.model, given.layers, given.device)
+    engine = Engine(loaded, given.policy, given.budget)
     session = Session(engine, text_ids(engine.loaded.tokenizer, given.tokens))
     (state, first), seconds = quickest(session.read)
     runs = {"state": state, "first": first, "seconds": seconds}
-    told = {"model": given.model, "policy": str(session.policy), "tokens": given.tokens}
+    told = {"model": loaded.name, "policy": str(session.policy), "tokens": given.tokens}
     with tempfile.TemporaryDirectory() as folder:
         for codec in given.codecs:
             row = told | measured(session, codec, Path(folder) / codec, runs)
-            print(json.dumps(row), flush=True)
+            print(told_of(row), flush=True)
             write(given.out, [row | {"environment": environment()}])
 
 

@@ -44,7 +44,7 @@ TOLERANCES = {
 }
 
 
-def sample(process: int, home: Path) -> dict[str, float]:
+def sample(process: int, home: Path) -> dict[str, Any]:
     """What a process holds now, and what lies in its folder."""
     status = Path(f"/proc/{process}/status").read_text().splitlines()
     told = {line.partition(":")[0]: line.split()[1] for line in status if len(line.split()) > 1}
@@ -61,6 +61,7 @@ def sample(process: int, home: Path) -> dict[str, float]:
         "threads": float(told["Threads"]),
         "written_files": float(len(sizes)),
         "written_bytes": float(sum(sizes)),
+        "written": dict(Counter("/".join(each.relative_to(home).parts[:2]) for each in written)),
     }
 
 
@@ -73,6 +74,8 @@ def soaked(given: argparse.Namespace, home: Path) -> tuple[list[Any], Counter[st
             Client(server, TENANTS[n % 2], f"c{n}", given.sessions, random.Random(n))
             for n in range(given.clients)
         ]
+        for each in clients:  # what there is at most is there before anything is counted
+            each.fill()
         begun = time.monotonic()
         until = begun + 60 * given.minutes
         threads = [threading.Thread(target=each.run, args=(until,)) for each in clients]
@@ -106,7 +109,9 @@ def main() -> int:
         )
     told = {"minutes": given.minutes, "clients": given.clients, "policy": given.policy}
     told |= {"outcomes": dict(outcomes), "violations": violations, "environment": environment()}
+    told["written"] = samples[-1][1]["written"]
     write(given.out, [row | told for row in rows])
+    print(told["written"])
     broken = sum(count for what, count in outcomes.items() if _is_broken(what))
     for what, count in sorted(outcomes.items()):
         print(f"{count:7} {what}")
