@@ -25,7 +25,7 @@ OPTIONS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 180
 # The browser reads from descriptor 3 and writes to 4.
 LAUNCH = """
 import fcntl, os, sys

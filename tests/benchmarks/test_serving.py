@@ -1,0 +1,61 @@
+"""What the benchmarks of the server conclude from what they saw."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from larder.core.types import Mode
+from larder.engine.engine import Engine
+from larder.models.passes import Row
+from larder.server import archive
+from larder.server.sitting import ID
+from server_core import Served, answered, characters, told
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def among_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_what_grows_is_told_from_what_goes_up_and_down() -> None:
+    growth, luck = import_module("_growth").growth, Random(0)
+    seconds = [float(second) for second in range(400)]
+    noise = [1000 + luck.gauss(0, 20) for _ in seconds]
+    rising = [value + second / 5 for value, second in zip(noise, seconds, strict=True)]
+    assert not growth(seconds, noise).is_real(5.0)
+    found = growth(seconds, rising)
+    assert found.is_real(5.0) and found.low < 0.2 < found.high
+    assert not found.is_real(200.0)
+    assert not growth(seconds, rising[::-1]).is_real(5.0)
+
+
+def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
+    divergence = import_module("_divergence")
+    served = Served(characters())
+    turns = told(1)
+    first = served.ask(turns, "x")
+    served.ask(answered(turns, first, "Why?"), "x")
+    said = divergence.exchanges(archive.told(served.core.sessions.find("a", "x")))
+    engine = Engine(characters(), "full")
+    assert divergence.parting(engine, said, said) is None
+    other = array(ID, said[1].answer)
+    other[2] += 1
+    found = divergence.parting(engine, said, [said[0], replace(said[1], answer=other)])
+    assert found is not None and (found.exchange, found.place) == (1, 2)
+    before = [*said[0].prompt, *said[0].answer, *said[1].prompt, *said[1].answer[:2]]
+    cache, decoder = served.core.rule.empty(), engine.loaded.decoder
+    logits = decoder.predict([Row(cache, tuple(before))], Mode.APPEND, [len(before) - 1])[0]
+    best, second = torch.topk(logits, 2).values.tolist()
+    assert found.gap == pytest.approx(best - second, abs=1e-4)
+    assert found.is_close == (found.gap < 1e-3)
+    with pytest.raises(ValueError, match="2 turns against 1"):
+        divergence.parting(engine, said, said[:1])
