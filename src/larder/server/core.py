@@ -233,9 +233,7 @@ class Core:
     def _kept(self, sitting: Sitting) -> Sitting:
         """Have what was made of another session outlive the process, too."""
         future = self._keeper.commit(sitting, sitting.said[-1]) if sitting.said else None
-        if future is not None:
-            sitting.owed += 1
-            self.news.hear(future, lambda _: _paid(sitting))
+        self.news.owe(sitting, future, lambda _: None)
         return sitting
 
     def _unload(self, sitting: Sitting) -> bool:
@@ -281,7 +279,3 @@ class Core:
             self.forget(sitting)
             raise too_much(BudgetError("There is no room for another session: remove some."))
         return sitting
-
-
-def _paid(sitting: Sitting) -> None:
-    sitting.owed -= 1

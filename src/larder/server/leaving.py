@@ -40,8 +40,9 @@ class Order:
         missing: int,
         tenant: str | None = None,
     ) -> list[Sitting]:
-        """Who leaves for so many bytes; nobody who is running."""
-        idle = [each for each in held if not each.is_running and each is not but]
+        """Who leaves for so many bytes; nobody who is running, or is being written."""
+        idle = [each for each in held if not (each.is_running or each.is_saving)]
+        idle = [each for each in idle if each is not but]
         idle = [each for each in idle if tenant in (None, each.tenant)]
         told = Candidates.of([self._candidate(each) for each in idle])
         leaving = self._rule.leaving(told, self._now(), missing)

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from larder.server.sitting import Sitting
+
 
 class News:
     """For the model's thread; only what it waits for comes from others.
@@ -26,6 +28,24 @@ class News:
         """Have something done on the model's thread once another thread is done."""
         self.in_flight += 1
         future.add_done_callback(lambda done: self._arrive(lambda: then(done)))
+
+    def owe(
+        self,
+        sitting: Sitting,
+        future: Future[Any] | None,
+        then: Callable[[Future[Any] | None], None],
+    ) -> None:
+        """As `hear`, for what a session owes the store until then; at once without one."""
+        if future is None:
+            then(None)
+            return
+        sitting.owed += 1
+
+        def heard(done: Future[Any]) -> None:
+            sitting.owed -= 1
+            then(done)
+
+        self.hear(future, heard)
 
     def tell(self) -> bool:
         """Do what has become possible; whether there was anything."""

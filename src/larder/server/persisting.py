@@ -83,7 +83,7 @@ class Persisting(Keeper):
         known = self._known(tenant)
         for key in self._rolling(turns):
             if key in known:
-                return sorted(known[key])[:MOST_NAMES]
+                return sorted(list(known[key]))[:MOST_NAMES]  # others add to it
         return ()
 
     def views(self, tenant: str) -> Sequence[SessionView]:

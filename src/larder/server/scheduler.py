@@ -209,25 +209,10 @@ class Scheduler:
             return
         self.ending.append(job)
         if self._tiers.vault.durability is Durability.NONE:
-            self._wait(job, written, lambda _: None)
+            self._news.owe(job.sitting, written, lambda _: None)
             self._told(job, reason)
         else:
-            self._wait(job, written, partial(self._written, job, reason))
-
-    def _wait(
-        self, job: Job, future: Future[Any] | None, then: Callable[[Future[Any] | None], None]
-    ) -> None:
-        """Go on once something is written, without holding anybody else up."""
-        if future is None:
-            then(None)
-            return
-        job.sitting.owed += 1
-
-        def heard(done: Future[Any]) -> None:
-            job.sitting.owed -= 1
-            then(done)
-
-        self._news.hear(future, heard)
+            self._news.owe(job.sitting, written, partial(self._written, job, reason))
 
     def _written(self, job: Job, reason: str, done: Future[Any] | None) -> None:
         """The turn is kept, or could not be."""
@@ -236,8 +221,15 @@ class Scheduler:
             self.ending.remove(job)
             self._take_back(job, error)
             return
+        self._saved(job, reason)
+
+    def _saved(self, job: Job, reason: str) -> None:
+        """Once nothing is left to be saved, tell."""
         saving = self._tiers.save_at_once(job.sitting)
-        self._wait(job, saving, lambda _: self._told(job, reason))
+        if saving is None:
+            self._told(job, reason)
+        else:
+            self._news.owe(job.sitting, saving, lambda _: self._saved(job, reason))
 
     def _told(self, job: Job, reason: str) -> None:
         """Everything is kept that is to be."""

@@ -269,8 +269,7 @@ class Tiers:
         """Have some leave for so many bytes; whether any did."""
         is_own = self._ledger.limit(Tier.HOST) - self._ledger.used(Tier.HOST) >= count
         whose = sitting.tenant if is_own else None
-        quiet = [each for each in held if not each.is_saving]
-        leaving = self._order.first(Tier.HOST, quiet, sitting, missing, whose)
+        leaving = self._order.first(Tier.HOST, held, sitting, missing, whose)
         for each in leaving:
             self.let_go(each)
         return bool(leaving)
