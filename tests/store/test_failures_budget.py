@@ -89,6 +89,26 @@ def test_23_no_budget_is_exceeded_whatever_happens(
         assert on_disk(folder) <= store.parts.ledger.used(Tier.DISK)
 
 
+def test_23_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
+    limit = INDEX + 90 * KIB
+    stores = [store_at(tmp_path, **disk(limit)) for _ in range(2)]
+    kept = 0
+    for number in range(10):
+        ids = tuple(range(1000 * number, 1000 * number + 200))
+        cache = snapshot(read(ids), "int8")
+        store = stores[number % 2]
+        try:
+            kept += bool(store.sessions.save(WHO, f"s{number}", ids, cache).spans)
+        except BudgetError:
+            pass
+        assert on_disk(tmp_path) <= limit
+    assert 2 <= kept < 10
+    before = [store.parts.ledger.used(Tier.DISK) for store in stores]
+    stores[0].sessions.remove(WHO, "s0")
+    stores[1].parts.shelves.reserved(WHO, 0).release()
+    assert stores[1].parts.ledger.used(Tier.DISK) < before[1]
+
+
 def test_24_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(INDEX - 20 * KIB))
     record = store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from larder.core.errors import LarderError, Refused, StoreError, Superseded
+from larder.core.errors import LarderError, Refused, StoreError, StoreSlow, Superseded
 from larder.store.blobs import FOLDER as BLOBS
 from larder.store.deadline import Patience
 from larder.store.ledger import Tier
@@ -125,6 +127,28 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     go_on.set()
     save(store, LONGER, name="new")
     assert is_exact(load(store, "new"), LONGER)
+
+
+def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    patience = Patience(seconds=0.2, rest_seconds=0.5)
+    store = store_at(tmp_path, patience=patience)
+    save(store)
+    other = sqlite3.connect(tmp_path / "home" / "manifest.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    begun = time.monotonic()
+    for _ in range(20):  # the first one waits, the others are told at once
+        with pytest.raises(StoreSlow, match="held"):
+            save(store, LONGER, name="new")
+    assert time.monotonic() - begun < 20 * patience.seconds
+    other.execute("ROLLBACK")
+    other.close()
+    while True:
+        try:
+            save(store, LONGER, name="new")
+            break
+        except StoreSlow:
+            time.sleep(0.05)
+    assert is_exact(load(store)) and is_exact(load(store, "new"), LONGER)
 
 
 def test_7_reading_while_the_same_is_written(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from larder.core.errors import Damaged, InputError, LarderError, Refused, StoreFull, Superseded
 from larder.store.holdings import Holdings
 from larder.store.leases import acquire, release
-from larder.store.manifest import Manifest, move_aside
+from larder.store.manifest import Manifest
 from larder.store.records import record_of, session_key, spelled
+from larder.store.tables import move_aside
 from store.places import FULL, Faulty, refusing
 from store.records import SECRET, SESSION, TENANT, a_record, a_ref, heads_at
 
@@ -201,6 +202,26 @@ def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage:
         Manifest(path, SECRET)
     assert move_aside(path).name == "manifest.sqlite.damaged-1"
     assert Manifest(path, SECRET).sessions() == []
+
+
+def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    heads.commit(a_record(1), expected=0)
+    holdings, path = Holdings(heads.manifest), heads.manifest.path
+    for number, tenant in enumerate("aab"):
+        holdings.kept(a_ref("x" * (number + 1)), tenant)
+    told = holdings.totals()
+    heads.manifest.close()
+    before = sqlite3.connect(path, isolation_level=None)
+    before.executescript(
+        "DROP TABLE totals; DROP TRIGGER blob_came; DROP TRIGGER blob_went; PRAGMA user_version = 1"
+    )
+    before.close()
+    again = heads_at(tmp_path)
+    assert again.head(*OWN) == a_record(1)
+    holdings = Holdings(again.manifest)
+    assert holdings.totals() == told == {"a": 3, "b": 3}
+    assert holdings.gone(a_ref("x").digest) == 1 and holdings.totals() == {"a": 2, "b": 3}
 
 
 def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:

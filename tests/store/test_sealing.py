@@ -45,6 +45,11 @@ def filled(folder: Path, key: bytes | None = KEY) -> Store:
     return store
 
 
+def test_other_users_of_the_machine_read_nothing(tmp_path: Path) -> None:
+    save(store_at(tmp_path))
+    assert [(tmp_path / each).stat().st_mode & 0o077 for each in ("home", "store")] == [0, 0]
+
+
 def test_everything_comes_back_under_the_key(tmp_path: Path) -> None:
     filled(tmp_path).close()
     for home in ("home", "another home"):

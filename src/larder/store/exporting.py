@@ -25,6 +25,8 @@ from larder.store.records import told_record as record_of_told
 from larder.store.shelves import Saving
 
 EXPORT = "session_export"
+MAX_TOKENS = 2**26
+MAX_GROWTH = 4096  # of a cache by being decoded: no codec comes near it
 
 
 class Exchange:
@@ -123,6 +125,10 @@ def _check(record: Record) -> None:
     counts += [count for held in record.others for count in (held.num_spans, held.cache_bytes)]
     if record.removed or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         raise Damaged("Its record has counts that are none.")
+    if record.num_tokens > MAX_TOKENS or record.cache_bytes > MAX_GROWTH * (
+        1 + sum(ref.bytes for ref in record.spans)
+    ):
+        raise Damaged("Its record tells of more than its parts can hold.")
     if sum(held.num_spans for held in record.others) > len(record.spans):
         raise Damaged("Its record tells of more parts than there are.")
     if record.cache_tokens > record.num_tokens:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
+from larder.core.errors import BudgetError
 from larder.store.blobs import Ref
 from larder.store.manifest import Manifest
 from larder.store.records import Record
@@ -15,14 +17,42 @@ class Holdings:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
-    def kept(self, ref: Ref, tenant: str) -> None:
-        """A blob is there, or is about to be."""
+    def kept(self, ref: Ref, tenant: str, room: int | None = None) -> int:
+        """A blob is there, or is about to be; the bytes that are new in the tenant's account.
+
+        Args:
+            room: bytes that all blobs of all processes may come to; None for any number.
+
+        Raises:
+            BudgetError: others have taken the room meanwhile; nothing has changed.
+        """
         with self._manifest.writing() as rows:
+            before = self._total(rows)
             rows(
                 "INSERT INTO blobs VALUES (?, ?, ?, ?) "
                 "ON CONFLICT DO UPDATE SET written = excluded.written",
                 (ref.digest, ref.bytes, tenant, self._manifest.clock()),
             )
+            after = self._total(rows)
+            if room is not None and after > room and after > before:
+                raise BudgetError(
+                    f"{ref.bytes} bytes more do not fit on the disk, where another process has "
+                    "taken the room: remove sessions, or raise the budget."
+                )
+        return after - before
+
+    def totals(self) -> dict[str, int]:
+        """Bytes of blobs that are kept in the name of each tenant, by any process."""
+        with self._manifest.reading() as rows:
+            return dict(rows("SELECT tenant, bytes FROM totals"))
+
+    def prune(self, there: Collection[str], before: float) -> None:
+        """Forget blobs that are not there and were to be long ago."""
+        with self._manifest.writing() as rows:
+            known = rows("SELECT digest FROM blobs WHERE written <= ?", (before,))
+            for (digest,) in known:
+                if digest not in there:
+                    rows("DELETE FROM blobs WHERE digest = ?", (digest,))
 
     def live(self) -> set[str]:
         """Digests of every blob that something needs."""
@@ -56,16 +86,21 @@ class Holdings:
                 )
             )
 
-    def gone(self, digest: str) -> None:
-        """A blob was deleted."""
+    def gone(self, digest: str) -> int:
+        """A blob was deleted; the bytes that leave its tenant's account."""
         with self._manifest.writing() as rows:
-            rows("DELETE FROM blobs WHERE digest = ?", (digest,))
+            found = rows("DELETE FROM blobs WHERE digest = ? RETURNING bytes", (digest,))
+        return found[0][0] if found else 0
 
     def whose(self, digest: str) -> tuple[str, float]:
         """In whose name a blob was kept, and when; nobody's and never where it was not."""
         with self._manifest.reading() as rows:
             found = rows("SELECT tenant, written FROM blobs WHERE digest = ?", (digest,))
         return found[0] if found else ("", 0.0)
+
+    def _total(self, rows: Callable[..., list[Any]]) -> int:
+        [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")
+        return total
 
     def owners(self) -> dict[str, str]:
         """In whose name each blob was kept, by digest."""

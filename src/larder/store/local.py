@@ -112,7 +112,8 @@ class LocalPlace(Place):
     def _written(self, data: bytes) -> Path:
         """A temporary file with this content, flushed."""
         folder = self.folder / TEMPORARY
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users read nothing
+        folder.mkdir(exist_ok=True)
         temporary = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
         try:
             with open(temporary, "xb") as file:

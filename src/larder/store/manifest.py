@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from larder.core.errors import Damaged, Refused, StoreError, StoreSlow, Superseded
+from larder.store.deadline import Breaker, Patience
 from larder.store.records import Record, record_of, spelled
 from larder.store.sealing import Sealing, Unsealed
-from larder.store.tables import BUSY_SECONDS, SCHEMA, TABLES, errors
+from larder.store.tables import BUSY_SECONDS, CARRIED_OVER, SCHEMA, TABLES, errors
 
 LOG_BYTES = 320 * 1024  # that the log beside the database reaches, checkpoints and all
 PLACE = "manifest"  # where sealed records lie, as sealing wants to know it
@@ -41,14 +42,16 @@ class Manifest:
         secret: bytes,
         clock: Callable[[], float] = time.time,
         sealing: Sealing = Unsealed(),  # noqa: B008, without state
+        patience: Patience = Patience(BUSY_SECONDS, failures=1, rest_seconds=BUSY_SECONDS),  # noqa: B008
     ) -> None:
-        self.path, self.clock = path, clock
+        self.path, self.clock, self._patience = path, clock, patience
+        self._breaker = Breaker(patience)
         self._secret, self._sealing = secret, sealing
         self._lock = threading.RLock()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with errors(path):
             self._database = sqlite3.connect(
-                path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+                path, timeout=patience.seconds, isolation_level=None, check_same_thread=False
             )
             try:
                 self._prepare()
@@ -211,13 +214,13 @@ class Manifest:
     @contextmanager
     def reading(self) -> Iterator[Callable[..., list[Any]]]:
         """A function that takes SQL, for as long as nothing is to be changed."""
-        with self._held(), errors(self.path):
+        with self._held():
             yield lambda text, given=(): self._database.execute(text, given).fetchall()
 
     @contextmanager
     def writing(self) -> Iterator[Callable[..., list[Any]]]:
         """The same for changes, which are made all or not at all."""
-        with self._held(), errors(self.path):
+        with self._held():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield lambda text, given=(): self._database.execute(text, given).fetchall()
@@ -229,10 +232,23 @@ class Manifest:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        if not self._lock.acquire(timeout=BUSY_SECONDS):
-            raise StoreSlow(f"{self.path} was held for {BUSY_SECONDS:g} s: see to its disk.")
+        """While this thread has the database; nobody waits for one that was held too long lately.
+
+        Raises:
+            StoreSlow: it is held, or was.
+        """
+        if self._breaker.is_open:
+            raise StoreSlow(f"{self.path} was held by others and is left alone for a while.")
+        if not self._lock.acquire(timeout=self._patience.seconds):
+            self._breaker.failed()
+            raise StoreSlow(f"{self.path} was held for {self._patience.seconds:g} s.")
         try:
-            yield
+            with errors(self.path, self._patience.seconds):
+                yield
+            self._breaker.succeeded()
+        except StoreSlow:
+            self._breaker.failed()
+            raise
         finally:
             self._lock.release()
 
@@ -252,7 +268,10 @@ class Manifest:
                 f"{self.path} is of schema {schema}, this larder reads {SCHEMA}: use the larder "
                 "that wrote it, or another LARDER_HOME."
             )
-        self._database.executescript(f"{TABLES} PRAGMA user_version = {SCHEMA};")
+        if schema < SCHEMA:
+            carried = CARRIED_OVER if schema else ""
+            told = f"{TABLES} DELETE FROM totals; {carried} PRAGMA user_version = {SCHEMA};"
+            self._database.executescript(f"BEGIN IMMEDIATE; {told} COMMIT;")
 
     def _insert(self, rows: Callable[..., list[Any]], record: Record) -> None:
         own = record.tenant, record.session, record.epoch
@@ -279,14 +298,3 @@ def superseded(name: str, expected: int, head: int) -> Superseded:
         f"Session {name!r} is at epoch {head}, not {expected} any more: load it again, and repeat "
         "what was to be saved."
     )
-
-
-def move_aside(path: Path) -> Path:
-    """Take a damaged database, and the log beside it, out of the way; where it is now."""
-    number = 1
-    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    for suffix in ("-wal", "-shm"):
-        path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
-    path.replace(target)
-    return target

@@ -18,13 +18,14 @@ from larder.store.eviction.lru import Lru
 from larder.store.heads import KEPT_EPOCHS, Heads
 from larder.store.ledger import Budgets, ByteLedger
 from larder.store.loading import Reader
-from larder.store.manifest import Manifest, move_aside
+from larder.store.manifest import Manifest
 from larder.store.places import Place, place_at
 from larder.store.rates import Rates
 from larder.store.refusals import Refusals
 from larder.store.saving import Writer
 from larder.store.secret import secret_at
 from larder.store.shelves import Shelves
+from larder.store.tables import BUSY_SECONDS, move_aside
 from larder.store.vault import SealedPlace, Vault, sealing_of
 
 MANIFEST = "manifest.sqlite"
@@ -74,6 +75,7 @@ class Parts:
         self.records = SealedPlace(self.place, self.sealing)
         self.blobs = Blobs(self.place, self.guard, clock)
         self.vault = Vault(self.blobs, self.sealing)
+        self._patience = Patience(min(patience.seconds, BUSY_SECONDS), failures=1)
         self.manifest, is_new = self._manifest(home / MANIFEST)
         own = self.records, self.guard, self.manifest, self.secret
         self.heads = Heads(*own, self._damaged)
@@ -98,11 +100,11 @@ class Parts:
         """The index, and whether it was begun anew."""
         is_new = not path.exists()
         try:
-            return Manifest(path, self.secret, self.clock, self.sealing), is_new
+            return Manifest(path, self.secret, self.clock, self.sealing, self._patience), is_new
         except Damaged as error:
             self._damaged(str(error))
             move_aside(path)
-            return Manifest(path, self.secret, self.clock, self.sealing), True
+            return Manifest(path, self.secret, self.clock, self.sealing, self._patience), True
 
     def _rebuild(self) -> None:
         """Index what lies beside the blobs."""

@@ -19,7 +19,7 @@ def secret_at(home: Path) -> bytes:
         StoreError: the file is no secret.
     """
     path = home / NAME
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         temporary = home / f".{NAME}-{os.getpid()}-{secrets.token_hex(4)}"
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)

@@ -27,7 +27,10 @@ CHUNK_BYTES = 8 * 1024
 
 
 class Shelves:
-    """What a store holds on its disk. Safe from threads; of processes each counts what it knows.
+    """What a store holds on its disk. Safe from threads.
+
+    Processes of one machine have one account of blobs, in the index, and none exceeds the budget by
+    what another has written. Of the others' records, some kilobytes each, it learns when it opens.
 
     Args:
         written_bytes: that may be written in a day; None for no limit.
@@ -50,6 +53,7 @@ class Shelves:
         self._lock = threading.RLock()
         self._making: Counter[str] = Counter()  # digests that are not to be deleted now
         self._own: set[str] = set()  # that this process has written
+        self._known: Counter[str] = Counter()  # bytes of blobs that the ledger counts, by tenant
         self._index_bytes = 0
         self._count()
 
@@ -89,6 +93,7 @@ class Shelves:
         Raises:
             BudgetError: there is none.
         """
+        self._learn()
         try:
             return self.ledger.reserve(Tier.DISK, tenant, count)
         except BudgetError:
@@ -114,12 +119,16 @@ class Shelves:
     def hold(self, ref: Ref, tenant: str, data: bytes) -> None:
         """Write a blob, under its budget, unless it is there."""
         if self.blobs.has(ref):
-            self.holdings.kept(ref, tenant)
+            with self._lock:
+                self._known[tenant] += self.holdings.kept(ref, tenant)
             self.blobs.put(data)
             return
         with self.reserved(tenant, ref.bytes) as reservation:
             self._spend(ref.bytes)
-            self.holdings.kept(ref, tenant)
+            with self._lock:
+                beside = self.ledger.used(Tier.DISK) - self._known.total() - ref.bytes
+                room = self.ledger.limit(Tier.DISK) - beside
+                self._known[tenant] += self.holdings.kept(ref, tenant, room)
             try:
                 self.blobs.put(data)
             except StoreSlow:
@@ -142,7 +151,7 @@ class Shelves:
                 return 0
             there = self.blobs.has(ref)
             self.blobs.delete(ref.digest)
-            self.holdings.gone(ref.digest)
+            self._known[whose] -= self.holdings.gone(ref.digest)
             if there:
                 self.ledger.discharge(Tier.DISK, whose, ref.bytes)
             return ref.bytes if there else 0
@@ -169,12 +178,25 @@ class Shelves:
                 "writes."
             )
 
+    def _learn(self) -> None:
+        """Count what other processes have written and deleted since."""
+        with self._lock:
+            now = Counter(self.holdings.totals())
+            for tenant in now.keys() | self._known.keys():
+                change = now[tenant] - self._known[tenant]
+                if change:
+                    self.ledger.charge(Tier.DISK, tenant, change)
+            self._known = now
+
     def _count(self) -> None:
         """Count everything that is there, and set the accounts to that."""
-        whose = self.holdings.owners()
+        entries = self._guard.call(self._everything)
+        digests = {named(entry.path) for entry in entries if entry.path.startswith(BLOBS)}
+        self.holdings.prune(digests, self._manifest.clock() - GRACE_SECONDS)
+        whose, self._known = self.holdings.owners(), Counter(self.holdings.totals())
         self._index_bytes = self._index()
         counts: Counter[str] = Counter({NOBODY: self._manifest.nbytes})
-        for entry in self._guard.call(self._everything):
+        for entry in entries:
             digest = named(entry.path) if entry.path.startswith(BLOBS) else ""
             counts[whose.get(digest, NOBODY)] += entry.bytes
         self.ledger.set(Tier.DISK, counts)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from larder.core.errors import Damaged, StoreError, StoreFull, StoreSlow
 
-SCHEMA = 1
-BUSY_SECONDS = 10.0
+SCHEMA = 2
+BUSY_SECONDS = 5.0
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS epochs (
@@ -39,7 +39,18 @@ CREATE TABLE IF NOT EXISTS chunks (
 );
 CREATE INDEX IF NOT EXISTS chunks_of ON chunks (digest);
 CREATE TABLE IF NOT EXISTS written (day INTEGER PRIMARY KEY, bytes INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS totals (tenant TEXT PRIMARY KEY, bytes INTEGER) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS blob_came AFTER INSERT ON blobs BEGIN
+    INSERT INTO totals SELECT new.tenant, 0
+        WHERE NOT EXISTS (SELECT 1 FROM totals WHERE tenant = new.tenant);
+    UPDATE totals SET bytes = bytes + new.bytes WHERE tenant = new.tenant;
+END;
+CREATE TRIGGER IF NOT EXISTS blob_went AFTER DELETE ON blobs BEGIN
+    UPDATE totals SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
+END;
 """
+# From the schema before, which had no account of what tenants hold.
+CARRIED_OVER = "INSERT INTO totals SELECT tenant, sum(bytes) FROM blobs GROUP BY tenant;"
 
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
 _FULL = (
@@ -52,7 +63,7 @@ _FULL = (
 
 
 @contextmanager
-def errors(path: Path) -> Iterator[None]:
+def errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
     """SQLite's errors in our words."""
     try:
         yield
@@ -67,6 +78,17 @@ def errors(path: Path) -> Iterator[None]:
             ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise StoreSlow(
-                f"{path} was held by others for {BUSY_SECONDS:g} s: try again."
+                f"{path} was held by others for {busy_seconds:g} s: try again."
             ) from error
         raise StoreError(f"{path} cannot be used ({error}): see to its disk.") from error
+
+
+def move_aside(path: Path) -> Path:
+    """Take a damaged database, and the log beside it, out of the way; where it is now."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    for suffix in ("-wal", "-shm"):
+        path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
+    path.replace(target)
+    return target

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from larder.store.digests import key_of
 
 
-def spelled(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes whose order is that of the ids."""
+def spelled(ids: Sequence[Any]) -> bytes:
+    """Token ids as bytes whose order is that of the ids.
+
+    Raises:
+        OverflowError, TypeError, ValueError: they are none.
+    """
     return np.asarray(ids, dtype=">u4").tobytes()
 
 
