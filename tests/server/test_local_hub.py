@@ -121,6 +121,22 @@ def test_tokens_that_share_a_character_have_it_once() -> None:
     assert pieces.texts(raw[:2] + b"z") == ("A", "\ufffd", "z")
 
 
+def test_a_text_that_could_never_be_read_is_not_taken_apart(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*told: object) -> None:
+        raise AssertionError("the model's thread is kept from others")
+
+    monkeypatch.setattr(type(hub._core.engine.scribe), "encode", fail)
+    monkeypatch.setattr(type(hub._core.engine.scribe), "prompt", fail)
+    text = "x" * (64 * 4096 + 1)
+    with pytest.raises(Refusal) as caught:
+        ask(hub, [user(text)], "x")
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(Refusal):
+        hub.tokenize(text)
+
+
 def test_a_hub_that_is_closed_takes_nothing_and_leaves_nobody_waiting(hub: LocalHub) -> None:
     client, _ = ask(hub, told(1), "x", new=1000)
     hub.close()

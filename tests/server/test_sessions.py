@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import zstandard
 
 from larder.engine.sampling import Sampling
 from larder.models.loading import Loaded
+from larder.server import archive
 from larder.server.request import Refusal, Turn
 from larder.store.ledger import Tier
 from server_core import Served, answered, told, user
@@ -174,8 +178,6 @@ def test_names_that_are_none_are_refused(small: Loaded, name: str) -> None:
 
 
 def test_a_session_survives_export_and_import(small: Loaded) -> None:
-    from larder.server import archive
-
     served, other = Served(small, "limited"), Served(small, "limited")
     turns = told(1)
     first = served.ask(turns, "x")
@@ -188,6 +190,71 @@ def test_a_session_survives_export_and_import(small: Loaded) -> None:
             other.core.import_("b", "z", damaged)
         assert caught.value.status == 400
     assert [each.name for each in other.core.sessions] == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("root", "a\nb"),
+        ("root", "\ud800"),
+        ("root", ""),
+        ("root", 7),
+        ("opening", [{"role": "king", "text": "x"}]),
+        ("opening", [{"role": "user", "text": "\udfff"}]),
+        ("opening", [{"role": "user", "text": 7}]),
+        ("opening", {"role": "user"}),
+        ("said", [7]),
+        ("said", None),
+        ("version", 10**30),
+        ("format", []),
+    ],
+)
+def test_30_a_file_that_was_made_to_do_harm_is_refused(
+    small: Loaded, field: str, value: object
+) -> None:
+    served = Served(small)
+    served.ask(told(1), "x")
+    document = json.loads(zstandard.decompress(archive.told(served.core.find("a", "x"))))
+    for place in (document, *document["said"]):
+        if field in place:
+            place[field] = value
+    data = zstandard.compress(json.dumps(document).encode())
+    with pytest.raises(Refusal) as caught:
+        served.core.import_("a", "y", data)
+    assert caught.value.status == 400
+    assert [each.name for each in served.core.sessions] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("text", "\ud800"),
+        ("prompt", [5000]),
+        ("prompt", [1.5]),
+        ("prompt", [2**40]),
+        ("prompt", "abc"),
+        ("answer", [-1]),
+        ("unread", 10**9),
+        ("unread", "x"),
+        ("sampling", {"temperature": "hot"}),
+        ("sampling", {"heat": 1}),
+        ("stop", "\ud800"),
+        ("stop", 3),
+        ("turns", [["user", "x"]]),
+        ("reason", None),
+    ],
+)
+def test_30_an_exchange_that_was_made_to_do_harm_is_refused(
+    small: Loaded, field: str, value: object
+) -> None:
+    test_30_a_file_that_was_made_to_do_harm_is_refused(small, field, value)
+
+
+@pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
+def test_30_a_bomb_is_not_unpacked(small: Loaded, text: bytes) -> None:
+    with pytest.raises(Refusal) as caught:
+        Served(small).core.import_("a", "y", zstandard.compress(text))
+    assert caught.value.status == 400 and len(str(caught.value)) < 400
 
 
 def test_22_ten_thousand_idle_sessions_stay_within_host_memory(small: Loaded) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,10 +17,11 @@ import zstandard
 from larder.core.errors import InputError, LarderError
 from larder.engine.sampling import Sampling
 from larder.server.request import Turn
-from larder.server.sitting import ID, Asked, Said, Sitting
+from larder.server.sitting import ID, NAME_CHARACTERS, Asked, Said, Sitting
 
 FORMAT, VERSION = "larder session", 1
-MOST_BYTES = 2**28  # of the JSON: what a stranger's file may unpack to
+MOST_BYTES = 2**26  # of the JSON: what a stranger's file may unpack to
+ROLES = ("", "system", "user", "assistant")  # the first of a text that is no conversation
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def read(data: bytes, fingerprint: str, vocabulary: int) -> Archived:
             "where that model answers."
         )
     try:
-        root = str(document["root"])
+        root = _text(document["root"])
+        if not 0 < len(root) <= NAME_CHARACTERS or not root.isprintable():
+            raise ValueError("its name is none")
         opening = tuple(_turn(each) for each in document["opening"])
         said = [_said(each, vocabulary) for each in document["said"]]
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, LarderError) as error:
@@ -111,26 +113,42 @@ def _exchange(said: Said) -> dict[str, Any]:
     }
 
 
-def _said(told: dict[str, Any], vocabulary: int) -> Said:
+def _said(told: Any, vocabulary: int) -> Said:
     prompt, answer = (_ids(told[name], vocabulary) for name in ("prompt", "answer"))
     unread = int(told["unread"])
     if not prompt or not 0 <= unread <= len(answer) + 1:
         raise ValueError(f"{unread} unread tokens of {len(answer)}")
-    stop = tuple(str(each) for each in told["stop"])
-    asked = Asked(Sampling(**told["sampling"]), int(told["max_new_tokens"]), stop)
+    stop = tuple(_text(each) for each in told["stop"])
+    asked = Asked(_sampling(told["sampling"]), int(told["max_new_tokens"]), stop)
     turns = tuple(_turn(each) for each in told["turns"])
-    return Said(turns, prompt, str(told["text"]), answer, unread, asked, str(told["reason"]))
+    return Said(turns, prompt, _text(told["text"]), answer, unread, asked, _text(told["reason"]))
 
 
-def _ids(told: Sequence[int], vocabulary: int) -> array:
+def _sampling(told: Any) -> Sampling:
+    return Sampling(
+        float(told["temperature"]), int(told["top_k"]), float(told["top_p"]), int(told["seed"])
+    )
+
+
+def _ids(told: Any, vocabulary: int) -> array:
     ids = array(ID, told)
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         raise ValueError("token ids outside the vocabulary")
     return ids
 
 
-def _turn(told: dict[str, Any]) -> Turn:
-    return Turn(str(told["role"]), str(told["text"]))
+def _turn(told: Any) -> Turn:
+    if told["role"] not in ROLES:
+        raise ValueError("a message of nobody")
+    return Turn(told["role"], _text(told["text"]))
+
+
+def _text(told: object) -> str:
+    """Raises: TypeError, ValueError: this is no text: JSON can spell halves of characters."""
+    if not isinstance(told, str):
+        raise TypeError("a number where a text should be")
+    told.encode()
+    return told
 
 
 def _damaged(why: str) -> InputError:

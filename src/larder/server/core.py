@@ -17,7 +17,7 @@ from larder.server.keeper import Keeper
 from larder.server.moving import Moving
 from larder.server.news import News
 from larder.server.recalling import Lookup, Recalling
-from larder.server.refusals import invalid, overloaded, too_long, too_much
+from larder.server.refusals import invalid, overloaded, too_long, too_many_characters, too_much
 from larder.server.request import Listener, Report, Request, Ticket, Turn
 from larder.server.rule import Held, Rule
 from larder.server.scheduler import Scheduler
@@ -32,6 +32,7 @@ from larder.store.ledger import Budgets, ByteLedger
 
 CLOSING_SECONDS = 30.0
 REFRESHED = 4  # times that a request looks again where others are quicker
+TOKEN_CHARACTERS = 64  # more than tokens have on average, in any text that says something
 
 
 class _Done(Ticket):
@@ -141,6 +142,12 @@ class Core:
         self._wake()
         return job
 
+    def check_length(self, *texts: str, param: str = "messages") -> None:
+        """Raises: Refusal: texts are longer than any that the model could read."""
+        count, limit = sum(map(len, texts)), self.context * TOKEN_CHARACTERS
+        if count > limit:
+            raise too_many_characters(count, limit, param)
+
     def open(self, tenant: str, name: str, turns: Sequence[Turn]) -> Sitting:
         """As `Hub.open`."""
         self._recall(tenant, name)
@@ -209,6 +216,7 @@ class Core:
     def _resolved(self, request: Request) -> Resolved:
         """Where a request goes on, as far as anybody has come with it."""
         rule = self._exact if request.exact else self.rule
+        self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
         self._recall(request.tenant, request.session, request.follows)
         if not (request.follows or request.raw_prompt or self.sessions.candidates(request)):
             self._recall(request.tenant, *self._directory.names(request.tenant, request.turns))

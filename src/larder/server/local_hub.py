@@ -76,6 +76,7 @@ class LocalHub(Hub):
         return (Served(core.engine.loaded.name, str(core.rule), core.context, self._made),)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
+        self._core.check_length(text, param="prompt")
         return self._thread.call(lambda: self._core.engine.scribe.encode(text))
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -75,7 +75,9 @@ class Persisting(Keeper):
         except (Refused, StoreError) as error:
             self.failed[type(error).__name__] += 1
             raise Refusal(
-                f"Session {name!r} cannot be read back: {error}", 503, "session_unreadable"
+                f"Session {name!r} cannot be read back: the server's log says why.",
+                503,
+                "session_unreadable",
             ) from error
         return Recalled(data, record.epoch, kept, record.policy, record.labels)
 

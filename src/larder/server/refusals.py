@@ -28,6 +28,17 @@ def too_long(tokens: int, context_tokens: int) -> Refusal:
     )
 
 
+def too_many_characters(characters: int, limit: int, param: str) -> Refusal:
+    """The text is so long that taking it apart would keep others waiting for nothing."""
+    return Refusal(
+        f"The text has {characters} characters, but {limit} are more than the model can read: "
+        "shorten it.",
+        400,
+        "context_length_exceeded",
+        param,
+    )
+
+
 def unknown(name: str) -> Refusal:
     """There is no such session; another tenant's is none."""
     return Refusal(

@@ -54,7 +54,9 @@ class Desk:
             if name is None or each.name == name:
                 return each
         known = ", ".join(repr(each.name) for each in served)
-        raise missing(f"There is no model {name!r} here: ask {known}.", "model_not_found", "model")
+        raise missing(
+            f"There is no model {str(name)[:200]!r} here: ask {known}.", "model_not_found", "model"
+        )
 
 
 def desk_of(http: HttpRequest) -> Desk:

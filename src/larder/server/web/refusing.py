@@ -47,6 +47,13 @@ STATUSES: Sequence[tuple[type[LarderError], int, str, float | None]] = (
 )
 
 
+# What clients are told of the server's disk: where it lies is nobody's business.
+OURS = {
+    "store_slow": "The server's disk does not answer: try again.",
+    "store_full": "The server's disk takes no more: tell whoever runs it.",
+}
+
+
 def invalid(message: str, param: str | None = None, code: str = INVALID) -> Refusal:
     """A request that will never do as it is."""
     return Refusal(message, 400, code, param)
@@ -63,7 +70,8 @@ def as_refusal(error: Exception) -> Refusal:
         return error
     for kind, status, code, retry_after in STATUSES:
         if isinstance(error, kind):
-            return Refusal(" ".join(str(error).split()), status, code, retry_after=retry_after)
+            said = OURS.get(code) or " ".join(str(error).split())
+            return Refusal(said, status, code, retry_after=retry_after)
     return Refusal("The server has failed; its log says why.", 500, "internal_error")
 
 
@@ -109,7 +117,7 @@ async def on_invalid(request: HttpRequest, error: Exception) -> JSONResponse:
     """A body or a parameter that does not have the form of the endpoint."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if _is_field(part)) or None
+    place = ".".join(str(part) for part in first["loc"] if _is_field(part))[:200] or None
     said = f"{place or 'The body'}: {first['msg']}."
     return response(invalid(said.encode("utf-8", "replace").decode(), place))
 
