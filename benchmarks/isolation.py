@@ -1,0 +1,180 @@
+"""Whether somebody can tell from answers' times what other tenants have said.
+
+    python benchmarks/isolation.py [--samples 200] [--model NAME]
+
+One server, many tenants, and a text that is new each time, asked for in random order as one of
+
+    unknown    nobody has said it
+    other      another tenant has said it before
+    own        the tenant itself has said it before
+
+and a session by a name that is `unknown`, or an `other` tenant's. Per pair one JSONL line in
+results/isolation.jsonl: medians of the seconds to the first token (for names, to the refusal), the
+two-sample Kolmogorov-Smirnov statistic and its p value. Isolation holds where `other` and `unknown`
+do not differ (p above 0.01), and the audit is worth something where `own` and `unknown` do (p far
+below 0.01). Both tenants and texts are drawn anew for each sample, so that none helps the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _timing import environment, write
+from scipy.stats import ks_2samp
+
+from larder.engine.engine import Engine
+from larder.models.loading import load
+from larder.server.local_hub import LocalHub
+from larder.server.persisting import Persisting
+from larder.server.request import Refusal, Report, Request, Turn
+from larder.store.ledger import Budgets, Tier
+from larder.store.store import Store
+
+OUT = Path("results/isolation.jsonl")
+ARMS = ("unknown", "other", "own")
+LIMIT = 0.01
+WORDS = 40
+
+
+class Ear:
+    """Hears when an answer begins."""
+
+    def __init__(self) -> None:
+        self.ended, self.error = threading.Event(), None
+        self.first = 0.0
+
+    def on_text(self, text: str) -> None:
+        self.first = self.first or time.perf_counter()
+
+    def on_done(self, report: Report) -> None:
+        self.first = self.first or time.perf_counter()
+        self.ended.set()
+
+    def on_error(self, error: Exception) -> None:
+        self.error = error
+        self.ended.set()
+
+
+class Audit:
+    """Asks one hub in the names of many tenants."""
+
+    def __init__(self, hub: LocalHub, source: random.Random) -> None:
+        self._hub, self._source = hub, source
+        self._count = 0
+
+    def text(self) -> str:
+        """One that was never said."""
+        words = [str(self._source.randrange(10_000)) for _ in range(WORDS)]
+        return f"Remember {' '.join(words)}. What did I say?"
+
+    def tenant(self) -> str:
+        """One that nobody has heard of."""
+        self._count += 1
+        return f"tenant {self._count}"
+
+    def ask(self, tenant: str, text: str) -> float:
+        """Seconds to the first token of an answer."""
+        ear = Ear()
+        begun = time.perf_counter()
+        self._hub.submit(Request(tenant, (Turn("user", text),), None, max_new_tokens=1), ear)
+        ear.ended.wait()
+        if ear.error is not None:
+            raise ear.error
+        return ear.first - begun
+
+    def first_token(self, arm: str) -> float:
+        """Seconds to the first token in one of the arms."""
+        asks, other = self.tenant(), self.tenant()
+        text, another = self.text(), self.text()
+        said = {"unknown": another, "other": text, "own": another}[arm]
+        self.ask(other, said)
+        self.ask(asks, text if arm == "own" else self.text())
+        # The same beginning with another end: what is asked twice is answered without the model.
+        return self.ask(asks, f"{text} And again?")
+
+    def refusal(self, arm: str) -> float:
+        """Seconds until a session is refused that is nobody's or another's."""
+        asks, other = self.tenant(), self.tenant()
+        self._hub.open(other, "x")
+        begun = time.perf_counter()
+        try:
+            self._hub.session(asks, "x" if arm == "other" else "y")
+        except Refusal:
+            return time.perf_counter() - begun
+        raise AssertionError("another tenant's session was shown")
+
+
+def samples(
+    arms: tuple[str, ...], count: int, source: random.Random, take: Callable[[str], float]
+) -> dict[str, list[float]]:
+    """So many of each arm, in random order."""
+    order = [arm for arm in arms for _ in range(count)]
+    source.shuffle(order)
+    found: dict[str, list[float]] = defaultdict(list)
+    for arm in order:
+        found[arm].append(take(arm))
+    return found
+
+
+def compared(what: str, found: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Each arm against the unknown."""
+    rows = []
+    for arm in list(found):
+        if arm == "unknown":
+            continue
+        told = ks_2samp(found["unknown"], found[arm])
+        rows.append(
+            {
+                "what": what,
+                "arm": arm,
+                "samples": len(found[arm]),
+                "median_seconds": median(found[arm]),
+                "unknown_median_seconds": median(found["unknown"]),
+                "ks": float(told.statistic),
+                "p": float(told.pvalue),
+                "holds": bool(told.pvalue < LIMIT if arm == "own" else told.pvalue > LIMIT),
+            }
+        )
+    return rows
+
+
+def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
+    source = random.Random(0)
+    engine = Engine(load(model), "full")
+    store = Store(str(folder / "blobs"), folder)
+    keeper = Persisting(store, engine.loaded.decoder.spec)
+    hub = LocalHub(engine, Budgets({Tier.DEVICE: 64 << 20}), keeper=keeper)
+    audit = Audit(hub, source)
+    try:
+        for arm in ARMS:  # what is slow the first time
+            audit.first_token(arm)
+        rows = compared("first token", samples(ARMS, count, source, audit.first_token))
+        return rows + compared("name", samples(ARMS[:2], count, source, audit.refusal))
+    finally:
+        hub.close()
+        store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--model", default="seed")
+    told = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run(told.model, told.samples, Path(folder))
+    write(OUT, [{**environment(), "model": told.model, **row} for row in rows])
+    for row in rows:
+        print(f"{row['what']}, {row['arm']} against unknown: p = {row['p']:.3g} ({'as it should be' if row['holds'] else 'NOT as it should be'})")
+
+
+if __name__ == "__main__":
+    main()
