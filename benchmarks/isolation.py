@@ -173,7 +173,8 @@ def main() -> None:
         rows = run(told.model, told.samples, Path(folder))
     write(OUT, [{**environment(), "model": told.model, **row} for row in rows])
     for row in rows:
-        print(f"{row['what']}, {row['arm']} against unknown: p = {row['p']:.3g} ({'as it should be' if row['holds'] else 'NOT as it should be'})")
+        verdict = "as it should be" if row["holds"] else "NOT as it should be"
+        print(f"{row['what']}, {row['arm']} against unknown: p = {row['p']:.3g}, {verdict}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from store.caches import (
     is_exact,
     load,
     read,
+    save,
     snapshot,
     store_at,
 )
