@@ -125,3 +125,14 @@ def test_23_threads_together_keep_to_the_budget() -> None:
     for thread in threads:
         thread.join()
     assert 0 < highest[0] <= 100 and ledger.used(Tier.HOST) == 0
+
+
+def test_24_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
+    ledger = ByteLedger(Budgets({Tier.HOST: 10}, {Tier.HOST: 10}))
+    held = ledger.reserve(Tier.HOST, "a", 10)
+    ledger.lower(Tier.HOST, 5)
+    assert ledger.reserve(Tier.HOST, "a", 0).bytes == 0
+    with pytest.raises(BudgetError):
+        ledger.reserve(Tier.HOST, "a", 1)
+    held.release()
+    assert ledger.used(Tier.HOST) == 0

@@ -51,7 +51,7 @@ class Answering:
         """
         plans = [_plans(job) for job in jobs]
         try:
-            tokens = self._tokens(jobs)
+            tokens = self._tokens(jobs, failures)
         except failures as error:
             for job, before in zip(jobs, plans, strict=True):
                 yield job, self._alone(job, before, len(jobs), error, failures)
@@ -73,20 +73,25 @@ class Answering:
             if _plans(job) != plans:  # entries are gone that the failed pass has judged
                 self._starting.read_again(job)
                 return ON
-            [token] = self._tokens([job])
+            [token] = self._tokens([job], failures)
         except failures as own:
             return _spoiled(job, plans, own)
         return self._told(job, token, plans, failures)
 
-    def _tokens(self, jobs: Sequence[Job]) -> list[int]:
-        """What is said next, one token each."""
+    def _tokens(
+        self, jobs: Sequence[Job], failures: tuple[type[Exception], ...]
+    ) -> list[int | Exception]:
+        """What is said next, one token each, or why none could be chosen: the pass was made."""
         rows = [self._row(job) for job in jobs]
         observer = _observer(jobs, rows)
         logits = self._decoder.predict(rows, Mode.APPEND, list(range(len(rows))), observer)
-        tokens = list[int]()
+        tokens = list[int | Exception]()
         for job, own in zip(jobs, logits, strict=True):
             assert job.source is not None
-            tokens.append(job.request.sampling.choose(own, job.source))
+            try:
+                tokens.append(job.request.sampling.choose(own, job.source))
+            except failures as error:
+                tokens.append(error)
         return tokens
 
     def _row(self, job: Job) -> Row:
@@ -95,9 +100,11 @@ class Answering:
         return Row(job.sitting.cache, job.unread, coming=coming)
 
     def _told(
-        self, job: Job, token: int, plans: int, failures: tuple[type[Exception], ...]
+        self, job: Job, token: int | Exception, plans: int, failures: tuple[type[Exception], ...]
     ) -> Outcome:
         """Tell the listener of a token."""
+        if isinstance(token, Exception):
+            return _spoiled(job, plans, token)
         assert job.stream is not None and job.sitting.cache is not None
         self._purse.check(job.sitting.key, job.sitting.cache.nbytes)
         job.sitting.read.append(job.unread[0])

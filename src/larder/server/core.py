@@ -28,7 +28,7 @@ from larder.server.tiers import Tiers
 from larder.server.vault import Vault
 from larder.server.views import view_of
 from larder.store.eviction.base import EVICTIONS
-from larder.store.ledger import Budgets, ByteLedger
+from larder.store.ledger import Budgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
 REFRESHED = 4  # times that a request looks again where others are quicker
@@ -96,8 +96,12 @@ class Core:
         return int(config.max_position_embeddings)
 
     def step(self) -> bool:
-        """As `Scheduler.step`."""
-        return self.scheduler.step()
+        """As `Scheduler.step`; where a budget was lowered under answers, sessions leave then."""
+        goes_on = self.scheduler.step()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if self.ledger.used(tier) > self.ledger.limit(tier):
+                self.tiers.lower(tier, self.ledger.limit(tier))
+        return goes_on
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Serve nobody any more, and keep what is not kept yet.
@@ -277,7 +281,8 @@ class Core:
             listener.on_text(said.text)
         sitting, seconds = found.sitting, self.clock() - asked
         prompt, view = sitting.tokens - len(said.answer), view_of(sitting)
-        counts = prompt, prompt, 0, 0, len(said.answer), view.evicted_tokens, view.merged_tokens
+        new_tokens = max(0, len(said.answer) - len(self.engine.scribe.closing()))
+        counts = prompt, prompt, 0, 0, new_tokens, view.evicted_tokens, view.merged_tokens
         told = sitting.name, *counts, sitting.is_lossless, sitting.tier, said.reason
         listener.on_done(Report(*told, 0.0, seconds, seconds))
         return _Done()

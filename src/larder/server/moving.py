@@ -58,7 +58,7 @@ class Moving:
         if sitting.parked is None and kept is None:
             done.set_result(sitting)
             return done
-        room = None
+        room, sitting.is_running = None, True  # others leave for it, not it itself
         try:
             held = sitting.held
             self._tiers.grant(sitting, sitting.rule.need(held, held.read, 0))
@@ -66,6 +66,8 @@ class Moving:
                 room = self._tiers.host_room(sitting, kept.nbytes + COPIES * kept.cache_bytes)
         except BudgetError as error:
             raise overloaded(self._waiting()) from error
+        finally:
+            sitting.is_running = False
         if kept is None:
             self._tiers.revive(sitting)
             self._tiers.settle(sitting)

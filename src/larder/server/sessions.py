@@ -59,6 +59,7 @@ class Sessions:
         self._families: dict[tuple[str, str], dict[int, Sitting]] = defaultdict(dict)
         self._firsts: dict[tuple[str, int], dict[int, Sitting]] = defaultdict(dict)
         self._prefixes: dict[tuple[str, bytes], dict[int, Sitting]] = defaultdict(dict)
+        self._indexed: dict[int, tuple[tuple[str, int], tuple[str, bytes]]] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[Sitting]:
@@ -121,18 +122,23 @@ class Sessions:
 
     def remember(self, sitting: Sitting) -> None:
         """A turn was added: from now on the session is found by what was said."""
-        first = sitting.said[0]
-        self._firsts[sitting.tenant, list(_rolling(first.turns))[-1]][sitting.key] = sitting
-        self._prefixes[_prefix(sitting.tenant, first.prompt)][sitting.key] = sitting
+        self._leave_indexes(sitting)
+        first, tenant = sitting.said[0], sitting.tenant
+        keys = (tenant, list(_rolling(first.turns))[-1]), _prefix(tenant, first.prompt)
+        self._indexed[sitting.key] = keys
+        self._firsts[keys[0]][sitting.key] = self._prefixes[keys[1]][sitting.key] = sitting
 
     def forget(self, sitting: Sitting) -> None:
         """It is no more."""
         self._sittings.pop((sitting.tenant, sitting.name), None)
         _leave(self._families, (sitting.tenant, sitting.root), sitting)
-        if sitting.said:
-            first = sitting.said[0]
-            _leave(self._firsts, (sitting.tenant, list(_rolling(first.turns))[-1]), sitting)
-            _leave(self._prefixes, _prefix(sitting.tenant, first.prompt), sitting)
+        self._leave_indexes(sitting)
+
+    def _leave_indexes(self, sitting: Sitting) -> None:
+        keys = self._indexed.pop(sitting.key, None)
+        if keys is not None:
+            _leave(self._firsts, keys[0], sitting)
+            _leave(self._prefixes, keys[1], sitting)
 
     def family(self, sitting: Sitting) -> list[Sitting]:
         """All that began as one session, it among them."""
@@ -187,7 +193,8 @@ class Sessions:
         name = str(request.follows)
         sitting = self.find(request.tenant, name)
         last = sitting.said[-1:]
-        if last and self._is_again(last[0], request, request.turns):
+        is_same = bool(last) and self._is_again(last[0], request, request.turns)
+        if is_same and sitting.rule is rule:
             return Resolved(sitting, again=last[0])
         self.idle(request.tenant, name)
         turns = request.turns if sitting.said else sitting.opening + request.turns
@@ -199,8 +206,8 @@ class Sessions:
 
     def _matching(self, request: Request, rule: Rule) -> Resolved:
         told = self.candidates(request)
-        best, match = self._best(told, request)
-        if best is not None and self._is_repeated(best, match, request):
+        best, match = self._best(told, request, rule)
+        if best is not None and self._is_repeated(best, match, request, rule):
             return Resolved(best, again=best.said[-1])
         waiting = [each for each in told if each.is_answering]
         is_whole = best is not None and match.exchanges == len(best.said)
@@ -219,28 +226,32 @@ class Sessions:
         """Sessions that the request may mean."""
         tenant = request.tenant
         if request.session is not None:
-            return list(self._families.get((tenant, request.session), {}).values())
+            known = self._sittings.get((tenant, request.session))
+            root = request.session if known is None else known.root
+            return list(self._families.get((tenant, root), {}).values())
         for digest in _rolling(request.turns):
             found = self._firsts.get((tenant, digest))
             if found:
                 return list(found.values())
         return []
 
-    def _best(self, told: list[Sitting], request: Request) -> tuple[Sitting | None, Matched]:
+    def _best(
+        self, told: list[Sitting], request: Request, rule: Rule
+    ) -> tuple[Sitting | None, Matched]:
         """The session that the messages agree with longest; of equals, one that they go on with."""
         best, rank, found = None, (-1, False, False, 0), Matched(0, request.turns)
         for each in told:
             match = matched(each.said, request.turns)
             is_whole = match.exchanges == len(each.said)
-            is_again = self._is_repeated(each, match, request)
+            is_again = self._is_repeated(each, match, request, rule)
             own = match.exchanges, is_again or is_whole, not each.is_answering, each.key
             if own > rank:
                 best, rank, found = each, own, match
         return best, found
 
-    def _is_repeated(self, sitting: Sitting, match: Matched, request: Request) -> bool:
-        """Whether the request is the one that the session has answered last."""
-        if match.exchanges != len(sitting.said) - 1:
+    def _is_repeated(self, sitting: Sitting, match: Matched, request: Request, rule: Rule) -> bool:
+        """Whether the request is the one that the session has answered last, by the same rule."""
+        if sitting.rule is not rule or match.exchanges != len(sitting.said) - 1:
             return False
         return self._is_again(sitting.said[-1], request, match.rest)
 

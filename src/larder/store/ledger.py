@@ -115,7 +115,7 @@ class ByteLedger:
         with self._freed:
             is_hopeless = count > min(self.limit(tier), self.tenant_limit(tier, tenant))
             if is_hopeless or not self._freed.wait_for(
-                lambda: self.room(tier, tenant) >= count, wait_seconds
+                lambda: not count or self.room(tier, tenant) >= count, wait_seconds
             ):
                 raise self._refusal(tier, tenant, count)
             self._add(tier, tenant, count)

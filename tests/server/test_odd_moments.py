@@ -1,0 +1,113 @@
+"""What happens at odd moments: budgets that shrink, draws that fail, requests that come again."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from torch import Generator, Tensor
+
+from larder.engine.sampling import Sampling
+from larder.models.loading import Loaded
+from larder.server.keeper import Keeper
+from larder.server.refusals import superseded
+from larder.server.sitting import Said, Sitting
+from larder.store.ledger import Tier
+from server_core import Served, answered, told, user
+
+
+def test_24_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: Loaded) -> None:
+    served = Served(small, device=20_000_000, host=20_000_000)
+    first = served.ask(told(1), "x")
+    ends, ticket = served.submit(answered(told(1), first, "Why?"), "x")
+    goes_on, _ = served.submit(told(2), "y", max_new_tokens=8)
+    while not goes_on.text:
+        served.step()
+    served.core.tiers.lower(Tier.DEVICE, 1000)
+    ticket.cancel()
+    while served.core.step():
+        pass
+    assert ends.report is not None and ends.error is None
+    assert goes_on.told.new_tokens == 8
+    served.check()
+
+
+class Failing(Sampling):
+    """Draws nothing from the fourth token on."""
+
+    left = [3]
+
+    def choose(self, logits: Tensor, source: Generator) -> int:
+        if not self.left[0]:
+            raise RuntimeError("probability tensor contains nan")
+        self.left[0] -= 1
+        return super().choose(logits, source)
+
+
+def test_a_draw_that_fails_changes_no_other_answer(small: Loaded) -> None:
+    served, alone = Served(small), Served(small)
+    good = [served.submit(told(number), max_new_tokens=9)[0] for number in range(2)]
+    bad, _ = served.submit(told(2), max_new_tokens=9, sampling=Failing())
+    served.run()
+    assert isinstance(bad.error, RuntimeError)
+    for number, client in enumerate(good):
+        assert client.text == alone.ask(told(number), max_new_tokens=9).text
+
+
+def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: Loaded) -> None:
+    alone = Served(small)
+    alone.ask(told(1), "x")
+    need, held = alone.core.purse.peak, alone.core.sessions.find("a", "x").nbytes
+    served = Served(small, device=int(1.2 * need), host=int(1.5 * held) + 20_000)
+    for number, name in enumerate("xy"):
+        served.ask(told(number), name)
+    parked = served.core.sessions.find("a", "x")
+    assert parked.tier == "host"
+    assert served.core.prefetch("a", "x").result(0).tier == "device"
+    served.check()
+
+
+def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: Loaded) -> None:
+    served, full = Served(small, "limited"), Served(small)
+    turns = told(1, 5)
+    for name in ("x", None):
+        assert not served.ask(turns, name).told.lossless
+        exact = served.ask(turns, name, exact=True)
+        assert exact.told.lossless and exact.text == full.ask(turns).text
+        steps = served.core.scheduler.steps
+        assert served.ask(turns, name, exact=True).text == exact.text
+        assert served.core.scheduler.steps == steps
+
+
+def test_18_an_answer_that_is_repeated_has_as_many_tokens(small: Loaded) -> None:
+    served = Served(small)
+    first, again = served.ask(told(1), "x").told, served.ask(told(1), "x").told
+    assert (again.new_tokens, again.prompt_tokens) == (first.new_tokens, first.prompt_tokens)
+
+
+def test_a_fork_goes_on_under_the_name_that_its_client_was_told(small: Loaded) -> None:
+    served = Served(small)
+    served.ask(told(1), "x")
+    turns = told(2)
+    fork = served.ask(turns, "x")
+    for more in ("Why?", "Sure?"):
+        turns, name = answered(turns, fork, more), fork.told.session
+        fork = served.ask(turns, name)
+        assert fork.told.session == name != "x"
+    assert len(served.core.sessions) == 2
+
+
+class Late(Keeper):
+    """Somebody else has always written first."""
+
+    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
+        sitting.is_stale = True
+        raise superseded(sitting.name)
+
+
+def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: Loaded) -> None:
+    served = Served(small, keeper=Late())
+    client, _ = served.submit([user("Hello.")], "x")
+    served.run()
+    sessions = served.core.sessions
+    assert client.error is not None
+    assert not (list(sessions) or sessions._firsts or sessions._prefixes)  # pyright: ignore
