@@ -124,10 +124,14 @@ class Moving:
         loading: Future[SequenceCache],
     ) -> None:
         sitting.is_answering = sitting.is_running = False
-        if loading.exception() is None:
-            self._tiers.take(sitting, sitting, kept, loading.result(), room)
-            self._tiers.settle(sitting)
-        else:
+        is_there = loading.exception() is None
+        try:
+            if is_there:
+                self._tiers.take(sitting, sitting, kept, loading.result(), room)
+                self._tiers.settle(sitting)
+        except FAILURES:
+            is_there = False
+        if not is_there:  # its text will be read again
             room.release()
             self._tiers.drop(sitting)
         done.set_result(sitting)
