@@ -15,7 +15,8 @@ from larder.server.request import Turn
 from larder.server.views import kept_of, view_of
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
-from server_core import Served, answered, characters, user
+from larder.store.ledger import Tier
+from server_core import Served, answered, characters, told, user
 from topics import TopicEmbedder
 
 REFUSED = {"exact_question": "question"}  # what cannot be served, and a word of why
