@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import Event
 
@@ -14,6 +14,7 @@ from larder.server.core import Core
 from larder.server.keeper import Keeper
 from larder.server.request import Report, Request, Ticket, Turn
 from larder.server.vault import Vault
+from larder.session.embedders.base import Embedder
 from larder.store.ledger import Budgets, Tier
 
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
@@ -22,8 +23,8 @@ POLICIES = {"full": "full", "limited": LIMITED, "tended": TENDED}
 BUDGET, BLOCK = 32, 16
 
 
-def characters(architecture: str = "qwen3") -> Loaded:
-    """A random model of two layers whose tokens are characters, without a chat template."""
+def characters(architecture: str = "qwen3", layers: int = 2) -> Loaded:
+    """A random model whose tokens are characters, without a chat template."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
@@ -36,7 +37,7 @@ def characters(architecture: str = "qwen3") -> Loaded:
     tokenizer.decoder = Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    return Loaded(adopt(tiny(architecture, layers=2)), told, "characters")
+    return Loaded(adopt(tiny(architecture, layers=layers)), told, "characters")
 
 
 @dataclass
@@ -82,14 +83,19 @@ class Served:
         vault: Vault | None = None,
         rows: int = 64,
         tokens: int = BUDGET,
+        block: int | None = BLOCK,
+        embedder: Embedder | None = None,
     ) -> None:
         limited = policy != "full"
-        sizes = (str(tokens), BLOCK) if limited else (None, None)
+        sizes = (str(tokens), block) if limited else (None, None)
+        engine = Engine(loaded, POLICIES.get(policy, policy), *sizes)
+        if embedder is not None:
+            engine.desk = replace(engine.desk, embedder=lambda name: embedder)
         totals = {Tier.DEVICE: device, Tier.HOST: host}
         budgets = Budgets({tier: size for tier, size in totals.items() if size is not None})
         times, self.news = count(1_700_000_000), Event()
         self.core = Core(
-            Engine(loaded, POLICIES.get(policy, policy), *sizes),
+            engine,
             budgets,
             "lru",
             rows,
@@ -137,10 +143,10 @@ class Served:
         assert core.purse.violations == 0
         for tier in (Tier.DEVICE, Tier.HOST):
             assert core.ledger.used(tier) <= core.ledger.limit(tier)
-        held = sum(each.cache.nbytes for each in core.sessions if each.cache is not None)
+        held = sum(each.device_bytes for each in core.sessions)
         assert held <= core.ledger.used(Tier.DEVICE)
-        parked = sum(each.parked.nbytes for each in core.sessions if each.parked is not None)
-        assert parked <= core.ledger.used(Tier.HOST)
+        parked = sum(each.host_bytes for each in core.sessions)
+        assert parked <= core.ledger.used(Tier.HOST), (parked, core.ledger.used(Tier.HOST))
 
 
 def user(text: str) -> Turn:

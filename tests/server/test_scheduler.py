@@ -26,7 +26,7 @@ def need(loaded: Loaded, policy: str) -> int:
     [
         ("full", 12, 3),
         ("limited", 6, 2),
-        ("tended", 5, 2),
+        ("tended", 5, 1),
     ],
 )
 def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
@@ -42,7 +42,8 @@ def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
         assert {n: client.text for n, client in clients.items()} == own
         texts = {n: answered(turns, clients[n], more) for n, turns in texts.items()}
     assert crowd.core.tiers.parked["host"] > 0 < crowd.core.tiers.restored["host"]
-    assert crowd.core.scheduler.steps < alone.core.scheduler.steps
+    if fitting > 1:  # steps of several at once
+        assert crowd.core.scheduler.steps < alone.core.scheduler.steps
 
 
 def test_idle_sessions_of_others_leave_where_a_tenant_has_none(small: Loaded) -> None:
@@ -127,9 +128,7 @@ def test_a_row_that_fails_ends_alone(small: Loaded) -> None:
     while len([job for job in served.core.scheduler.running if job.ids]) < 3:
         served.step()
     broken = served.core.scheduler.running[1]
-    cache = broken.sitting.cache
-    assert cache is not None
-    cache.spoil()
+    broken.cache.spoil()
     served.run()
     failed = [client for client in clients if client.error is not None]
     assert len(failed) == 1 and broken.listener is failed[0]
@@ -206,9 +205,7 @@ def test_layers_that_slide_a_window_are_never_taken_back() -> None:
 @pytest.mark.parametrize(
     ("policy", "way"),
     [
-        ("epicache", "single"),
-        ("icecache", "drops or folds"),
-        ("snapkv_whole", "blockwise"),
+        ("icecache", "raise --budget"),
         ("exact_question", "question"),
         ("snapkv", "raise --budget"),
     ],
@@ -217,4 +214,4 @@ def test_a_policy_that_cannot_be_served_is_refused_at_the_start(
     small: Loaded, policy: str, way: str
 ) -> None:
     with pytest.raises(LarderError, match=way):
-        Served(small, policy, tokens=32 if policy == "snapkv" else 256)
+        Served(small, policy, tokens=256 if policy == "exact_question" else 32)

@@ -42,7 +42,7 @@ def cache_bytes(loaded: Loaded, policy: str = "full") -> int:
     return served.core.sessions.find("a", "x").nbytes
 
 
-@pytest.mark.parametrize("policy", ["full", "limited", "tended"])
+@pytest.mark.parametrize("policy", ["full", "limited"])
 def test_8_a_restarted_server_restores_and_says_the_same(
     small: Loaded, tmp_path: Path, policy: str
 ) -> None:

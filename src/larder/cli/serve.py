@@ -35,7 +35,7 @@ class Serving(Common):
         str,
         typer.Option(
             metavar="SPELLING",
-            help="Of each conversation; one that reads in blocks and drops, such as full or h2o.",
+            help="Of each conversation: a preset's name or a sentence of parts.",
         ),
     ] = "full"
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1"

@@ -31,7 +31,6 @@ from larder.session.logbook import (
 from larder.session.memory import Memory
 from larder.session.policy import Policy
 from larder.session.rooms import governed, tokens_of
-from larder.session.shelf import Shelf
 from larder.session.snapshot import State
 
 
@@ -151,10 +150,9 @@ class Chat:
         Raises:
             UsageError: there is such a session already.
         """
-        state, spec = self._cabinet.state, self._engine.loaded.decoder.spec
-        shelf = Shelf(spec, state.memory.shelf.copies())
-        state = replace(state, memory=replace(state.memory, shelf=shelf))
-        return Chat(self._engine, name, keeper=self._keeper, state=state)
+        copied = self._cabinet.before(len(self.turns))
+        assert copied is not None  # nothing is to be undone
+        return Chat(self._engine, name, keeper=self._keeper, state=copied.state)
 
     def roll_back(self, turns: int = 1) -> None:
         """Forget the last turns, in memory and on disk, as if they had never been said.

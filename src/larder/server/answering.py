@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from larder.core.types import Coming, Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Observer, Recorded, Row
-from larder.server.budget import Purse
 from larder.server.job import Job
-from larder.server.starting import Starting
 from larder.session.transcript import Scribe
 
 STOP, LENGTH, ON = "stop", "length", ""
@@ -30,11 +29,8 @@ class Answering:
         decoder: Decoder,
         scribe: Scribe,
         stops: frozenset[int],
-        starting: Starting,
-        purse: Purse,
     ) -> None:
         self._decoder, self._scribe, self._stops = decoder, scribe, stops
-        self._starting, self._purse = starting, purse
         self._closing = scribe.closing()
 
     def closing(self, job: Job) -> tuple[int, ...]:
@@ -71,7 +67,7 @@ class Answering:
             return _spoiled(job, plans, error)
         try:
             if _plans(job) != plans:  # entries are gone that the failed pass has judged
-                self._starting.read_again(job)
+                job.manner.read_again(job)
                 return ON
             [token] = self._tokens([job], failures)
         except failures as own:
@@ -84,7 +80,8 @@ class Answering:
         """What is said next, one token each, or why none could be chosen: the pass was made."""
         rows = [self._row(job) for job in jobs]
         observer = _observer(jobs, rows)
-        logits = self._decoder.predict(rows, Mode.APPEND, list(range(len(rows))), observer)
+        ends = [stop - 1 for stop in accumulate(len(row.ids) for row in rows)]
+        logits = self._decoder.predict(rows, Mode.APPEND, ends, observer)
         tokens = list[int | Exception]()
         for job, own in zip(jobs, logits, strict=True):
             assert job.source is not None
@@ -95,36 +92,39 @@ class Answering:
         return tokens
 
     def _row(self, job: Job) -> Row:
-        assert job.sitting.cache is not None
         coming = Coming.STEP if job.ids else Coming.QUESTION
-        return Row(job.sitting.cache, job.unread, coming=coming)
+        return Row(job.cache, job.unread, coming=Coming.TEXT if job.ended else coming)
 
     def _told(
         self, job: Job, token: int | Exception, plans: int, failures: tuple[type[Exception], ...]
     ) -> Outcome:
-        """Tell the listener of a token."""
+        """What comes of a token: the answer goes on, or ends at once or after one more pass."""
         if isinstance(token, Exception):
             return _spoiled(job, plans, token)
-        assert job.stream is not None and job.sitting.cache is not None
-        self._purse.check(job.sitting.key, job.sitting.cache.nbytes)
-        job.sitting.read.append(job.unread[0])
-        if _plans(job) != plans:
-            job.sitting.settled = job.sitting.cache.next_position
+        try:
+            job.manner.note(job, plans)
+            if job.ended:
+                return job.ended
+            reason = self._heard(job, token)
+        except failures as error:
+            return error
+        if reason and job.manner.goes_on(job, reason, self.closing(job)):
+            return ON
+        return reason
+
+    def _heard(self, job: Job, token: int) -> str:
+        """Tell the listener of a token; why the answer ends with it, if it does."""
+        assert job.stream is not None
         if token in self._stops:
             return STOP
         job.ids.append(token)
-        try:
-            goes_on = job.stream.push(token)
-        except failures as error:
-            return error
-        if not goes_on:
+        if not job.stream.push(token):
             return STOP
         return LENGTH if len(job.ids) >= job.new_tokens else ON
 
 
 def _plans(job: Job) -> int:
-    assert job.sitting.cache is not None
-    return job.sitting.cache.plans
+    return job.cache.plans
 
 
 def _spoiled(job: Job, plans: int, error: Exception) -> Exception:

@@ -20,10 +20,12 @@ class Need:
     Args:
         bytes: held to the end.
         passing: held for a moment beside them.
+        host: in host memory meanwhile.
     """
 
     bytes: int = 0
     passing: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -81,7 +83,8 @@ class Purse:
         """Whether it could ever be granted, with nobody else there."""
         ledger = self._ledger
         own = need.bytes <= ledger.tenant_limit(Tier.DEVICE, tenant)
-        return own and need.total <= ledger.limit(Tier.DEVICE)
+        host = min(ledger.limit(Tier.HOST), ledger.tenant_limit(Tier.HOST, tenant))
+        return own and need.total <= ledger.limit(Tier.DEVICE) and need.host <= host
 
     def missing(self, key: int, tenant: str, need: Need) -> int:
         """Bytes that others must give back before it is granted."""

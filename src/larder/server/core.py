@@ -11,15 +11,18 @@ from larder.core.errors import BudgetError, InputError
 from larder.engine.engine import Engine
 from larder.server.answering import Answering
 from larder.server.budget import Purse
+from larder.server.chat_needs import turn_need
+from larder.server.chatting import Chatting
 from larder.server.directory import Directory
 from larder.server.job import Job, Times
 from larder.server.keeper import Keeper
+from larder.server.manner import Manner
 from larder.server.moving import Moving
 from larder.server.news import News
 from larder.server.recalling import Lookup, Recalling
 from larder.server.refusals import invalid, overloaded, too_long, too_many_characters, too_much
 from larder.server.request import Listener, Report, Request, Ticket, Turn
-from larder.server.rule import Held, Rule
+from larder.server.rule import Rule
 from larder.server.scheduler import Scheduler
 from larder.server.sessions import Resolved, Sessions
 from larder.server.sitting import Said, Sitting
@@ -69,24 +72,28 @@ class Core:
     ) -> None:
         self.engine, self.clock, self._wake, self._waiting = engine, clock, wake, waiting
         self.rule = Rule.of(engine)
-        self._exact = self.rule.exact() if self.rule.is_limited else self.rule
+        self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
         self.purse = Purse(self.ledger)
         self.sessions = Sessions(engine.scribe, clock)
         news = self.news = News(wake)
         rule, unload = EVICTIONS.load(eviction)(), self._unload
         self.tiers = Tiers(self.ledger, self.purse, rule, clock, vault, news, unload)
-        starting = Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing)
-        told = engine.loaded.decoder, engine.scribe, engine.stops, starting, self.purse
+        decoder = engine.loaded.decoder
+        held = self.tiers, self.purse
+        self._manners: tuple[Manner, Manner] = (
+            Starting(*held, engine.scribe, self.sessions.sharing),
+            Chatting(*held, decoder, engine.scribe),
+        )
         directory = self._directory = Directory(self.sessions, self.forget, keeper)
-        own = Answering(*told), starting, self.tiers, directory, news, clock, rows
+        told = decoder, engine.scribe, engine.stops
+        own = Answering(*told), self.tiers, directory, news, clock, rows
         self.scheduler = Scheduler(*own)
         self._moving = Moving(self.tiers, news, lambda: self.scheduler.waiting)
         rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
-        known = engine.loaded.decoder, self.sessions
         self._keeper, own = keeper, (rules, self._weighed)
-        self.recalling = Recalling(*known, lookup or keeper.recall, *own)
-        self._refreshing = Recalling(*known, keeper.recall, *own)
+        self.recalling = Recalling(decoder, self.sessions, lookup or keeper.recall, *own)
+        self._refreshing = Recalling(decoder, self.sessions, keeper.recall, *own)
         self.refused: Counter[str] = Counter()
 
     @property
@@ -263,8 +270,7 @@ class Core:
         if length >= self.context:
             raise too_long(length, self.context)
         new_tokens = min(request.max_new_tokens, self.context - length)
-        again = max((len(each.answer) for each in found.said), default=0)
-        need = found.sitting.rule.need(Held(), length, new_tokens, again)
+        need = turn_need(found.sitting.rule, found.said, length, new_tokens)
         if not self.purse.fits(request.tenant, need):
             raise too_much(
                 BudgetError(
@@ -273,7 +279,8 @@ class Core:
                 )
             )
         told = request, listener, found.sitting, found.said, found.turns, found.wanted, new_tokens
-        return Job(*told, Times(asked), self._wake)
+        manner = self._manners[found.sitting.rule.is_chat]
+        return Job(*told, Times(asked), self._wake, manner)
 
     def _repeat(self, found: Resolved, said: Said, listener: Listener, asked: float) -> Ticket:
         """Give an answer once more that was given before."""

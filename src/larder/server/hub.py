@@ -55,18 +55,43 @@ class SessionTurns:
 
 
 @dataclass(frozen=True)
+class EpisodeView:
+    """One of the caches of a conversation.
+
+    Args:
+        kept_tokens: entries that it holds, per kv head on average.
+        segments: pieces of the conversation that are filed under it.
+        about: the pieces that stand for it.
+        tier: where it is.
+    """
+
+    number: int
+    is_active: bool
+    kept_tokens: int
+    segments: int
+    about: tuple[str, ...]
+    tier: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Kept:
     """What is left of a text, for a map of it.
 
     Args:
         tokens: that were read.
-        layers: true positions in ascending order, by layer and kv head.
+        layers: positions in the text in ascending order, by layer and kv head; of the cache that
+            answered last, where there are several.
         texts: of everything that was said, token by token; none where nothing is held.
+        parked: the same of what is in slower memory until it is asked for; empty where nothing is.
+        episodes: all caches, where each is for a topic.
     """
 
     tokens: int
     layers: tuple[tuple[tuple[int, ...], ...], ...]
     texts: tuple[str, ...] = ()
+    parked: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    episodes: tuple[EpisodeView, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -12,11 +12,12 @@ import torch
 from larder.cache.sequence import SequenceCache
 from larder.core.cutting import even_cuts
 from larder.engine.streaming import TextStream
-from larder.prefill.reader import Reader
 from larder.prefill.tending import Tending
+from larder.server.manner import Manner
 from larder.server.request import Listener, Report, Request, Ticket, Turn
 from larder.server.rule import By
 from larder.server.sitting import ID, Asked, Kept, Said, Sitting
+from larder.session.filing import Drawer, Filed
 from larder.store.ledger import Reservation
 
 
@@ -79,10 +80,18 @@ class Job(Ticket):
         wanted: every token in front of the answer.
         new_tokens: the most that are generated.
         wake: tells the model's thread that something has changed.
+        manner: how its session is held.
         mark: tokens that the cache had read before.
         pieces: what must be read before the last token of the prompt.
         fetch: what must arrive before that.
         was_new: whether the session was made for it.
+        course: reads what must be read before the answer, a block at a time, where the session is
+            held as a chat; `ahead` are the blocks that it has left, roughly.
+        drawer: the cache of a chat that answers.
+        added: the part of the text that such a request adds to the caches of its session.
+        asked: the end of the prompt, which the first pass of the answer reads.
+        ended: why the answer has ended, where `tail`, the end of the turn, is yet to be read.
+        filed: the chat behind the turn.
     """
 
     request: Request
@@ -94,11 +103,20 @@ class Job(Ticket):
     new_tokens: int
     times: Times
     wake: Callable[[], None]
+    manner: Manner
     counts: Counts = field(default_factory=Counts)
     mark: int = 0
     pieces: list[Piece] = field(default_factory=list)
     place: int = 0
-    reader: Reader | None = None
+    course: Generator[object, None, None] | None = None
+    ahead: int = 0
+    drawer: Drawer | None = None
+    plans: int = 0
+    added: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
+    ended: str = ""
+    tail: tuple[int, ...] = ()
+    filed: Filed | None = None
     tending: Tending | None = None
     stream: TextStream | None = None
     source: torch.Generator | None = None
@@ -113,18 +131,32 @@ class Job(Ticket):
 
     @property
     def is_read(self) -> bool:
-        """Whether only the last token of the prompt is left to be read."""
-        return self.fetch is None and self.place == len(self.pieces)
+        """Whether only the end of the prompt is left to be read, by the pass that answers."""
+        return self.fetch is None and self.course is None and self.place == len(self.pieces)
 
     @property
-    def unread_pieces(self) -> int:
-        """Of the prompt."""
-        return len(self.pieces) - self.place
+    def left(self) -> int:
+        """Blocks to be read before that."""
+        return max(1, self.ahead) if self.course is not None else len(self.pieces) - self.place
+
+    @property
+    def cache(self) -> SequenceCache:
+        """What answers."""
+        cache = self.sitting.cache if self.drawer is None else self.drawer.cache
+        assert cache is not None
+        return cache
+
+    @property
+    def asks(self) -> bool:
+        """Whether the next pass reads the end of a prompt that may be as long as a block."""
+        return not self.ids and len(self.unread) > 1
 
     @property
     def unread(self) -> tuple[int, ...]:
-        """What the next pass reads: the last token that was said by anybody."""
-        return (self.ids[-1] if self.ids else self.wanted[-1],)
+        """What the next pass reads: what was said last by anybody."""
+        if self.ended:
+            return self.tail
+        return (self.ids[-1],) if self.ids else self.asked or (self.wanted[-1],)
 
     @property
     def prompt(self) -> array:
@@ -132,16 +164,15 @@ class Job(Ticket):
         before = sum(each.tokens for each in self.said)
         return array(ID, self.wanted[before:])
 
-    def exchange(self, closing: Sequence[int], read: int, reason: str) -> Said:
+    def exchange(self, closing: Sequence[int], unread: int, reason: str) -> Said:
         """It as a finished exchange.
 
         Args:
             closing: what ends the answer's turn.
-            read: tokens that the cache has read.
+            unread: as in `Said`.
         """
         assert self.stream is not None
         answer = array(ID, [*self.ids, *closing])
-        unread = len(self.wanted) + len(answer) - read
         told = self.turns, self.prompt, self.stream.text.strip(), answer, unread
         return Said(*told, Asked.of(self.request), reason)
 

@@ -8,6 +8,8 @@ from functools import partial
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, LarderError
+from larder.server.budget import Need
+from larder.server.chat_needs import chat_need
 from larder.server.news import News
 from larder.server.refusals import overloaded
 from larder.server.sitting import Kept, Sitting
@@ -16,6 +18,12 @@ from larder.server.tiers import Tiers
 from larder.store.ledger import Reservation
 
 FAILURES = (LarderError, RuntimeError, ValueError)
+
+
+def resting(sitting: Sitting) -> Need:
+    """The most that a session takes on the device that does nothing there."""
+    rule, held = sitting.rule, sitting.held
+    return chat_need(rule, held.read, 0, 0, 1) if rule.is_chat else rule.need(held, held.read, 0)
 
 
 class Moving:
@@ -55,13 +63,13 @@ class Moving:
         """
         done: Future[Sitting] = Future()
         kept = None if sitting.is_in_memory else sitting.kept
-        if sitting.parked is None and kept is None:
+        is_parked = sitting.is_in_memory and sitting.active is None
+        if not is_parked and kept is None:
             done.set_result(sitting)
             return done
         room, sitting.is_running = None, True  # others leave for it, not it itself
         try:
-            held = sitting.held
-            self._tiers.grant(sitting, sitting.rule.need(held, held.read, 0))
+            self._tiers.grant(sitting, resting(sitting))
             if kept is not None:
                 room = self._tiers.host_room(sitting, kept.nbytes + COPIES * kept.cache_bytes)
         except BudgetError as error:

@@ -3,35 +3,44 @@
 A prompt is read in blocks of M_block tokens. A block that would bring the cache beyond M + M_block
 entries per head is judged, which leaves M; others are appended. So nothing is ever read twice and
 no reading holds more than M + 2 M_block, where `larder chat` builds such a cache anew.
+
+Policies that act while text is generated, that park, rebuild, read a whole text before they judge
+it or keep episodes are followed as `larder chat` follows them (`larder.server.chatting`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
 from larder.cache.ragged import GROWTH_TOKENS
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import UsageError
 from larder.core.ledger import SURPRISE
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.core.spelling import spell
 from larder.engine.engine import Engine
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.compensation.drop import Drop
 from larder.policy.storage.exact import Exact
 from larder.prefill.meter import Meter
 from larder.prefill.reader import AGAIN_TOKENS, Lane, Reader
-from larder.prefill.schedules.whole import Whole
+from larder.prefill.schedules.blockwise import Blockwise
+from larder.prefill.schedules.episodic import Episodic
 from larder.prefill.tending import Tending
 from larder.server.budget import Need
 from larder.session.arrangements.single import Single
 from larder.session.filing import block_of
 from larder.session.policy import Policy
 from larder.session.prompts import common_prompts, require
-from larder.session.reading import Desk, readied, tend
-from larder.session.rooms import check_room, empty_cache, entries_of, governed, tokens_of
+from larder.session.reading import Desk, readied, set_up, tend
+from larder.session.rooms import (
+    check_room,
+    empty_cache,
+    entries_of,
+    governed,
+    pages_of,
+    tokens_of,
+)
 from larder.session.sizes import HEAD_BYTES, NUMBER_BYTES, resolve_open
 
 EVERYTHING = "full"
@@ -71,26 +80,14 @@ class Rule:
     policy: Policy
 
     def __post_init__(self) -> None:
-        policy = self.policy
-        if not isinstance(policy.session, Single):
-            raise UsageError(
-                f"{spell(policy.session)} keeps several caches for one conversation, but a server "
-                "keeps one: take a policy with single(), such as full, snapkv or h2o."
-            )
-        if policy.recall is not None or policy.rebuilding is not None:
-            raise UsageError(
-                "A server does not recall what a policy parks, nor rebuild it: take a policy that "
-                "drops or folds, such as full, snapkv or h2o."
-            )
-        if self.is_limited and isinstance(policy.schedule, Whole):
-            raise UsageError(
-                "whole() holds a prompt of any length before anything is dropped, but a server "
-                "reads in blocks: take blockwise() in its place, or full."
-            )
-        require(self._book, policy.scorer.wanted())
+        policy, is_single = self.policy, isinstance(self.policy.session, Single)
+        require(self._book, policy.scorer.wanted() - (frozenset() if is_single else {"episode"}))
         if self.is_limited:  # what is too small for the policy is refused now, not when asked
             check_room(policy, self.tokens)
             self.reader(0)
+        if self.is_chat:
+            self.empty()
+            set_up(self.desk, policy)
 
     @staticmethod
     def of(engine: Engine) -> Rule:
@@ -100,7 +97,10 @@ class Rule:
             UsageError: as above; or the budget is a share of a context that is not there.
         """
         tokens = resolve_open(engine.policy, engine.sizes.budget, engine.loaded.decoder.spec)
-        return Rule(engine.desk, engine.policy.filled(tokens, engine.sizes.block))
+        policy = engine.policy.filled(tokens, engine.sizes.block)
+        if isinstance(policy.schedule, Episodic):  # its caches equal those read one by one
+            policy = replace(policy, schedule=replace(policy.schedule, together=1))
+        return Rule(engine.desk, policy)
 
     def exact(self) -> Rule:
         """The same model, with everything kept."""
@@ -121,6 +121,16 @@ class Rule:
         return tokens_of(self.policy) != WITHOUT_LIMIT
 
     @cached_property
+    def is_chat(self) -> bool:
+        """Whether sessions are held as `larder chat` holds them."""
+        policy = self.policy
+        if not isinstance(policy.session, Single):
+            return True
+        is_judged = isinstance(policy.schedule, Blockwise) and not self.tends
+        parts = policy.recall, policy.rebuilding, *policy.staying.codecs
+        return self.is_limited and not (is_judged and parts == (None, None))
+
+    @cached_property
     def block(self) -> int:
         """M_block: the most tokens that one step reads."""
         return block_of(self.policy)
@@ -139,7 +149,8 @@ class Rule:
         """What reads a text that will be `length` tokens long."""
         reading = self.policy.timing.reading_tokens(self.tokens)
         planner, quotas = readied(self.desk, self.policy, reading, max(length, self.tokens))
-        return Reader(self.desk.decoder, planner, reading, quotas, Meter())
+        told = planner, reading, quotas, Meter(), pages_of(self.policy)
+        return Reader(self.desk.decoder, *told)
 
     @property
     def tends(self) -> bool:
@@ -201,7 +212,7 @@ class Rule:
             least = max(per_cache, self.tokens + self.block)
             per_head = min(per_head, least + max(min(self.block, unread), again) + new_tokens)
             per_head += GROWTH_TOKENS if self.tends else 0
-        return self._bytes(per_head, length, new_tokens)
+        return self.bytes_of(per_head, length, new_tokens)
 
     def is_lossless(self, cache: SequenceCache) -> bool:
         """Whether the cache holds all that it has read, as it was read."""
@@ -210,6 +221,11 @@ class Rule:
         everything = self.heads * cache.next_position
         finest = sum(sum(cache.finest_lengths()[each.index]) for each in self._layers)
         return self.policy.storage == Exact() and finest == everything
+
+    def found(self, cache: SequenceCache) -> Held:
+        """What the cache gives access to, at once or by looking for it."""
+        parked = sum(sum(tier.parked().lengths) for tier in cache.tiers)
+        return Held(cache.managed_entries + parked, cache.next_position)
 
     @property
     def merges(self) -> bool:
@@ -238,7 +254,12 @@ class Rule:
         bound = self.heads * (self.tokens + self.block)
         return cache.managed_entries + self.heads * new_tokens > bound
 
-    def _bytes(self, per_head: int, length: int, new_tokens: int) -> Need:
+    def bytes_of(self, per_head: int, length: int, new_tokens: int) -> Need:
+        """What a cache takes with so many entries in each head that the budget is for.
+
+        Args:
+            length, new_tokens: as in `need`; what the budget is not for holds more by them.
+        """
         spec, ledger = self.desk.decoder.spec, self.policy.planner.ledger
         layers = [self._layer_bytes(layer, per_head, length, new_tokens) for layer in spec.layers]
         heads = sum(layer.kv_heads for layer in spec.layers)
@@ -250,7 +271,7 @@ class Rule:
 
     def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
         spec, columns = self.desk.decoder.spec, len(self.policy.planner.ledger.columns)
-        entries = per_head
+        entries = per_head if layer in self._layers else length + new_tokens
         if layer.sliding_window is not None:
             entries = min(length + new_tokens, layer.sliding_window + self.block + new_tokens)
         beside = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
@@ -261,5 +282,6 @@ class Rule:
         """Tokens that may be read behind the cache to judge it."""
         if not self.is_limited:
             return 0
-        wanted = [len(self._book[name]) for name in self.policy.scorer.wanted()]
+        names = self.policy.scorer.wanted() & self._book.keys()
+        wanted = [len(self._book[name]) for name in names]
         return self.block + sum(wanted) + AGAIN_TOKENS

@@ -9,7 +9,6 @@ left to read. So between two tokens of an answer there is never more than one bl
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,8 +23,6 @@ from larder.server.keeper import Durability, Keeper
 from larder.server.news import News
 from larder.server.refusals import too_much
 from larder.server.request import Report
-from larder.server.sitting import ID
-from larder.server.starting import Starting
 from larder.server.tiers import Tiers
 
 # What a pass or a listener may fail with. It ends one request, not the server.
@@ -44,7 +41,6 @@ class Scheduler:
     def __init__(
         self,
         answering: Answering,
-        starting: Starting,
         tiers: Tiers,
         keeper: Keeper,
         news: News,
@@ -52,7 +48,7 @@ class Scheduler:
         rows: int = 64,
         tasks: int = 256,
     ) -> None:
-        self._answering, self._starting, self._tiers = answering, starting, tiers
+        self._answering, self._tiers = answering, tiers
         self._keeper, self._news = keeper, news
         self._clock, self._rows, self._tasks = clock, rows, tasks
         self._waiting: dict[str, deque[Job]] = {}
@@ -83,8 +79,9 @@ class Scheduler:
         heard = self._news.tell()
         self._sweep()
         self._admit()
-        answered, read = self._answer(), self._read()
-        return heard or answered or read
+        ready = self._ready()
+        asks, answered = any(job.asks for job in ready), self._answer(ready)
+        return heard or (not asks and self._read()) or answered  # a question is as long as a block
 
     def cancel_all(self) -> None:
         """Have nobody be served any more."""
@@ -95,7 +92,7 @@ class Scheduler:
     def _sweep(self) -> None:
         """Free what belongs to requests that nobody waits for."""
         for job in [job for job in self.running if job.is_cancelled]:
-            self._undo(job)
+            job.manner.undo(job)
             self._close(job, "cancelled")
         for tenant, own in list(self._waiting.items()):
             for job in [job for job in own if job.is_cancelled]:
@@ -118,7 +115,7 @@ class Scheduler:
                 self._fail(job, too_much(error))
             except FAILURES as error:
                 self._leave(tenant)
-                self._undo(job)
+                job.manner.undo(job)
                 self._fail(job, error)
             else:
                 self._leave(tenant)
@@ -129,7 +126,7 @@ class Scheduler:
     def _start(self, job: Job) -> None:
         job.sitting.is_running = True
         try:
-            self._starting.start(job)
+            job.manner.start(job)
         except BaseException:
             job.sitting.is_running = False
             raise
@@ -138,13 +135,13 @@ class Scheduler:
     def _arrived(self, job: Job, _: Future[Any]) -> None:
         """What the store had of a cache is here, or is not to be had."""
         if job not in self.running:
-            self._starting.give_up(job)
+            job.manner.give_up(job)
             return
         try:
-            self._starting.arrive(job)
+            job.manner.arrive(job)
         except FAILURES as error:
             self.running.remove(job)
-            self._undo(job)
+            job.manner.undo(job)
             self._fail(job, error)
 
     def _leave(self, tenant: str) -> None:
@@ -153,17 +150,27 @@ class Scheduler:
         if not own:
             del self._waiting[tenant]
 
-    def _answer(self) -> bool:
-        """One token for every answer in the making, in turns where they are too many."""
-        ready = [job for job in self.running if job.is_read][: self._rows]
+    def _ready(self) -> list[Job]:
+        """Answers that the next pass goes on with, in turns where they are too many.
+
+        Of those that begin by reading a part of their prompt there is one at most.
+        """
+        ready = [job for job in self.running if job.is_read]
+        asking = [job for job in ready if job.asks]
+        later = set(map(id, asking)) - {id(min(asking, key=self._turn))} if asking else set[int]()
+        return [job for job in ready if id(job) not in later][: self._rows]
+
+    def _answer(self, ready: list[Job]) -> bool:
+        """One token for every answer that is ready."""
         if not ready:
             return False
         self.steps += 1
+        sizes = {id(job): len(job.unread) for job in ready}
         for job, outcome in self._answering.step(ready, FAILURES):
             self.running.remove(job)
-            self._served[job.sitting.tenant] += 1
+            self._served[job.sitting.tenant] += sizes[id(job)]
             if isinstance(outcome, Exception):
-                self._undo(job)
+                job.manner.undo(job)
                 self._fail(job, outcome)
                 continue
             if job.times.first is None:
@@ -179,27 +186,30 @@ class Scheduler:
         left = [job for job in self.running if not job.is_read and job.fetch is None]
         if not left:
             return False
-        served = self._served
-        job = min(left, key=lambda each: (served[each.sitting.tenant], each.unread_pieces))
+        job = min(left, key=self._turn)
         self.blocks += 1
-        piece = job.pieces[job.place]
-        self._served[job.sitting.tenant] += len(piece.ids)
         try:
-            self._starting.read(job)
+            self._served[job.sitting.tenant] += job.manner.read(job)
         except FAILURES as error:
             self.running.remove(job)
-            self._undo(job)
+            job.manner.undo(job)
             self._fail(job, error)
         return True
 
+    def _turn(self, job: Job) -> tuple[float, int]:
+        return self._served[job.sitting.tenant], job.left
+
     def _finish(self, job: Job, reason: str) -> None:
         """The answer is complete: keep the turn, then tell."""
-        sitting, cache = job.sitting, job.sitting.cache
-        assert cache is not None and job.stream is not None
-        said = job.exchange(self._answering.closing(job), cache.next_position, reason)
+        sitting = job.sitting
+        assert job.stream is not None
+        try:
+            said = job.manner.file(job, reason, self._answering.closing(job))
+        except FAILURES as error:
+            job.manner.undo(job)
+            self._fail(job, error)
+            return
         sitting.said.append(said)
-        sitting.read = array(ID, (*job.wanted, *job.ids)[: cache.next_position])
-        sitting.note()
         sitting.epoch += 1
         job.was_new, sitting.is_new = sitting.is_new, False
         try:
@@ -237,6 +247,7 @@ class Scheduler:
         self.ending.remove(job)
         try:
             job.stream.finish()
+            job.manner.accept(job)
             self._tiers.settle(job.sitting)
         except FAILURES as error:
             self._take_back(job, error)
@@ -248,21 +259,8 @@ class Scheduler:
         sitting = job.sitting
         sitting.said.pop()
         sitting.epoch, sitting.is_new = sitting.epoch - 1, job.was_new
-        self._undo(job)
+        job.manner.undo(job)
         self._fail(job, error)
-
-    def _undo(self, job: Job) -> None:
-        """Have the session's cache be as before, or be none where it cannot."""
-        sitting, cache = job.sitting, job.sitting.cache
-        mark = job.mark
-        is_kept = sitting.rule.can_take_back and cache is not None and mark > 0
-        if cache is None or not is_kept or mark < sitting.settled:
-            self._tiers.drop(sitting)
-            return
-        cache.truncate(mark)
-        sitting.read = sitting.read[:mark]
-        sitting.note()
-        self._tiers.settle(sitting)
 
     def _close(self, job: Job, reason: str) -> None:
         now = self._clock()

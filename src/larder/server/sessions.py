@@ -14,19 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import UsageError
+from larder.server.matching import Matched, matched, prompt_ids
 from larder.server.refusals import busy, invalid, taken, unknown
 from larder.server.request import Request, Turn
 from larder.server.rule import Rule
-from larder.server.sitting import (
-    ID,
-    NAME_CHARACTERS,
-    Asked,
-    Matched,
-    Said,
-    Sitting,
-    matched,
-    prompt_ids,
-)
+from larder.server.sitting import ID, NAME_CHARACTERS, Asked, Said, Sitting
 from larder.session.transcript import Scribe
 
 PREFIX_TOKENS = 16  # texts that differ sooner share nothing worth sharing

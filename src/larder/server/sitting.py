@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import UsageError
 from larder.engine.sampling import Sampling
 from larder.server.request import Request, Turn
 from larder.server.rule import Held, Rule
+from larder.server.spots import AllSpots
+from larder.session.filing import Cabinet
 from larder.session.shelf import Parked
-from larder.session.template import Turn as Told
-from larder.session.transcript import Scribe
 from larder.store.ledger import Reservation
 
 ID = "i"  # of an array: a token id takes four bytes
@@ -106,6 +105,11 @@ class Sitting:
         opening: turns that were said before the first request.
         said: the log, which everything can be computed from again.
         cache, parked: the cache, in one of two places or in none.
+        cabinet: the caches, where the session is held as a chat; then the former two are none.
+        episode: the number of the cache that answered last.
+        base: exchanges that were said when the caches of a chat were last built anew.
+        spots: where in the text the caches of a chat hold what they hold.
+        found: what the cache of a chat that answered last gives access to.
         read: the tokens that the cache has read.
         settled: how many of them stand in it for good: what came later can be taken back.
         origin: the session that it was forked from, until it has a cache of its own.
@@ -134,6 +138,11 @@ class Sitting:
     said: list[Said] = field(default_factory=list)
     cache: SequenceCache | None = None
     parked: Parked | None = None
+    cabinet: Cabinet | None = None
+    episode: int = 0
+    base: int = 0
+    spots: AllSpots = field(default_factory=AllSpots)
+    found: Held = Held()
     read: array = field(default_factory=lambda: array(ID))
     settled: int = 0
     is_lossless: bool = True
@@ -174,16 +183,16 @@ class Sitting:
     @property
     def tier(self) -> str:
         """Where its cache is."""
-        if self.cache is not None:
+        if self.active is not None:
             return "device"
-        if self.parked is not None:
+        if self.parked is not None or self.cabinet is not None:
             return "host"
         return "none" if self.kept is None else "disk"
 
     @property
     def is_in_memory(self) -> bool:
         """Whether its cache is on the device or in host memory."""
-        return self.cache is not None or self.parked is not None
+        return any(each is not None for each in (self.cache, self.parked, self.cabinet))
 
     @property
     def is_saved(self) -> bool:
@@ -197,6 +206,21 @@ class Sitting:
         return is_idle and self.written > 0 and self.logged == len(self.said) > 0
 
     @property
+    def active(self) -> SequenceCache | None:
+        """Its cache that answers, if it is on the device."""
+        return self.cache if self.cabinet is None else self.cabinet.shelf.active_cache
+
+    @property
+    def device_bytes(self) -> int:
+        """Of its caches, on the device."""
+        return 0 if self.active is None else self.active.fast_nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of its caches, in host memory."""
+        return self.nbytes - self.device_bytes
+
+    @property
     def log_bytes(self) -> int:
         """What it takes in memory beside its cache."""
         return OVERHEAD_BYTES + sum(each.nbytes for each in self.said)
@@ -204,6 +228,8 @@ class Sitting:
     @property
     def held(self) -> Held:
         """What its cache holds, wherever it is."""
+        if self.cabinet is not None:
+            return self.found
         if self.cache is not None:
             return Held(self.cache.managed_entries, self.cache.next_position)
         if self.parked is not None:
@@ -212,6 +238,8 @@ class Sitting:
 
     def usable(self, wanted: Sequence[int]) -> int:
         """How many tokens of a text its cache can answer for; the last is always read anew."""
+        if self.cabinet is not None:  # it goes on by turns, not by tokens
+            return 0
         read, settled = self.read, self.settled
         if not self.is_in_memory:
             if self.kept is None:
@@ -224,12 +252,16 @@ class Sitting:
 
     def note(self) -> None:
         """Remember what the cache has become; call it after every turn."""
-        assert self.cache is not None
-        self.is_lossless = not self.is_coded and self.rule.is_lossless(self.cache)
+        cache = self.active
+        assert cache is not None
+        self.is_lossless = not self.is_coded and self.rule.is_lossless(cache)
+        self.found = self.rule.found(cache)
 
     @property
     def nbytes(self) -> int:
-        """Of its cache, wherever it is, in memory."""
+        """Of its caches, wherever they are."""
+        if self.cabinet is not None:
+            return self.cabinet.shelf.nbytes
         if self.cache is not None:
             return self.cache.nbytes
         if self.parked is not None:
@@ -247,42 +279,3 @@ def shared(first: Sequence[int], second: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-@dataclass(frozen=True)
-class Matched:
-    """How far a request's messages are those of a session.
-
-    Args:
-        exchanges: that are the same.
-        rest: messages behind them.
-    """
-
-    exchanges: int
-    rest: tuple[Turn, ...]
-
-
-def matched(said: Sequence[Said], turns: tuple[Turn, ...]) -> Matched:
-    """Compare messages from the first on; white space around an answer does not count."""
-    place = exchanges = 0
-    for each in said:
-        stop = place + len(each.turns)
-        if turns[place:stop] != each.turns or stop >= len(turns) - 1:
-            break
-        answer = turns[stop]
-        if answer.role != ASSISTANT or answer.text.strip() != each.text.strip():
-            break
-        place, exchanges = stop + 1, exchanges + 1
-    return Matched(exchanges, turns[place:])
-
-
-def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array:
-    """Tokens that new messages add behind finished exchanges.
-
-    Raises:
-        UsageError: there is nothing to answer.
-    """
-    if not rest or rest[-1].role == ASSISTANT:
-        raise UsageError("The last message must be one that can be answered, not the assistant's.")
-    told = [Told(turn.role, turn.text) for turn in rest]
-    return array(ID, scribe.going_on(told) if said else scribe.prompt(told))

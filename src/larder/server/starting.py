@@ -12,7 +12,8 @@ from larder.core.errors import BudgetError, Refused
 from larder.engine.streaming import TextStream
 from larder.server.budget import Need, Purse
 from larder.server.job import Fetch, Job, pieces_of
-from larder.server.sitting import ID, Sitting
+from larder.server.manner import Manner
+from larder.server.sitting import ID, Said, Sitting
 from larder.server.stowing import COPIES
 from larder.server.tiers import Tiers
 from larder.server.vault import SLOWER
@@ -22,8 +23,8 @@ from larder.session.transcript import Scribe
 Find = Callable[[Sitting, tuple[int, ...]], Sitting | None]
 
 
-class Starting:
-    """Finds the cache to go on with, and reads what it lacks.
+class Starting(Manner):
+    """Holds each session in one cache: finds the one to go on with, and reads what it lacks.
 
     Args:
         find: who else may have read the beginning of a text.
@@ -33,11 +34,6 @@ class Starting:
         self._tiers, self._purse, self._scribe, self._find = tiers, purse, scribe, find
 
     def start(self, job: Job) -> None:
-        """Give a request its memory, and have what the store has of its cache fetched.
-
-        Raises:
-            BudgetError: there is none now; the session is as it was.
-        """
         sitting = job.sitting
         job.counts.tier = sitting.tier
         usable = _usable(job, sitting)
@@ -88,8 +84,7 @@ class Starting:
         job.counts.recomputed = max(0, said - job.mark)
         self._lay_out(job, job.wanted)
 
-    def read(self, job: Job) -> None:
-        """Read the next piece of the prompt."""
+    def read(self, job: Job) -> int:
         sitting, piece = job.sitting, job.pieces[job.place]
         cache = sitting.cache
         assert cache is not None
@@ -107,13 +102,47 @@ class Starting:
         job.place += 1
         if job.is_read:
             self._prepare(job)
+        return len(piece.ids)
 
     def read_again(self, job: Job) -> None:
-        """A pass has spoiled the cache: build it anew, in the same memory, and go on behind."""
         sitting = job.sitting
         sitting.cache, sitting.read, sitting.settled = sitting.rule.empty(), array(ID), 0
         job.mark = 0
         self._lay_out(job, (*job.wanted, *job.ids))
+
+    def note(self, job: Job, plans: int) -> None:
+        sitting = job.sitting
+        self._purse.check(sitting.key, job.cache.nbytes)
+        sitting.read.append(job.unread[0])
+        if job.cache.plans != plans:
+            sitting.settled = job.cache.next_position
+
+    def goes_on(self, job: Job, reason: str, closing: tuple[int, ...]) -> bool:
+        """As `Manner.goes_on`: the next turn reads that with its prompt."""
+        del job, reason, closing
+        return False
+
+    def file(self, job: Job, reason: str, closing: tuple[int, ...]) -> Said:
+        sitting, read = job.sitting, job.cache.next_position
+        unread = len(job.wanted) + len(job.ids) + len(closing) - read
+        sitting.read = array(ID, (*job.wanted, *job.ids)[:read])
+        sitting.note()
+        return job.exchange(closing, unread, reason)
+
+    def accept(self, job: Job) -> None:
+        """As `Manner.accept`: the cache is there already."""
+
+    def undo(self, job: Job) -> None:
+        sitting, cache = job.sitting, job.sitting.cache
+        mark = job.mark
+        is_kept = sitting.rule.can_take_back and cache is not None and mark > 0
+        if cache is None or not is_kept or mark < sitting.settled:
+            self._tiers.drop(sitting)
+            return
+        cache.truncate(mark)
+        sitting.read = sitting.read[:mark]
+        sitting.note()
+        self._tiers.settle(sitting)
 
     def _lay_out(self, job: Job, text: tuple[int, ...]) -> None:
         sitting = job.sitting

@@ -52,6 +52,8 @@ class Stowing:
     def needs(self, sitting: Sitting) -> bool:
         """Whether the store could have a cache, but has not."""
         is_written = sitting.written > 0 and sitting.logged == len(sitting.said) > 0
+        if sitting.cabinet is not None:  # it is read again
+            return False
         is_refused = sitting.unkept == len(sitting.read)
         return self._vault.is_open and is_written and not sitting.is_saved and not is_refused
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 from larder.cache.sequence import SequenceCache
 from larder.server.budget import Need, Purse
+from larder.server.chat_tiers import ChatTiers, resting_bytes
 from larder.server.keeper import Durability
 from larder.server.leaving import Order
 from larder.server.logs import Logs
@@ -55,6 +56,7 @@ class Tiers:
         self._stowing = Stowing(ledger, vault, news, self.stow)
         self.on_device: dict[int, Sitting] = {}
         self.in_host: dict[int, Sitting] = {}
+        self.chats = ChatTiers(ledger, purse, self.in_host, self._host_room, self.drop)
         self.logs = Logs(ledger, unload)
         self.parked: Counter[str] = Counter()
         self.restored: Counter[str] = Counter()
@@ -81,11 +83,7 @@ class Tiers:
 
     def settle(self, sitting: Sitting) -> None:
         """A turn is over: give slack back, and keep no more than what is there."""
-        assert sitting.cache is not None
-        sitting.cache.compact()
-        self._purse.check(sitting.key, sitting.cache.nbytes)
-        passing = max(store.nbytes for store in sitting.cache.stores)
-        self._purse.grant(sitting.key, sitting.tenant, Need(sitting.cache.nbytes, passing))
+        self.chats.settle(sitting)
 
     def host_room(self, sitting: Sitting, count: int) -> Reservation | None:
         """Host memory for a while; None where there is none."""
@@ -120,6 +118,10 @@ class Tiers:
 
     def revive(self, sitting: Sitting) -> None:
         """Bring a parked cache back to the device, which was granted before."""
+        if sitting.cabinet is not None:
+            sitting.cabinet.shelf.activate(sitting.episode)
+            self.restored[Tier.HOST.value] += 1
+            return
         assert sitting.parked is not None
         parked, sitting.parked = sitting.parked, None
         spec = sitting.rule.desk.decoder.spec
@@ -131,9 +133,11 @@ class Tiers:
 
     def park(self, sitting: Sitting) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
+        if sitting.cabinet is not None:
+            return self._parked(sitting, self.chats.park(sitting))
         cache = sitting.cache
         assert cache is not None
-        count = _host_bytes(cache)
+        count = resting_bytes(cache)
         copies = 0 if self._stowing.is_busy or not self.vault.is_open else COPIES * count
         self._easy_room(sitting, count + copies)
         room = self.host_room(sitting, count)
@@ -143,11 +147,15 @@ class Tiers:
         room.shrink(sitting.parked.nbytes)
         sitting.host = room
         self.in_host[sitting.key] = sitting
-        self._leave(sitting)
-        sitting.clock = self._order.clock(Tier.HOST)
-        self.parked[Tier.HOST.value] += 1
-        self.stow()
-        return True
+        return self._parked(sitting, True)
+
+    def _parked(self, sitting: Sitting, is_done: bool) -> bool:
+        if is_done:
+            self._leave(sitting)
+            sitting.clock = self._order.clock(Tier.HOST)
+            self.parked[Tier.HOST.value] += 1
+            self.stow()
+        return is_done
 
     def stow(self) -> None:
         """Have the cache that would leave host memory first be written, if none is just now."""
@@ -178,7 +186,7 @@ class Tiers:
         again."""
         if sitting.is_in_memory and not sitting.is_saved:
             self.dropped += 1
-        sitting.cache = sitting.parked = None
+        sitting.cache = sitting.parked = sitting.cabinet = None
         sitting.read, sitting.settled, sitting.is_coded = array(ID), 0, False
         sitting.is_lossless = sitting.kept is None or sitting.kept.is_lossless
         self._give_host_back(sitting)
@@ -222,8 +230,7 @@ class Tiers:
         """Have a session leave the device; False where that must wait for the store."""
         if self.park(sitting):
             return True
-        assert sitting.cache is not None
-        may_fit = _host_bytes(sitting.cache) <= self._host_limit(sitting.tenant)
+        may_fit = 0 < resting_bytes(sitting.cache) <= self._host_limit(sitting.tenant)
         if may_fit and self.is_leaving and not sitting.is_saved:
             return False
         self.let_go(sitting)
@@ -290,8 +297,3 @@ class Tiers:
         if sitting.host is not None:
             self._stowing.hold(sitting, sitting.host)
             sitting.host = None
-
-
-def _host_bytes(cache: SequenceCache) -> int:
-    """What a cache takes at rest."""
-    return sum(tensor.nbytes for store in cache.stores for tensor in store.tensors())

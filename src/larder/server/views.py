@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from larder.server.hub import Kept, SessionTurns, SessionView
+from larder.core.observation import Entries
+from larder.server.hub import EpisodeView, Kept, SessionTurns, SessionView
 from larder.server.request import Turn
 from larder.server.sitting import ASSISTANT, Sitting
+from larder.server.spots import Spots
 from larder.store.records import Record
 
 
@@ -27,8 +29,8 @@ def view_of(sitting: Sitting) -> SessionView:
         tokens=sitting.tokens,
         tier=sitting.tier,
         tier_bytes={
-            "device": sitting.nbytes if sitting.cache is not None else 0,
-            "host": sitting.nbytes if sitting.parked is not None else 0,
+            "device": sitting.device_bytes,
+            "host": sitting.host_bytes,
             "disk": 0 if sitting.kept is None else sitting.kept.nbytes,
         },
         kept_tokens=kept,
@@ -83,12 +85,43 @@ def turns_of(sitting: Sitting) -> SessionTurns:
 
 def kept_of(sitting: Sitting) -> Kept:
     """What the cache on the device holds; nothing where there is none."""
-    cache = sitting.cache
+    cache = sitting.active
     if cache is None:
         return Kept(0, ())
-    layers = list[tuple[tuple[int, ...], ...]]()
-    for layer in cache.spec.layers:
-        held = cache.entries(layer.index)
-        heads = [held.head_positions(head).tolist() for head in range(len(held.lengths))]
-        layers.append(tuple(map(tuple, heads)))
-    return Kept(cache.next_position, tuple(layers))
+    spots, tokens = sitting.spots.of(sitting.episode), cache.next_position
+    layers = tuple(_positions(cache.entries(layer.index), spots) for layer in cache.spec.layers)
+    tiers = {tier.layer.index: tier for tier in cache.tiers if tier.recalls}
+    parked = tuple(
+        _positions(tiers[layer.index].parked(), spots) if layer.index in tiers else ()
+        for layer in cache.spec.layers
+    )
+    if sitting.cabinet is not None:
+        tokens = max(tokens, sitting.cabinet.length)
+    held = parked if tiers else ()
+    return Kept(tokens, layers, parked=held, episodes=_episodes(sitting))
+
+
+def _positions(held: Entries, spots: Spots) -> tuple[tuple[int, ...], ...]:
+    """Where in the text the entries of each head stand."""
+    heads = range(len(held.lengths))
+    return tuple(spots.placed(held.head_positions(head).tolist()) for head in heads)
+
+
+def _episodes(sitting: Sitting) -> tuple[EpisodeView, ...]:
+    """The caches of a session that has one for each topic."""
+    if sitting.cabinet is None:
+        return ()
+    shelf, router = sitting.cabinet.shelf, sitting.cabinet.state.memory.router
+    about, segments = router.prompts(), router.segments()
+    return tuple(
+        EpisodeView(
+            number=number,
+            is_active=number == shelf.active,
+            kept_tokens=held.entries // max(1, sitting.rule.heads),
+            segments=segments[number],
+            about=about[number],
+            tier="device" if number == shelf.active else "host",
+            nbytes=held.nbytes,
+        )
+        for number, held in enumerate(shelf.holdings() if about else ())
+    )

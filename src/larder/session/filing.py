@@ -174,6 +174,23 @@ class Cabinet:
         if drawer.is_copy:
             self.shelf.activate(drawer.number)
 
+    def before(self, exchanges: int) -> Cabinet | None:
+        """A second memory, as when so many exchanges were said; None where that must be read anew.
+
+        Its caches are in host memory.
+        """
+        undone = len(self.state.log.exchanges) - exchanges
+        spec, state = self._desk.decoder.spec, self.state
+        slides = len(spec.managed) < len(spec.layers)
+        if not 0 <= undone <= (0 if slides else len(self._undo)):
+            return None
+        caches = list(self.shelf.copies())
+        for undo in list(self._undo)[::-1][:undone]:
+            caches[undo.number].truncate(undo.mark)
+            state = undo.state
+        memory = replace(state.memory, shelf=Shelf(spec, caches))
+        return Cabinet(self._desk, replace(state, memory=memory), self._progress)
+
     def roll_back(self, log: Log) -> None:
         """Be as when no more than this beginning of the log was said."""
         while len(self.state.log.exchanges) > len(log.exchanges):

@@ -176,12 +176,8 @@ def building(
     spec = desk.decoder.spec
     for book in books:
         require(book, policy.scorer.wanted())
-    held = entries_of(policy, spec)
-    tokens = policy.timing.reading_tokens(held)
-    check_room(policy, held)
-    planner, quotas = readied(desk, policy, tokens, len(ids))
-    told = planner, tokens, quotas, meter, pages_of(policy)
-    shelf, reader = Shelf(spec, ()), Reader(desk.decoder, *told)
+    check_room(policy, entries_of(policy, spec))
+    shelf, reader = Shelf(spec, ()), reader_of(desk, policy, len(ids), meter)
     lanes = [Lane(empty_cache(policy, spec), book, shelf.add) for book in books]
     if not ids:
         for lane in lanes:
@@ -189,6 +185,13 @@ def building(
         return shelf
     yield from policy.schedule.steps(reader, lanes, ids)
     return shelf
+
+
+def reader_of(desk: Desk, policy: Policy, context: int, meter: Meter) -> Reader:
+    """What reads a text of so many tokens under a policy."""
+    tokens = policy.timing.reading_tokens(entries_of(policy, desk.decoder.spec))
+    planner, quotas = readied(desk, policy, tokens, context)
+    return Reader(desk.decoder, planner, tokens, quotas, meter, pages_of(policy))
 
 
 def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending | None:

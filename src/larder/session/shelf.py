@@ -139,6 +139,11 @@ class Shelf:
         return None if self._active is None else self._active[0]
 
     @property
+    def active_cache(self) -> SequenceCache | None:
+        """The active cache."""
+        return None if self._active is None else self._active[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all caches, active and parked."""
         return self.parked_bytes + (0 if self._active is None else self._active[1].nbytes)

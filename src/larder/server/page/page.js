@@ -94,7 +94,8 @@ function showFigures() {
   find("share").textContent = tokens ? percent(held / (tokens * heads.length)) : "–";
   find("length").textContent = session ? session.tokens.toLocaleString("en") : "–";
   find("size").textContent = session ? size(bytesOf(session)) : "–";
-  find("why").textContent = why(session, tokens);
+  find("why").textContent = [why(session, tokens), parked(tokens)].filter(Boolean).join(" ");
+  find("episodes").replaceChildren(...(state.kept?.episodes || []).map(shownEpisode));
   for (const button of find("actions").children) {
     button.disabled = !session || Boolean(state.speaking);
   }
@@ -111,6 +112,21 @@ function why(session, tokens) {
   const gone = session.evicted_tokens + session.merged_tokens;
   const way = session.merged_tokens ? "merged into others" : "dropped";
   return gone ? `${gone.toLocaleString("en")} entries per head were ${way}.` : "";
+}
+
+function parked(tokens) {
+  const heads = (state.kept?.parked || []).flat();
+  const held = heads.reduce((sum, ranges) => sum + count(ranges), 0);
+  const all = (state.kept?.layers || []).flat().length;
+  return held ? `${percent(held / (tokens * all))} is parked, and looked up when it is needed.` : "";
+}
+
+function shownEpisode(episode) {
+  const told = `${episode.segments} pieces, ${episode.kept_tokens} kept, ${size(episode.nbytes)}`;
+  const row = made("li", `Episode ${episode.number + 1}: ${told} (${episode.tier})`);
+  row.title = episode.about.join("\n");
+  row.setAttribute("aria-current", String(episode.is_active));
+  return row;
 }
 
 // The address names the session, so that it can be kept and opened again.

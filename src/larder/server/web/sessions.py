@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
@@ -35,17 +36,21 @@ def list_sessions(http: HttpRequest) -> JSONResponse:
 
 @router.get("/{name:path}/kept")
 def kept(http: HttpRequest, name: str) -> JSONResponse:
-    """Tell which positions each layer and head still holds, as [start, stop) ranges, what was
-    said, and the text of each token."""
+    """Tell which positions each layer and head still holds, and which it has parked, as
+    [start, stop) ranges, the episodes, what was said, and the text of each token."""
     hub, tenant = desk_of(http).hub, tenant_of(http)
     held, session = hub.kept(tenant, checked(name, "name")), hub.session(tenant, name)
     turns = [
         {"role": turn.role, "text": turn.text, "start": start, "stop": stop}
         for turn, (start, stop) in zip(session.turns, session.spans, strict=True)
     ]
-    layers = [[_ranges(positions) for positions in heads] for heads in held.layers]
-    texts = list(held.texts)
-    return JSONResponse({"tokens": held.tokens, "layers": layers, "turns": turns, "texts": texts})
+    layers, parked = (
+        [[_ranges(positions) for positions in heads] for heads in part]
+        for part in (held.layers, held.parked)
+    )
+    episodes = [asdict(episode) for episode in held.episodes]
+    told = {"tokens": held.tokens, "layers": layers, "parked": parked, "episodes": episodes}
+    return JSONResponse({**told, "turns": turns, "texts": list(held.texts)})
 
 
 @router.post("/{name:path}/pin")

@@ -1,0 +1,83 @@
+"""Where the caches of chats rest: one on the device, others in host memory.
+
+What is parked of the one that answers counts on the host, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BudgetError
+from larder.server.budget import Need, Purse
+from larder.server.sitting import Sitting
+from larder.store.ledger import ByteLedger, Tier
+
+
+class ChatTiers:
+    """Moves such caches. For the model's thread.
+
+    Args:
+        in_host: who has something in host memory.
+        room: makes room there, if it can.
+        drop: gives all caches of a session up.
+    """
+
+    def __init__(
+        self,
+        ledger: ByteLedger,
+        purse: Purse,
+        in_host: MutableMapping[int, Sitting],
+        room: Callable[[Sitting, int], bool],
+        drop: Callable[[Sitting], None],
+    ) -> None:
+        self._ledger, self._purse, self._in_host = ledger, purse, in_host
+        self._room, self._drop = room, drop
+
+    def hold(self, sitting: Sitting, count: int) -> None:
+        """Speak for so many bytes of host memory, more or less than before.
+
+        Raises:
+            BudgetError: others that are in use have too much.
+        """
+        held = 0 if sitting.host is None else sitting.host.bytes
+        if count > held:
+            self._room(sitting, count - held)
+        more = self._ledger.reserve(Tier.HOST, sitting.tenant, max(0, count - held))
+        if sitting.host is None:
+            sitting.host = more
+        else:
+            sitting.host.bytes += more.bytes
+            sitting.host.shrink(count)
+        self._in_host[sitting.key] = sitting
+
+    def settle(self, sitting: Sitting) -> None:
+        """A turn is over: give slack back, and keep no more than what is there."""
+        cache, need = sitting.active, Need()
+        if cache is not None:
+            cache.compact()
+            self._purse.check(sitting.key, cache.fast_nbytes)
+            need = Need(cache.fast_nbytes, max(store.fast_nbytes for store in cache.stores))
+        self._purse.grant(sitting.key, sitting.tenant, need)
+        if sitting.cabinet is None:
+            return
+        try:
+            self.hold(sitting, sitting.host_bytes)
+        except BudgetError:
+            self._drop(sitting)
+
+    def park(self, sitting: Sitting) -> bool:
+        """Have the device be free; False if there is no room for what leaves it."""
+        assert sitting.cabinet is not None
+        if not self._room(sitting, sitting.device_bytes):
+            return False
+        self.hold(sitting, sitting.nbytes)
+        sitting.cabinet.shelf.rest()
+        self.hold(sitting, sitting.nbytes)
+        return True
+
+
+def resting_bytes(cache: SequenceCache | None) -> int:
+    """What a cache takes at rest."""
+    stores = () if cache is None else cache.stores
+    return sum(tensor.nbytes for store in stores for tensor in store.tensors())

@@ -1,0 +1,52 @@
+"""How far a request's messages are those of a session, and what they add to it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from larder.core.errors import UsageError
+from larder.server.request import Turn
+from larder.server.sitting import ASSISTANT, ID, Said
+from larder.session.template import Turn as Told
+from larder.session.transcript import Scribe
+
+
+@dataclass(frozen=True)
+class Matched:
+    """How far a request's messages are those of a session.
+
+    Args:
+        exchanges: that are the same.
+        rest: messages behind them.
+    """
+
+    exchanges: int
+    rest: tuple[Turn, ...]
+
+
+def matched(said: Sequence[Said], turns: tuple[Turn, ...]) -> Matched:
+    """Compare messages from the first on; white space around an answer does not count."""
+    place = exchanges = 0
+    for each in said:
+        stop = place + len(each.turns)
+        if turns[place:stop] != each.turns or stop >= len(turns) - 1:
+            break
+        answer = turns[stop]
+        if answer.role != ASSISTANT or answer.text.strip() != each.text.strip():
+            break
+        place, exchanges = stop + 1, exchanges + 1
+    return Matched(exchanges, turns[place:])
+
+
+def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array:
+    """Tokens that new messages add behind finished exchanges.
+
+    Raises:
+        UsageError: there is nothing to answer.
+    """
+    if not rest or rest[-1].role == ASSISTANT:
+        raise UsageError("The last message must be one that can be answered, not the assistant's.")
+    told = [Told(turn.role, turn.text) for turn in rest]
+    return array(ID, scribe.going_on(told) if said else scribe.prompt(told))
