@@ -80,10 +80,9 @@ class Core:
         rule, unload = EVICTIONS.load(eviction)(), self._unload
         self.tiers = Tiers(self.ledger, self.purse, rule, clock, vault, news, unload)
         decoder = engine.loaded.decoder
-        held = self.tiers, self.purse
         self._manners: tuple[Manner, Manner] = (
-            Starting(*held, engine.scribe, self.sessions.sharing),
-            Chatting(*held, decoder, engine.scribe),
+            Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing),
+            Chatting(self.tiers, self.purse, decoder, engine.scribe),
         )
         directory = self._directory = Directory(self.sessions, self.forget, keeper)
         told = decoder, engine.scribe, engine.stops
