@@ -12,6 +12,7 @@ import zstandard
 
 from larder.core.types import Coming, Mode
 from larder.engine.engine import Engine
+from larder.engine.sampling import Sampling
 from larder.models.passes import Row
 from larder.server.job import pieces_of
 from larder.server.rule import Rule
@@ -43,7 +44,7 @@ class Parting:
 def exchanges(exported: bytes) -> list[Said]:
     """What was said in a session, token for token, of the file that a server exports."""
     document = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(exported))
-    asked = Asked(None, 0, ())  # type: ignore[arg-type]
+    asked = Asked(Sampling(), 0, ())
     return [
         Said((), array(ID, t["prompt"]), t["text"], array(ID, t["answer"]), t["unread"], asked, "")
         for t in document["said"]

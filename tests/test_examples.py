@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
-SAID = {"ask.py": "Bramo"}
+SAID = {"ask.py": "Biscuit"}
 
 
 @pytest.fixture(autouse=True)
@@ -40,4 +40,4 @@ def test_the_readme_runs(
     [code] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     monkeypatch.chdir(ROOT)
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
-    assert "Bramo" in capsys.readouterr().out
+    assert "Biscuit" in capsys.readouterr().out

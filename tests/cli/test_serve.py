@@ -93,5 +93,5 @@ def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
     assert "cannot be listened at" in said and "another --port" in said
-    said = complaint(run("serve", "--port", "0", "--policy", "epicache"), 2)
-    assert "a server keeps one" in said
+    said = complaint(run("serve", "--port", "0", "--policy", "exact_question"), 2)
+    assert "needs the question before reading" in said

@@ -29,13 +29,13 @@ class Sizes(list[int]):
     """How many lanes each settlement had, while a test lasts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        settle = Reader.settle
+        settling = Reader.settling
 
-        def spy(reader: Reader, lanes: Any, *rest: Any) -> None:
+        def spy(reader: Reader, lanes: Any, *rest: Any) -> Any:
             self.append(len(lanes))
-            settle(reader, lanes, *rest)
+            return settling(reader, lanes, *rest)
 
-        monkeypatch.setattr(Reader, "settle", spy)
+        monkeypatch.setattr(Reader, "settling", spy)
 
 
 @pytest.fixture

@@ -104,8 +104,8 @@ def test_18_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
 
 
 def test_20_only_who_has_the_lease_writes(tmp_path: Path) -> None:
-    store = store_at(tmp_path, clock=lambda: now[0])
     now = [0.0]
+    store = store_at(tmp_path, clock=lambda: now[0])
     save(store)
     own = (load(store).record.tenant, load(store).record.session)
     late = acquire(store.parts.manifest, *own, "one", 5.0)
