@@ -79,6 +79,7 @@ def test_what_has_no_prompt_to_replace_is_refused(bench: Workbench, tmp_path: Pa
         measure_of("prompts(step=60)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [ROUNDED, PARKED])
 def test_made_up_entries_take_what_those_of_a_text_take(
     bench: Workbench, tmp_path: Path, policy: str

@@ -65,8 +65,8 @@ def serving(loaded: Loaded, policy: str, tokens: int = TOKENS, **options: int | 
 def makeup(name: str) -> tuple[str, ...]:
     """What decides the way that a preset takes: presets alike in this are tried once by default."""
     policy = Policy.parse(name)
-    parts = policy.session, policy.schedule, policy.compensation, policy.storage, policy.timing
-    return tuple(type(part).__name__ for part in (*parts, policy.recall))
+    parts = policy.session, policy.schedule, policy.timing, policy.recall
+    return tuple(type(part).__name__ for part in parts)
 
 
 def ways() -> list[object]:

@@ -75,7 +75,8 @@ class Parts:
         self.records = SealedPlace(self.place, self.sealing)
         self.blobs = Blobs(self.place, self.guard, clock)
         self.vault = Vault(self.blobs, self.sealing)
-        self._patience = Patience(min(patience.seconds, BUSY_SECONDS), failures=1)
+        waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
+        self._patience = Patience(waits[0], failures=1, rest_seconds=waits[1])
         self.manifest, is_new = self._manifest(home / MANIFEST)
         own = self.records, self.guard, self.manifest, self.secret
         self.heads = Heads(*own, self._damaged)
