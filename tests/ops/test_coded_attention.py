@@ -78,6 +78,7 @@ def test_a_head_without_entries_gives_nothing() -> None:
         assert lse[[0, 1, 4, 5]].isneginf().all() and lse[2:4].isfinite().all()
 
 
+@pytest.mark.slow
 def test_many_groups_are_shared_among_threads(monkeypatch) -> None:
     rows = some_rows(CODECS["two_far"], [0, 1, 1, 0, 1] * 12, [8, 7, 4, 8, 5] * 12)
     queries, bias = torch.randn(4, 2, 12), torch.randn(len(rows))

@@ -155,6 +155,7 @@ class TestMiniLM:
         question = minilm.embed_questions(["How much is fixing the door?"])[0]
         assert (minilm.embed_segments(TEXTS) @ question).argmax() == 0
 
+    @pytest.mark.slow
     def test_loads_in_silence_without_the_sentence_library(self) -> None:
         code = (
             "import sys; from larder.session.embedding import load_embedder; "
