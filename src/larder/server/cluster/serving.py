@@ -19,7 +19,7 @@ from larder.server.hub import Hub
 from larder.server.request import Request
 
 NAME = "larder"
-ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 MOST_REQUESTS = 1000  # at a time and replica: our own scheduler has them wait
 DRAIN_SECONDS = 60.0
 ASK_SECONDS = 10.0
