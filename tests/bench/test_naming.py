@@ -31,3 +31,11 @@ def test_what_short_names_mean_stands_below() -> None:
     names = short_names(["d2o", FOLDS[0]])
     assert spelled_out(names)[2] == f"- policy 1: `{FOLDS[0]}`"
     assert spelled_out(short_names(["d2o", "h2o"])) == []
+
+
+def test_a_longer_name_is_better_than_a_number() -> None:
+    base = "episodes({}) > patched() > sensitivity()"
+    told = [base.format(one) for one in ("count=2", "count=8", "representatives=1")]
+    names = short_names([*told, "blockwise() > keydiff() > pooled()"])
+    assert names[told[0]] == "episodes(count=2), patched, sensitivity"
+    assert names[told[2]] == "episodes(representatives=1), patched, sensitivity"

@@ -13,7 +13,7 @@ from larder.bench.rows import Row
 from larder.core.errors import SpellingError
 from larder.core.spelling import Call, Value, parse
 
-LONGEST = 36  # letters of a short name
+LONG, LONGEST = 36, 56  # letters of a short name, and of one that has no shorter form
 Atom = tuple[str, str, Value]  # a part, and one of its parameters or nothing
 
 
@@ -31,9 +31,9 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     numbers = {name: f"policy {number}" for number, name in enumerate(spelled, start=1)}
 
     def short(name: str) -> str:
-        for told in (words, parts):
+        for told, longest in ((words, LONG), (parts, LONG), (words, LONGEST)):
             is_alone = [*told.values(), *known].count(told[name]) == 1
-            if is_alone and 0 < len(told[name]) <= LONGEST:
+            if is_alone and 0 < len(told[name]) <= longest:
                 return told[name]
         return numbers[name]
 
