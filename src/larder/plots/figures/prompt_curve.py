@@ -13,7 +13,7 @@ from larder.bench.rows import Results, Row
 from larder.plots import scores
 from larder.plots.figures.base import Figure, Looks, numbered
 from larder.plots.lines import Axis, Line, Panel, draw, even
-from larder.plots.looks import CONTROLS, Look
+from larder.plots.looks import COLORS, CONTROLS, MARKERS, SOLID, Look
 from larder.plots.style import FAINT, SOFT, Drawing, styled
 
 QUESTION = "the question"  # the line across
@@ -70,7 +70,8 @@ class PromptCurve(Figure):
         ]
 
     def _figure(self, panels: Sequence[Panel], looks: Looks) -> object:
-        order: dict[str, Look] = {**looks}
+        own = {line.name for panel in panels for line in panel.lines}
+        order = {p: _colored(look) if p in own else look for p, look in looks.items()}
         order[QUESTION] = Look("question itself", FAINT, SOFT, "", CONTROLS["oracle"])
         with styled():
             x = Axis("nearness rank of the prompt's utterances", _RANKS, 0.0, 100.0)
@@ -100,6 +101,13 @@ class PromptCurve(Figure):
 
 
 _RANKS = ((0.0, "nearest"), (25.0, "25%"), (50.0, "50%"), (75.0, "75%"), (100.0, "farthest"))
+
+
+def _colored(look: Look) -> Look:
+    """A control that is a curve here, and not what curves are compared with."""
+    if not look.is_control:
+        return look
+    return Look("utterances", *COLORS[0], MARKERS[0], SOLID)
 
 
 def _height(panels: Sequence[Panel], score: str) -> Axis:
