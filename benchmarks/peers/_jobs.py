@@ -36,6 +36,7 @@ from larder.session.policy import Policy
 HERE = Path(__file__).parent
 STUDY = "peers"
 PROBE = "import json,importlib.metadata as m,sys;json.dump({d.metadata['Name']:d.version for d in m.distributions()},sys.stdout)"  # noqa: E501
+RANDOM_QUESTIONS = 2  # of a model whose answers mean nothing, unless it is said
 TOLD = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
 
 
@@ -92,6 +93,21 @@ class Setting:
         """Whether what the model says means nothing."""
         return self.options.model.startswith(RANDOM)
 
+    @property
+    def num_questions(self) -> int | None:
+        """Of each conversation; None for all."""
+        return self.options.questions or (RANDOM_QUESTIONS if self.is_random else None)
+
+    @property
+    def manner(self) -> str:
+        """What is measured, and how: a row of another manner stands for no cell of this run."""
+        options = self.options
+        told = {} if self.num_questions is None else {"questions": self.num_questions}
+        told |= {"new_tokens": options.new_tokens, "repeats": options.repeats}
+        told |= {"threads": options.threads}
+        inner = ", ".join(f"{name}={number}" for name, number in told.items())
+        return f"{'cost' if self.is_random else 'generated'}({inner})"
+
     def head(self, job: Job) -> Row:
         """What the row of a job starts with."""
         side = "peers" if job.made else LARDER
@@ -110,7 +126,7 @@ class Setting:
             "spelling": spelling,
             "budget": job.budget,
             "matched": "tokens",
-            "measure": "cost" if self.is_random else "generated",
+            "measure": self.manner,
             "device": self.options.device,
             "dtype": self.options.dtype,
             "environment": self.environments[side]["id"],
@@ -125,8 +141,7 @@ class Setting:
         """
         conversation = self.conversation(job.task, job.seed, job.tokens)
         questions = [one for sitting in posed(job.task, conversation) for one in sitting]
-        most = self.options.questions or (2 if self.is_random else len(questions))
-        questions = questions[:most]
+        questions = questions[: self.num_questions]
         asked = self._asked(job, conversation, [one.question.question for one in questions])
         if job.written:
             found = _run([sys.executable, str(HERE / "larder_worker.py")], asked)

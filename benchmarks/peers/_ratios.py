@@ -1,4 +1,4 @@
-"""The table: each peer beside ours, and by how much it takes more."""
+"""The tables: each peer beside ours, and by how much longer it takes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,42 @@ from _pairs import Pair
 from larder.bench.rows import Row
 
 Number = Callable[[Row], float]
-COSTS: dict[str, Number] = {
-    "KV held": lambda row: row["kv_bytes"],
-    "KV highest": lambda row: row["peak_kv_bytes"],
-    "process on top": lambda row: row["working_peak_bytes"],
+MIB = 2**20
+SIZES: dict[str, str] = {
+    "KV held": "kv_bytes",
+    "KV highest": "peak_kv_bytes",
+    "on top of the model": "working_peak_bytes",
+    "process": "process_peak_bytes",
+}
+TIMES: dict[str, Number] = {
     "prefill": lambda row: row["prefill_seconds"],
     "first token": lambda row: row["latency"]["first_token"]["p50"],
     "token": lambda row: row["latency"]["token"]["p50"],
 }
+APART = ("model", "device", "dtype", "task", "tokens", "measure")  # a table each
+LONGEST_REFUSAL = 120
+LEGEND = (
+    "exact and MiB: peer / Larder, medians over conversations; times: what the peer takes, as a "
+    "multiple of Larder"
+)
+
+
+def tables(pairs: Sequence[Pair], rows: Sequence[Row]) -> Iterator[str]:
+    """Markdown: what can be compared in one table each, under what it has in common."""
+    yield LEGEND
+    for place in dict.fromkeys(tuple(row[name] for name in APART) for row in rows):
+        own = [row for row in rows if tuple(row[name] for name in APART) == place]
+        model, device, dtype, task, tokens, measure = place
+        count = len({row["seed"] for row in own})
+        yield ""
+        yield f"{model} ({device}, {dtype}): {task}, {tokens:,} tokens, files {count}, {measure}"
+        yield ""
+        yield from lines(pairs, own)
 
 
 def lines(pairs: Sequence[Pair], rows: Sequence[Row]) -> Iterator[str]:
-    """Markdown: a line per pair and budget."""
-    heads = ["peer", "Larder", "budget", "exact", *COSTS]
+    """A line per pair and budget; pairs that were not run are left out."""
+    heads = ["peer", "Larder", "budget", "exact", *(f"{name}, MiB" for name in SIZES), *TIMES]
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for pair in pairs:
@@ -37,15 +60,18 @@ def lines(pairs: Sequence[Pair], rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _cells(peers: Sequence[Row], own: Sequence[Row]) -> list[str]:
-    """Exact matches of both, and medians over conversations of what the peer takes of ours."""
+    """Of the conversations that both sides have read."""
     by_seed = {_place(row): row for row in own if "refused" not in row}
     both = [(row, by_seed[_place(row)]) for row in peers if _place(row) in by_seed]
     both = [(peer, mine) for peer, mine in both if "refused" not in peer]
     if not both:
         why = [row["refused"] for row in (*peers, *own) if "refused" in row]
-        return [f"refused: {why[0][:120]}" if why else "not run", *[""] * len(COSTS)]
-    costs = [_ratio(number, both) for number in COSTS.values()]
-    return [f"{_exact([p for p, _ in both])} / {_exact([m for _, m in both])}", *costs]
+        told = why[0][:LONGEST_REFUSAL].replace("|", r"\|") if why else ""
+        return [f"refused: {told}" if why else "not run", *[""] * len([*SIZES, *TIMES])]
+    theirs, ours = ([row for row, _ in both], [row for _, row in both])
+    sizes = [f"{_mib(name, theirs)} / {_mib(name, ours)}" for name in SIZES.values()]
+    times = [_ratio(number, both) for number in TIMES.values()]
+    return [f"{_exact(theirs)} / {_exact(ours)}", *sizes, *times]
 
 
 def _place(row: Row) -> tuple[str, int, int]:
@@ -57,10 +83,14 @@ def _exact(rows: Sequence[Row]) -> str:
     return f"{sum(items) / len(items):.2f}" if items else "-"
 
 
+def _mib(name: str, rows: Sequence[Row]) -> str:
+    return f"{statistics.median(row[name] for row in rows) / MIB:.1f}"
+
+
 def _ratio(number: Number, both: Sequence[tuple[Row, Row]]) -> str:
-    """Of the peer to ours; where ours takes nothing, what the peer takes."""
+    """Of the peer to ours; nothing where an answer was too short to be timed."""
     try:
         found = [number(peer) / number(mine) for peer, mine in both]
-    except (KeyError, ZeroDivisionError):
+    except KeyError:
         return "-"
     return f"{statistics.median(found):.2f}x"

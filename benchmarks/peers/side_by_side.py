@@ -1,7 +1,8 @@
 """Larder, NVIDIA/kvpress and caches of transformers on the same model, inputs and budget.
 
     python benchmarks/peers/side_by_side.py [TASK...] --peer-python PATH
-        [--tokens 4000] [--files 3] [--budget 1/4] [--model seed] [--peer NAME]... [--estimate]
+        [--tokens 4000] [--files 3] [--budget 1/4] [--model seed] [--peer NAME]...
+        [--estimate | --report]
 
 PATH is the interpreter of an environment in which the peers are installed from their packages; they
 need an older transformers than Larder is developed with. Made so (torch first, or it may come with
@@ -19,8 +20,9 @@ top of the loaded model; seconds to read the context (median of `--repeats`), to
 an answer and from one to the next. Times mean something where nothing else runs, and as ratios.
 
 `--model random:qwen3-0.6b` gives the cost in a true shape: what it says means nothing, so no answer
-is scored and all are equally long. Rows go to results/peers.jsonl as those of `larder bench` do;
-`larder report` and `larder plot` take them, and a run that was stopped goes on.
+is scored and all are equally long; two questions are asked unless told. Rows go to
+results/peers.jsonl as those of `larder bench` do; `larder report` and `larder plot` take them, and
+a run that was stopped goes on. `--report` prints the tables of what was measured and runs nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ import argparse
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _jobs import Setting, jobs_of
+from _jobs import STUDY, Setting, jobs_of
 from _pairs import pairs_of
-from _ratios import lines
+from _ratios import tables
 
 from larder.bench.rows import Row, append, key, known_rows, results
 from larder.bench.running import Pace, Run, estimate
@@ -48,6 +51,10 @@ NEW_TOKENS = 32
 def main() -> None:
     options = _options()
     try:
+        if options.report:
+            rows = [row for row in results([options.out]).cells if row["study"] == STUDY]
+            print("\n".join(tables(pairs_of(options.peer), rows)))
+            return
         with tempfile.TemporaryDirectory() as folder:
             _go(options, Setting.of(options, Path(folder), _command(options)))
     except LarderError as error:
@@ -58,9 +65,9 @@ def _go(options: argparse.Namespace, setting: Setting) -> None:
     pairs = pairs_of(options.peer)
     jobs = jobs_of(setting, pairs, options.tasks, options.tokens, options.budget)
     if options.estimate:
-        found = estimate(jobs, lambda job: job.policy, setting.measure)
-        for policy, seconds in found.items():
-            print(f"{policy:70} {seconds:8.0f} s")
+        found = estimate(jobs, lambda job: (job.policy, job.tokens), setting.measure)
+        for (policy, tokens), seconds in found.items():
+            print(f"{policy:60} {tokens:9,} {seconds:8.0f} s")
         print(f"{'all':70} {sum(found.values()):8.0f} s")
         return
     run = Run(jobs, setting.head, key, setting.measure, options.out, {})
@@ -69,8 +76,7 @@ def _go(options: argparse.Namespace, setting: Setting) -> None:
     run.go(_tell)
     wanted = {key(setting.head(job)) for job in jobs}
     rows = [row for row in results([options.out]).cells if key(row) in wanted]
-    print("\nexact: peer / Larder; then what the peer takes, as a multiple of Larder\n")
-    print("\n".join(lines(pairs, rows)))
+    print("\n".join(tables(pairs, rows)))
 
 
 def _tell(row: Row, pace: Pace) -> None:
@@ -108,23 +114,36 @@ def _options() -> argparse.Namespace:
     parser.add_argument("tasks", nargs="*", default=["lifelog()"], metavar="TASK")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--tokens", type=whole, default=[4000])
-    parser.add_argument("--files", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--files", type=_from(1), default=3)
+    parser.add_argument("--first-seed", type=_from(0), default=0)
     parser.add_argument("--budget", action="append", default=[], help="default 1/4")
     parser.add_argument("--model", default="seed")
     parser.add_argument("--peer", action="append", default=[], help="default all")
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3, help="readings that are timed")
-    parser.add_argument("--questions", type=int, default=0, help="of each conversation; all")
-    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of an answer, at most")
+    parser.add_argument("--threads", type=_from(1), default=1)
+    parser.add_argument("--repeats", type=_from(1), default=3, help="readings that are timed")
+    parser.add_argument("--questions", type=_from(0), default=0, help="of each conversation; all")
+    most = "of an answer, at most"
+    parser.add_argument("--new-tokens", type=_from(1), default=NEW_TOKENS, help=most)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--estimate", action="store_true")
+    parser.add_argument("--estimate", action="store_true", help="run one cell of each way alone")
+    parser.add_argument("--report", action="store_true", help="only print the tables of --out")
     options = parser.parse_args()
     options.budget = options.budget or ["1/4"]
     return options
+
+
+def _from(least: int) -> Callable[[str], int]:
+    """A whole number that is not less."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"write a whole number from {least} on, not {text!r}")
+        return int(text)
+
+    return number
 
 
 if __name__ == "__main__":

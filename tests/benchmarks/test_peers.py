@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from larder.bench.rows import Key, Row, key
 from larder.bench.task import parse_task
 from larder.core.errors import LarderError, UnknownName
 from larder.engine.engine import Engine
 from larder.session.policy import Policy
-from plots_rows import cell
+from plots_rows import cell, write_rows
 
 NAMES = ("transformers", "kvpress", "optimum-quanto", "hqq")
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
@@ -105,18 +106,100 @@ def test_peers_are_chosen_by_name_or_by_side() -> None:
         chosen(["kvpress:tovo"])
 
 
-def test_the_table_gives_what_the_peer_takes_of_ours() -> None:
-    pair = import_module("_pairs").pairs_of(["kvpress:snapkv"])[0]
-    told = {"working_peak_bytes": 10, "budget": "1/4"}
-    own = [cell("snapkv", seed=seed, **told) | {"policy": pair.name} for seed in (0, 1)]
-    peers = [row | {"policy": pair.peer, "kv_bytes": row["kv_bytes"] * 3} for row in own]
-    table = list(import_module("_ratios").lines([pair], [*own, *peers]))
+def side_by_side(*, left: dict[str, object], right: dict[str, object]) -> tuple[Any, list[Row]]:
+    """A pair, and two conversations on which its sides took that."""
+    pair, mib = import_module("_pairs").pairs_of(["kvpress:snapkv"])[0], 2**20
+    told = {"budget": "1/4", "kv_bytes": mib, "peak_kv_bytes": 2 * mib}
+    told |= {"working_peak_bytes": 5 * mib, "process_peak_bytes": 500 * mib, "study": "peers"}
+    own = [cell("snapkv", seed=seed, **told) | {"policy": pair.name} | right for seed in (0, 1)]
+    peers = [row | {"policy": pair.peer, "spelling": pair.made} | left for row in own]
+    return pair, [*own, *peers]
+
+
+def test_the_table_gives_sizes_of_both_and_by_how_much_the_peer_is_slower() -> None:
+    taken = {"kv_bytes": 3 * 2**20, "latency": {"first_token": {"p50": 0.75}}}
+    pair, rows = side_by_side(left=taken, right={})
+    table = list(import_module("_ratios").lines([pair], rows))
     assert table[2] == (
-        "| kvpress:snapkv | larder:snapkv | 1/4 | 0.50 / 0.50 | 3.00x | 1.00x | 1.00x | 1.00x "
-        "| 1.00x | 1.00x |"
+        "| kvpress:snapkv | larder:snapkv | 1/4 | 0.50 / 0.50 | 3.0 / 1.0 | 2.0 / 2.0 | 5.0 / 5.0 "
+        "| 500.0 / 500.0 | 1.00x | 1.50x | - |"
     )
-    peers = [row | {"refused": "no room"} for row in peers]
-    assert "refused: no room" in list(import_module("_ratios").lines([pair], [*own, *peers]))[2]
+    assert len({line.count(" | ") for line in (table[0], table[2])}) == 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_table_says_why_a_pair_has_no_figures(side: str) -> None:
+    sides: dict[str, Any] = {"left": {}, "right": {}} | {side: {"refused": "no room | none"}}
+    pair, rows = side_by_side(**sides)
+    line = list(import_module("_ratios").lines([pair], rows))[2]
+    assert r"refused: no room \| none" in line
+
+
+def test_what_cannot_be_compared_stands_in_tables_of_its_own() -> None:
+    pair, rows = side_by_side(left={}, right={})
+    longer = [row | {"tokens": 2000, "kv_bytes": 0} for row in rows]
+    told = "\n".join(import_module("_ratios").tables([pair], [*rows, *longer]))
+    assert "needles(needles=4), 1,000 tokens, files 2, forced" in told
+    assert "needles(needles=4), 2,000 tokens, files 2, forced" in told
+    assert [line.count("1.0 / 1.0") for line in told.splitlines() if "snapkv" in line] == [1, 0]
+
+
+def test_the_tables_are_printed_again_where_no_peer_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, rows = side_by_side(left={}, right={})
+    path = write_rows(tmp_path, [*rows, cell("snapkv")])
+    words = ["--report", "--out", str(path), "--peer-python", "/no/such/python"]
+    monkeypatch.setattr("sys.argv", ["side_by_side.py", *words])
+    import_module("side_by_side").main()
+    told = capsys.readouterr().out
+    assert told.count("| kvpress:snapkv |") == 1
+    assert "needles" in told and "not run" not in told
+
+
+@pytest.mark.parametrize(
+    "words", ["--repeats 0", "--threads 0", "--files -1", "--questions -2", "--new-tokens some"]
+)
+def test_counts_that_measure_nothing_are_refused(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["side_by_side.py", *words.split()])
+    with pytest.raises(SystemExit):
+        import_module("side_by_side").main()
+    assert "write a whole number from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "other", [{"questions": 5}, {"new_tokens": 64}, {"repeats": 1}, {"threads": 2}]
+)
+@pytest.mark.parametrize("model", ["seed", "random:qwen3-tiny"])
+def test_a_row_stands_for_no_cell_that_is_measured_otherwise(
+    model: str, other: dict[str, int]
+) -> None:
+    usual = {"questions": 0, "new_tokens": 32, "repeats": 3, "threads": 1}
+    usual |= {"model": model, "device": "cpu", "dtype": "float32"}
+    assert found_by(usual) == found_by(usual) != found_by(usual | other)
+
+
+def test_questions_are_told_as_many_as_are_asked() -> None:
+    usual = {"questions": 0, "new_tokens": 32, "repeats": 3, "threads": 1}
+    usual |= {"device": "cpu", "dtype": "float32"}
+    drawn = usual | {"model": "random:qwen3-tiny"}
+    assert found_by(drawn) == found_by(drawn | {"questions": 2})
+    assert found_by(drawn).measure == "cost(questions=2, new_tokens=32, repeats=3, threads=1)"
+    every = found_by(usual | {"model": "seed"})
+    assert every.measure == "generated(new_tokens=32, repeats=3, threads=1)"
+
+
+def found_by(options: dict[str, Any]) -> Key:
+    """By which the row of a cell is found again."""
+    jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
+    spec = SimpleNamespace(fingerprint="f")
+    engine = SimpleNamespace(loaded=SimpleNamespace(decoder=SimpleNamespace(spec=spec)))
+    environments = {"peers": {"id": "p"}, "larder": {"id": "l"}}
+    setting = jobs.Setting(Namespace(**options), engine, Path(), "", environments)
+    job = jobs.Job(parse_task("lifelog()"), 400, 0, pair.peer, "1/1", made=pair.made)
+    return key(setting.head(job))
 
 
 def test_a_worker_that_fails_is_a_result() -> None:
