@@ -3,8 +3,8 @@
     python -m training.train CORPUS OUT [--size base] [--start FOLDER] [--seconds 1500] ...
 
 Every phase of the recipe has a context length and a share of the time. Matrices inside the layers
-are updated by Muon, all else by AdamW; on a CPU the model computes in bfloat16 over float32 master
-weights. OUT becomes a Hugging Face folder, renewed every few minutes, so that nothing is lost to a
+are updated by Muon, all else by AdamW; the model computes in bfloat16 over float32 master weights.
+OUT becomes a Hugging Face folder, renewed every few minutes, so that nothing is lost to a
 stop; `--start OUT` goes on from there, weights and optimizers as they were, with samples that were
 not drawn before and no second warm-up. `log.jsonl` in it has a line per report.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from larder.bench.rows import append, known_rows
 from larder.bench.sources import Sources
+from larder.core.errors import LarderError
 from training.keeping import keep, take_up
 from training.samples import ANSWER, TEXT, Mixer, Phase, Recipe
 from training.shapes import SIZES, fresh
@@ -90,8 +92,8 @@ class Trainer:
             name: torch.nn.Parameter(weight.detach().float().clone())
             for name, weight in named.items()
         }
-        if self.model.device.type == "cpu":
-            self.model.to(torch.bfloat16)
+        for weight in named.values():  # buffers stay: frequencies of RoPE must not be rounded
+            weight.data = weight.data.to(torch.bfloat16)
         inner = [w for n, w in self.masters.items() if w.dim() == 2 and ".layers." in n]
         others = [w for n, w in self.masters.items() if w.dim() != 2 or ".layers." not in n]
         self.optimizers = [
@@ -207,7 +209,10 @@ def train(
             if is_due or seconds >= trainer.pace.seconds or trainer.steps % REPORT_STEPS == 0:
                 _report(out, trainer, phase, losses, seconds)
             if not math.isfinite(losses.answer + losses.text):
-                raise FloatingPointError("the loss is not finite: take a lower --rate.")
+                raise LarderError(
+                    f"The loss is not finite at step {trainer.steps}: take a lower --rate, and go "
+                    "on by --start from what was saved before."
+                )
             if is_due:
                 trainer.save(out)
                 saved = time.perf_counter()
@@ -245,7 +250,6 @@ def main() -> None:
     else:
         model = fresh(options.size, options.seed)
     recipe = Recipe.read()
-    phases = _phases(options.phases) if options.phases else recipe.phases
     backend = tokenizer.backend_tokenizer
     sources = Sources(
         lambda text: len(backend.encode(text).ids), corpus=options.corpus, split="train"
@@ -254,7 +258,11 @@ def main() -> None:
     trainer = Trainer(model.to(options.device).train(), pace, steps=steps, seen=seen)
     if options.start:
         trainer.resume(Path(options.start))
-    train(trainer, Mixer(recipe.ingredients, sources, backend), phases, options.out, options.seed)
+    mixer, phases = Mixer(recipe.ingredients, sources, backend), options.phases or recipe.phases
+    try:
+        train(trainer, mixer, phases, options.out, options.seed)
+    except LarderError as error:
+        sys.exit(str(error))
 
 
 def _phases(text: str) -> tuple[Phase, ...]:
@@ -274,7 +282,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro", type=int, default=16384, help="computed at a time")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--text-share", type=float, default=0.12)
-    parser.add_argument("--phases", help="CONTEXT:SHARE,... instead of the recipe's")
+    phases = "CONTEXT:SHARE,... instead of the recipe's"
+    parser.add_argument("--phases", type=_phases, metavar="PHASES", help=phases)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -65,6 +65,17 @@ def test_the_rate_rises_and_falls():
     assert pace.rate_at(100, 1.0) == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_are_rounded_and_positions_are_not(device):
+    """Rounded frequencies would put far tokens elsewhere than the model that is loaded later."""
+    trainer, exact = Trainer(fresh("tiny").to(device), PACE), fresh("tiny").model.rotary_emb
+    assert {w.dtype for w in trainer.model.parameters()} == {torch.bfloat16}
+    assert {w.dtype for w in trainer.masters.values()} == {torch.float32}
+    frequencies = trainer.model.model.rotary_emb.inv_freq
+    assert frequencies.dtype == torch.float32
+    assert device == "meta" or torch.equal(frequencies, exact.inv_freq)
+
+
 def test_what_is_saved_loads_again(tmp_path):
     trainer = Trainer(fresh("tiny"), Pace(seconds=0.2, tokens=64, micro=64))
     train(trainer, OneBatch(), (Phase(16, 1.0),), tmp_path)
