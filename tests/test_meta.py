@@ -60,7 +60,7 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def source_files() -> list[Path]:
-    folders = (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples")
+    folders = (PACKAGE, *(ROOT / name for name in ("tests", "benchmarks", "examples", "training")))
     return sorted(file for folder in folders for file in folder.rglob("*.py"))
 
 

@@ -1,7 +1,7 @@
 """Write the card of a trained model: what it does with its full cache, from rows of `larder bench`.
 
 larder bench --study model --corpus CORPUS --model MODEL --out ROWS
-python -m training.card MODEL ROWS
+python -m training.card MODEL ROWS --made "Went on from an earlier model, on two CPU cores."
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def weak(scores: Scores) -> str:
     return "; ".join(found) or "none of these"
 
 
-def card(model: Path, rows: Iterable[Row]) -> str:
+def card(model: Path, rows: Iterable[Row], made: str = "") -> str:
     """The card in Markdown.
 
     Args:
         model: folder of the model, with the log of its training where there is one.
+        made: what the log does not tell of its making, in whole sentences.
     """
     config = AutoConfig.from_pretrained(model)
     log = known_rows(model / LOG)
@@ -72,6 +73,7 @@ def card(model: Path, rows: Iterable[Row]) -> str:
         millions=round(_parameters(model) / 1e6, 1),
         tokens=round(log[-1]["tokens"] / 1e6) if log else "an unknown number of",
         contexts=f"{contexts[0]} to {contexts[-1]}" if contexts else "unknown",
+        made=made,
         table="\n".join(table(scores)),
         weak=weak(scores),
     )
@@ -95,8 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="folder of the model; its README.md is replaced")
     parser.add_argument("rows", type=Path, nargs="+", help="results of larder bench --study model")
+    parser.add_argument("--made", default="", help="where and from what, which no log tells")
     options = parser.parse_args()
-    text = card(options.model, results(options.rows).measured)
+    text = card(options.model, results(options.rows).measured, options.made)
     (options.model / "README.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -28,9 +28,10 @@ def test_the_card_says_shape_and_training(tmp_path):
     fresh("tiny").save_pretrained(tmp_path)
     lines = [{"context": 2048, "tokens": 3e6}, {"context": 512, "tokens": 7e6}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = " ".join(card(tmp_path, ROWS).split())
+    text = " ".join(card(tmp_path, ROWS, "Made on a boat.").split())
     assert "2 layers, 2 query and 1 kv heads of 16, vocabulary 4096" in text
-    assert "7 million tokens more, context 512 to 2048" in text
+    assert "7 million tokens, context 512 to 2048. Made on a boat. Exact match" in text
+    assert "CPU" not in text and "going on" not in text  # the log does not tell
     assert "| `lookup()` | 0.75 (4) | |" in text
     assert "tell little about policies: `ledger()` at 4000." in text
     assert "CC BY-SA 4.0" in text
