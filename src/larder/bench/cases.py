@@ -7,11 +7,11 @@ everything before it decides. A policy that is written out goes by what it is wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from larder.core.errors import LarderError, UnknownName
+from larder.core.errors import UnknownName
 from larder.core.family import unknown
 from larder.policy.compensation.drop import Drop
 from larder.policy.compensation.fold_ema import FoldEma
@@ -68,24 +68,3 @@ def twisted(name: str, twist: str) -> Case:
     """
     policy = replace(Policy.parse(name), **TWISTS[twist])
     return Case(f"{name}:{twist}", Policy.parse(str(policy)))
-
-
-def twins(name: str) -> Iterator[Case]:
-    """What a preset would be without merging, and without its way to store."""
-    policy = Policy.parse(name)
-    if policy.compensation != Drop():
-        yield from _valid(name, "drop")
-    if policy.storage != Exact():
-        yield from _valid(name, "exact")
-
-
-def folded(name: str) -> Iterator[Case]:
-    """What a preset would be if it merged; nothing where its parts do not go together then."""
-    yield from _valid(name, "fold")
-
-
-def _valid(name: str, twist: str) -> Iterator[Case]:
-    try:
-        yield twisted(name, twist)
-    except LarderError:
-        return

@@ -1,20 +1,17 @@
-"""Tables in Markdown of what was measured: means with intervals, and paired differences.
+"""Tables in Markdown of what was measured: means with intervals.
 
-Intervals are of the bootstrap over what was read, or over items where only one thing was. A
-difference is in bold type where its interval leaves out 0. What one of two policies refused is left
-out of their difference. Nothing here needs a model.
+Intervals are of the bootstrap over what was read, or over items where only one thing was. What one
+of two policies refused is left out of their difference. Nothing here needs a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from larder.bench.amounts import by_size
 from larder.bench.bootstrap import Bootstrap, Interval, one_by_one, paired
 from larder.bench.rows import Row
-
-Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -113,25 +110,16 @@ def seconds_of(row: Row) -> dict[str, float]:
     return told
 
 
-def report(
-    groups: Mapping[str, Sequence[Entry]],
-    scales: Sequence[Scale] = SCALES,
-    baselines: Sequence[str] = (),
-    pairs: Callable[[Sequence[str]], Pairs] = lambda names: (),
-) -> str:
-    """Tables per group and scale: all policies, each against baselines, and pairs."""
+def report(groups: Mapping[str, Sequence[Entry]]) -> str:
+    """Tables per group and scale, of all policies."""
     lines: list[str] = []
     for group, entries in groups.items():
         table = Table(entries)
         if not table.names:
             continue
         lines += [f"## {group}", "", table.counted(), "", *table.refusals()]
-        for scale in table.held(scales):
+        for scale in table.held(SCALES):
             lines += [f"### {scale.title}", "", *table.means(scale), ""]
-            for base in baselines:
-                against = [(name, base) for name in table.names if name not in (base, "full")]
-                lines += table.differences(f"{scale.title}: difference to {base}", scale, against)
-            lines += table.differences(f"{scale.title}: pairs", scale, pairs(table.names))
         lines += table.times()
     return "\n".join(lines)
 
@@ -200,17 +188,6 @@ class Table:
             lines.append(_line(name, *(self._mean(scale, name, b) for b in self.budgets)))
         return lines
 
-    def differences(self, title: str, scale: Scale, wanted: Pairs) -> list[str]:
-        """A line per pair that has been measured, the first less the second; nothing if none."""
-        budgets = self._shared_budgets()
-        lines = []
-        for first, second in wanted:
-            cells = [self._difference(scale, first, second, budget) for budget in budgets]
-            if any(cells):
-                lines.append(_line(f"{first} − {second}", *cells))
-        head = [_line("pair", *budgets), _line(*["---"] * (1 + len(budgets)))]
-        return [title, "", *head, *lines, ""] if lines else []
-
     def interval(self, scale: Scale, name: str, budget: str) -> Interval | None:
         """The mean of a policy's items at a budget; None without any."""
         scores = [
@@ -256,20 +233,6 @@ class Table:
         shown = _shown(interval, scale.digits)
         return f"{shown} ({self.bytes_share(name, budget):.3f}){note}"
 
-    def _difference(self, scale: Scale, first: str, second: str, budget: str) -> str:
-        interval = self.difference(scale, first, second, budget)
-        if interval is None:
-            refused = self.refused(first, budget) + self.refused(second, budget)
-            return "refused" if refused else ""
-        shown = _shown(interval, scale.digits, sign="+")
-        return f"**{shown}**" if interval.low > 0 or interval.high < 0 else shown
-
-    def _shared_budgets(self) -> list[str]:
-        """Those of more than the full cache."""
-        of_full = {b for name, b, _ in self._entries if name == "full"}
-        others = {b for name, b, _ in self._entries if name != "full"}
-        return [b for b in self.budgets if b not in of_full or b in others]
-
     def _scored(self, name: str, budget: str) -> list[Entry]:
         return [self._entries[name, budget, source] for source in self._items(name, budget)]
 
@@ -288,10 +251,9 @@ def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _shown(interval: Interval, digits: int, sign: str = "") -> str:
-    form = f"{sign}.{digits}f"
+def _shown(interval: Interval, digits: int) -> str:
     mean, low, high = (round(x, digits) + 0.0 for x in (interval.mean, interval.low, interval.high))
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _line(*cells: str) -> str:

@@ -41,14 +41,9 @@ class Passage:
         return message.utterance or message.content
 
 
-def passage(
-    engine: Engine, conversation: Conversation, following: int, context: int | None = None
-) -> Passage:
+def passage(engine: Engine, conversation: Conversation, following: int) -> Passage:
     """A conversation cut where so many tokens follow: behind a message if one ends in the later
-    half of what may be read, else in the middle of one.
-
-    Args:
-        context: the most tokens that are read; left out, all but those that follow.
+    half of what is read, else in the middle of one.
 
     Raises:
         BadParameter: it is too short for that.
@@ -56,8 +51,8 @@ def passage(
     written = engine.scribe.write(conversation)
     spans = written.spans
     ids = written.ids[: spans[-1][1]]  # without what the template puts behind the last message
-    most = len(ids) - following if context is None else context
-    if most < following or len(ids) < most + following:
+    most = len(ids) - following
+    if most < following:
         raise BadParameter(
             f"{conversation.name} has {len(ids)} tokens, too few to compare {following} behind "
             "the rest: take more tokens, or fidelity(following=...)."
