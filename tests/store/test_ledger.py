@@ -136,3 +136,21 @@ def test_24_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
         ledger.reserve(Tier.HOST, "a", 1)
     held.release()
     assert ledger.used(Tier.HOST) == 0
+
+
+def test_23_what_is_on_its_way_counts_beside_what_is_found() -> None:
+    ledger = ByteLedger(Budgets({Tier.DISK: 100}))
+    coming, there = ledger.reserve(Tier.DISK, "a", 30), ledger.reserve(Tier.DISK, "a", 20)
+    there.keep()
+    ledger.reserve(Tier.HOST, "a", 5)
+    ledger.set(Tier.DISK, {"a": 20, "b": 1})
+    assert (ledger.used(Tier.DISK, "a"), ledger.used(Tier.DISK)) == (50, 51)
+    coming.shrink(10)
+    ledger.set(Tier.DISK, {"a": 20})
+    assert ledger.used(Tier.DISK) == 30
+    coming.keep()
+    ledger.set(Tier.DISK, {"a": 25})
+    assert ledger.used(Tier.DISK) == 25
+    ledger.reserve(Tier.DISK, "b", 7).release()
+    ledger.set(Tier.DISK, {})
+    assert ledger.used(Tier.DISK) == 0 and ledger.used(Tier.HOST) == 5

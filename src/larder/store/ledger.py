@@ -63,7 +63,10 @@ class Reservation:
 
     def keep(self) -> None:
         """The bytes are there now and stay: `ByteLedger.discharge` tells when they go."""
-        self._is_kept = True
+        with self._ledger.lock:
+            if not self._is_kept:
+                self._ledger.arrived(self.tier, self.tenant, self.bytes)
+            self._is_kept = True
 
     def release(self) -> None:
         """The bytes are not needed, or gone; what was kept stays."""
@@ -74,6 +77,8 @@ class Reservation:
         """Fewer bytes are needed than was thought; nothing happens where that is more."""
         with self._ledger.lock:
             given, self.bytes = max(self.bytes - count, 0), min(self.bytes, count)
+            if not self._is_kept:
+                self._ledger.arrived(self.tier, self.tenant, given)
             self._ledger.discharge(self.tier, self.tenant, given)
 
     def __enter__(self) -> Reservation:
@@ -97,6 +102,7 @@ class ByteLedger:
         self._tenant = dict(budgets.tenant)
         self._used: dict[Tier, int] = defaultdict(int)
         self._of: dict[tuple[Tier, str], int] = defaultdict(int)
+        self._coming: dict[tuple[Tier, str], int] = defaultdict(int)  # reserved, and not kept yet
         self._freed = threading.Condition(self.lock)
 
     def reserve(
@@ -119,6 +125,7 @@ class ByteLedger:
             ):
                 raise self._refusal(tier, tenant, count)
             self._add(tier, tenant, count)
+            self._coming[tier, tenant] += count
         return Reservation(self, tier, tenant, count)
 
     def charge(self, tier: Tier, tenant: str, count: int) -> None:
@@ -128,13 +135,24 @@ class ByteLedger:
             self._freed.notify_all()
 
     def set(self, tier: Tier, counts: Mapping[str, int]) -> None:
-        """Set what tenants hold to what was found there; it may exceed the budget."""
+        """Set what tenants hold to what was found there; it may exceed the budget.
+
+        What is reserved and was not kept yet counts beside it.
+        """
         with self._freed:
             for _, tenant in [key for key in self._of if key[0] is tier]:
                 self._add(tier, tenant, -self._of[tier, tenant])
-            for tenant, count in counts.items():
-                self._add(tier, tenant, count)
+            coming = {key[1]: count for key, count in self._coming.items() if key[0] is tier}
+            for found in (counts, coming):
+                for tenant, count in found.items():
+                    self._add(tier, tenant, count)
             self._freed.notify_all()
+
+    def arrived(self, tier: Tier, tenant: str, count: int) -> None:
+        """For reservations: so many of their bytes are not on their way any more."""
+        self._coming[tier, tenant] -= count
+        if not self._coming[tier, tenant]:
+            del self._coming[tier, tenant]
 
     def discharge(self, tier: Tier, tenant: str, count: int) -> None:
         """Bytes are gone."""
