@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from larder.core.errors import BudgetError, LarderError
 from larder.store.ledger import Budgets, Tier
+from larder.store.places import place_at
 from larder.store.rates import Rates, Way
 from store.caches import (
     IDS,
@@ -26,6 +28,7 @@ from store.caches import (
     snapshot,
     store_at,
 )
+from store.places import Faulty
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 KIB = 1024
@@ -107,6 +110,34 @@ def test_23_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
     stores[0].sessions.remove(WHO, "s0")
     stores[1].parts.shelves.reserved(WHO, 0).release()
     assert stores[1].parts.ledger.used(Tier.DISK) < before[1]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment: str) -> None:
+    stopped, goes_on = threading.Event(), threading.Event()
+
+    def hook(what: str, path: str) -> None:
+        if what == "replace" and path.startswith("blobs/") and not stopped.is_set():
+            stopped.set()
+            assert goes_on.wait(20)
+
+    place = Faulty(place_at(str(tmp_path / "store")), **{moment: hook})
+    store = store_at(tmp_path, place, **disk(INDEX + 400 * KIB))
+    ledger, limit = store.parts.ledger, INDEX + 400 * KIB
+    saving = threading.Thread(target=save, args=(store, LONGER))
+    saving.start()
+    assert stopped.wait(20)
+    before = ledger.used(Tier.DISK)
+    store.upkeep.sweep()
+    during = ledger.used(Tier.DISK)
+    goes_on.set()
+    saving.join()
+    assert before <= during <= limit
+    assert load(store).cache is not None
+    assert on_disk(tmp_path) <= ledger.used(Tier.DISK)
+    used = ledger.used(Tier.DISK)
+    store.upkeep.sweep()
+    assert ledger.used(Tier.DISK) == used
 
 
 def test_24_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:

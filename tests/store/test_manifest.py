@@ -209,7 +209,7 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path) -> Non
     heads.commit(a_record(1), expected=0)
     holdings, path = Holdings(heads.manifest), heads.manifest.path
     for number, tenant in enumerate("aab"):
-        holdings.kept(a_ref("x" * (number + 1)), tenant)
+        holdings.kept(a_ref("x" * (number + 1)), tenant, 0.0)
     told = holdings.totals()
     heads.manifest.close()
     before = sqlite3.connect(path, isolation_level=None)
@@ -221,7 +221,8 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path) -> Non
     assert again.head(*OWN) == a_record(1)
     holdings = Holdings(again.manifest)
     assert holdings.totals() == told == {"a": 3, "b": 3}
-    assert holdings.gone(a_ref("x").digest) == 1 and holdings.totals() == {"a": 2, "b": 3}
+    assert holdings.given_up(a_ref("x").digest, 0.0, 0.0) == ("a", 1)
+    assert holdings.totals() == {"a": 2, "b": 3}
 
 
 def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from larder.core.errors import Damaged, StoreError
 from larder.store.deadline import Guard, nothing
 from larder.store.digests import digest_of, is_digest, same
-from larder.store.places import TEMPORARY, Entry, Place
+from larder.store.places import ASIDE, TEMPORARY, Entry, Place
 
 FOLDER = "blobs"
 SUFFIX = ".safetensors"
@@ -87,6 +87,11 @@ class Blobs:
     def has(self, ref: Ref) -> bool:
         """Whether there is a blob of that name and size; its bytes are not looked at."""
         return self._guard.call(self.place.size, path_of(ref.digest)) == ref.bytes
+
+    def is_aside(self, digest: str) -> bool:
+        """Whether a damaged blob of that name lies out of the way."""
+        path = f"{ASIDE}/{path_of(digest).rpartition('/')[2]}"
+        return self._guard.call(self.place.size, path) is not None
 
     def delete(self, digest: str) -> None:
         """Remove a blob; nothing happens where there is none."""

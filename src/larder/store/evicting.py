@@ -143,4 +143,4 @@ class Evicting:
         if leaving.chunk is not None:
             self._chunks.drop(leaving.chunk, leaving.tenant)
         self._holdings.release(leaving.refs)
-        self._shelves.drop(leaving.refs)
+        self._shelves.evict(leaving.refs)

@@ -10,6 +10,8 @@ from larder.store.blobs import Ref
 from larder.store.manifest import Manifest
 from larder.store.records import Record
 
+NEEDED = "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks WHERE digest = ?"
+
 
 class Holdings:
     """The manifest's word on blobs. Safe from threads and processes."""
@@ -17,10 +19,11 @@ class Holdings:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
-    def kept(self, ref: Ref, tenant: str, room: int | None = None) -> int:
+    def kept(self, ref: Ref, tenant: str, now: float, room: int | None = None) -> int:
         """A blob is there, or is about to be; the bytes that are new in the tenant's account.
 
         Args:
+            now: as in `touched`.
             room: bytes that all blobs of all processes may come to; None for any number.
 
         Raises:
@@ -31,7 +34,7 @@ class Holdings:
             rows(
                 "INSERT INTO blobs VALUES (?, ?, ?, ?) "
                 "ON CONFLICT DO UPDATE SET written = excluded.written",
-                (ref.digest, ref.bytes, tenant, self._manifest.clock()),
+                (ref.digest, ref.bytes, tenant, now),
             )
             after = self._total(rows)
             if room is not None and after > room and after > before:
@@ -78,25 +81,42 @@ class Holdings:
     def needed(self, digest: str) -> bool:
         """Whether anything needs a blob."""
         with self._manifest.reading() as rows:
-            return bool(
-                rows(
-                    "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks "
-                    "WHERE digest = ?",
-                    (digest, digest),
-                )
-            )
+            return bool(rows(NEEDED, (digest, digest)))
 
-    def gone(self, digest: str) -> int:
-        """A blob was deleted; the bytes that leave its tenant's account."""
+    def touched(self, digest: str, now: float) -> None:
+        """A blob that is there is about to be needed.
+
+        One that another machine has written has no place in this index, and is given none.
+
+        Args:
+            now: by which who says it knows later whether somebody else has said so since.
+        """
         with self._manifest.writing() as rows:
-            found = rows("DELETE FROM blobs WHERE digest = ? RETURNING bytes", (digest,))
-        return found[0][0] if found else 0
+            rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
 
-    def whose(self, digest: str) -> tuple[str, float]:
-        """In whose name a blob was kept, and when; nobody's and never where it was not."""
+    def given_up(self, digest: str, own: float, before: float) -> tuple[str, int] | None:
+        """Forget a blob that is to be deleted; in whose name it was kept, and its bytes.
+
+        None where that must not be: something needs it, or somebody else has put it since.
+
+        Args:
+            own: when who asks has put it.
+            before: what others have put until then is in the making no more.
+        """
+        with self._manifest.writing() as rows:
+            if rows(NEEDED, (digest, digest)):
+                return None
+            found = rows(
+                "DELETE FROM blobs WHERE digest = ? AND (written = ? OR written <= ?) "
+                "RETURNING tenant, bytes",
+                (digest, own, before),
+            )
+        return found[0] if found else None
+
+    def has(self, digest: str) -> bool:
+        """Whether a process of this machine has kept a blob."""
         with self._manifest.reading() as rows:
-            found = rows("SELECT tenant, written FROM blobs WHERE digest = ?", (digest,))
-        return found[0] if found else ("", 0.0)
+            return bool(rows("SELECT 1 FROM blobs WHERE digest = ?", (digest,)))
 
     def _total(self, rows: Callable[..., list[Any]]) -> int:
         [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")

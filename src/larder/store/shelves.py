@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from larder.core.errors import BudgetError, StoreError, StoreSlow
+from larder.core.errors import BudgetError, StoreError
 from larder.store.blobs import FOLDER as BLOBS
 from larder.store.blobs import Ref, named
 from larder.store.counted import Counted
@@ -16,7 +16,7 @@ from larder.store.digests import digest_of
 from larder.store.holdings import Holdings
 from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
 from larder.store.manifest import Manifest
-from larder.store.places import Entry
+from larder.store.places import TEMPORARY, Entry
 from larder.store.vault import Vault
 
 DAY_SECONDS = 86400
@@ -52,7 +52,8 @@ class Shelves:
         self._guard, self._written_bytes = guard, written_bytes
         self._lock = threading.RLock()
         self._making: Counter[str] = Counter()  # digests that are not to be deleted now
-        self._own: set[str] = set()  # that this process has written
+        self._landed: deque[str] = deque()  # of those, what is written by now
+        self._own: dict[str, float] = {}  # when this process has put what
         self._known: Counter[str] = Counter()  # bytes of blobs that the ledger counts, by tenant
         self._index_bytes = 0
         self._count()
@@ -101,8 +102,18 @@ class Shelves:
         return self.ledger.reserve(Tier.DISK, tenant, count)
 
     def drop(self, refs: Iterable[Ref]) -> int:
-        """Delete what nothing needs any more, if nobody is about to; the bytes that are freed."""
+        """Delete what nothing needs any more, if nobody is about to; the bytes that are freed.
+
+        What other machines have put they may need, too: a sweep knows that, which looks at all.
+        """
         return sum(self._drop(ref) for ref in dict.fromkeys(refs))
+
+    def evict(self, refs: Iterable[Ref]) -> None:
+        """Delete caches that have made room, whoever has put them: their texts are read again."""
+        for ref in dict.fromkeys(refs):
+            with self._lock:
+                if not self._drop(ref) and not self._is_needed(ref) and self._is_foreign(ref):
+                    self._delete(ref, NOBODY, ref.bytes)
 
     def sweep(self, live: Iterable[str], grace_seconds: float = GRACE_SECONDS) -> int:
         """Delete what nothing refers to, found by looking at every blob.
@@ -111,16 +122,18 @@ class Shelves:
             live: digests that something refers to; what the manifest needs is added.
         """
         with self._lock:
+            self._land()
+            before = self._manifest.clock() - max(grace_seconds, GRACE_SECONDS)
+            self._own = {digest: at for digest, at in self._own.items() if at > before}
             keep = {*live, *self.holdings.live(), *self._making}
             freed = self.blobs.sweep(keep, grace_seconds)
-            self._count()
+            self._count(grace_seconds)
         return freed
 
     def hold(self, ref: Ref, tenant: str, data: bytes) -> None:
         """Write a blob, under its budget, unless it is there."""
         if self.blobs.has(ref):
-            with self._lock:
-                self._known[tenant] += self.holdings.kept(ref, tenant)
+            self.touch(ref.digest)
             self.blobs.put(data)
             return
         with self.reserved(tenant, ref.bytes) as reservation:
@@ -128,33 +141,62 @@ class Shelves:
             with self._lock:
                 beside = self.ledger.used(Tier.DISK) - self._known.total() - ref.bytes
                 room = self.ledger.limit(Tier.DISK) - beside
-                self._known[tenant] += self.holdings.kept(ref, tenant, room)
-            try:
-                self.blobs.put(data)
-            except StoreSlow:
-                reservation.keep()  # it may yet be written; a sweep counts anew
-                raise
-            reservation.keep()
+                now = self._manifest.clock()
+                self._known[tenant] += self.holdings.kept(ref, tenant, now, room)
+                self._own[ref.digest] = now
+                reservation.keep()  # from now on the index has it, whatever becomes of the writing
+        self.pin(ref.digest)
+        self.blobs.put(data, lambda: self._landed.append(ref.digest))
 
     def pin(self, digest: str) -> None:
         """Have a blob stay until the saving that puts it is over."""
         with self._lock:
             self._making[digest] += 1
-            self._own.add(digest)
+
+    def touch(self, digest: str) -> None:
+        """A blob that is there is about to be needed: others are not to drop it meanwhile."""
+        with self._lock:
+            self._own[digest] = now = self._manifest.clock()
+            self.holdings.touched(digest, now)
 
     def _drop(self, ref: Ref) -> int:
         with self._lock:
-            if self._making[ref.digest] or self.holdings.needed(ref.digest):
+            if self._is_needed(ref):
                 return 0
-            whose, written = self.holdings.whose(ref.digest)
-            if ref.digest not in self._own and written > self._manifest.clock() - GRACE_SECONDS:
-                return 0
-            there = self.blobs.has(ref)
-            self.blobs.delete(ref.digest)
-            self._known[whose] -= self.holdings.gone(ref.digest)
-            if there:
-                self.ledger.discharge(Tier.DISK, whose, ref.bytes)
-            return ref.bytes if there else 0
+            before, own = self._manifest.clock() - GRACE_SECONDS, self._own.get(ref.digest, 0.0)
+            gone = self.holdings.given_up(ref.digest, own, before)
+            return 0 if gone is None else self._delete(ref, *gone)
+
+    def _delete(self, ref: Ref, whose: str, counted: int) -> int:
+        """Delete a blob that the index does not name any more; the bytes that are freed."""
+        try:
+            if there := self.blobs.has(ref):
+                self.blobs.delete(ref.digest)
+            is_aside = not there and self.blobs.is_aside(ref.digest)
+        except StoreError:
+            if whose != NOBODY:
+                self.holdings.kept(ref, whose, self._own.get(ref.digest, 0.0))
+            raise
+        self._own.pop(ref.digest, None)
+        if whose != NOBODY:
+            self._known[whose] -= counted
+        if not is_aside:  # there it takes as much
+            self.ledger.discharge(Tier.DISK, whose, counted)
+        return ref.bytes if there else 0
+
+    def _is_needed(self, ref: Ref) -> bool:
+        self._land()
+        return bool(self._making[ref.digest]) or self.holdings.needed(ref.digest)
+
+    def _is_foreign(self, ref: Ref) -> bool:
+        """Whether a blob is there that no process of this machine has put."""
+        return not self.holdings.has(ref.digest) and self.blobs.has(ref)
+
+    def _land(self) -> None:
+        """Writings that have ended, be it long after their time limit, hold nothing any more."""
+        while self._landed:
+            self._making[self._landed.popleft()] -= 1
+        self._making = +self._making
 
     def _drop_quietly(self, refs: Iterable[Ref]) -> None:
         """After a failure: a disk that takes nothing gives nothing back either; a sweep does."""
@@ -188,17 +230,22 @@ class Shelves:
                     self.ledger.charge(Tier.DISK, tenant, change)
             self._known = now
 
-    def _count(self) -> None:
-        """Count everything that is there, and set the accounts to that."""
+    def _count(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Count everything that is there or on its way, and set the accounts to that.
+
+        A blob that the index names counts in full, also while its file is still in the making.
+        """
+        index = self._index()
         entries = self._guard.call(self._everything)
-        digests = {named(entry.path) for entry in entries if entry.path.startswith(BLOBS)}
-        self.holdings.prune(digests, self._manifest.clock() - GRACE_SECONDS)
-        whose, self._known = self.holdings.owners(), Counter(self.holdings.totals())
-        self._index_bytes = self._index()
-        counts: Counter[str] = Counter({NOBODY: self._manifest.nbytes})
-        for entry in entries:
-            digest = named(entry.path) if entry.path.startswith(BLOBS) else ""
-            counts[whose.get(digest, NOBODY)] += entry.bytes
+        blobs = {digest: each.bytes for each in entries if (digest := _blob(each))}
+        self.holdings.prune({*blobs, *self._making}, self._manifest.clock() - grace_seconds)
+        owners, self._known = self.holdings.owners(), Counter(self.holdings.totals())
+        self._index_bytes = min(index, self._index())  # what comes meanwhile may count twice
+        owned = sum(count for digest, count in blobs.items() if digest in owners)
+        making = sum(each.bytes for each in entries if each.path.startswith(f"{TEMPORARY}/"))
+        unmade = max(self._known.total() - owned, 0)  # of which temporary files are a part
+        beside = sum(each.bytes for each in entries) - owned - min(making, unmade)
+        counts = self._known + Counter({NOBODY: self._manifest.nbytes + beside})
         self.ledger.set(Tier.DISK, counts)
 
     def _index(self) -> int:
@@ -206,6 +253,11 @@ class Shelves:
 
     def _everything(self) -> list[Entry]:
         return list(self.blobs.place.listing(""))
+
+
+def _blob(entry: Entry) -> str:
+    """The digest of a blob; empty for everything else."""
+    return named(entry.path) if entry.path.startswith(BLOBS) else ""
 
 
 class Saving:
@@ -234,4 +286,7 @@ class Saving:
         """Whether a blob is there; it stays until the saving is over."""
         self._shelves.pin(ref.digest)
         self.refs.append(ref)
-        return self._shelves.blobs.has(ref)
+        if not self._shelves.blobs.has(ref):
+            return False
+        self._shelves.touch(ref.digest)
+        return True
