@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from larder.core.errors import Damaged
@@ -11,7 +12,7 @@ from larder.store.blobs import Blobs
 from larder.store.chunks import Chunks
 from larder.store.counted import Counted
 from larder.store.deadline import Guard, Patience
-from larder.store.digests import tenant_of
+from larder.store.digests import key_of, tenant_of
 from larder.store.evicting import Evicting
 from larder.store.eviction.base import Eviction
 from larder.store.eviction.lru import Lru
@@ -25,10 +26,10 @@ from larder.store.refusals import Refusals
 from larder.store.saving import Writer
 from larder.store.secret import secret_at
 from larder.store.shelves import Shelves
-from larder.store.tables import BUSY_SECONDS, move_aside
+from larder.store.tables import BUSY_SECONDS, OWNER, claimed, move_aside
 from larder.store.vault import SealedPlace, Vault, sealing_of
 
-MANIFEST = "manifest.sqlite"
+MANIFEST = "manifest.sqlite"  # of the store that a home knew first
 
 
 class Parts:
@@ -77,7 +78,7 @@ class Parts:
         self.vault = Vault(self.blobs, self.sealing)
         waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
         self._patience = Patience(waits[0], failures=1, rest_seconds=waits[1])
-        self.manifest, is_new = self._manifest(home / MANIFEST)
+        self.manifest, is_new = self._index(home)
         own = self.records, self.guard, self.manifest, self.secret
         self.heads = Heads(*own, self._damaged)
         self.chunks = Chunks(*own, self.sealing)
@@ -97,6 +98,20 @@ class Parts:
         """Give the index back."""
         self.manifest.close()
 
+    def _index(self, home: Path) -> tuple[Manifest, bool]:
+        """The index of this store: others that the home knows have their own."""
+        number = _number(self.place.url, home)
+        manifest, is_new = self._manifest(home / MANIFEST)
+        with manifest.reading() as rows:
+            [(owner,)] = rows(OWNER)
+        if not owner:
+            with manifest.writing() as rows:
+                owner = claimed(rows, number)
+        if owner == number:
+            return manifest, is_new
+        manifest.close()
+        return self._manifest(home / f"manifest-{number:08x}.sqlite")
+
     def _manifest(self, path: Path) -> tuple[Manifest, bool]:
         """The index, and whether it was begun anew."""
         is_new = not path.exists()
@@ -115,3 +130,10 @@ class Parts:
 
     def _damaged(self, said: str) -> None:
         self.refusals.note("manifest", said)
+
+
+def _number(url: str, home: Path) -> int:
+    """Of a store, 31 bits and never 0; one inside its home moves with it."""
+    with suppress(ValueError):
+        url = str(Path(url).relative_to(home.expanduser().absolute()))
+    return int(key_of("store", url)[:8], 16) >> 1 or 1

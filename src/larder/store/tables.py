@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from larder.core.errors import Damaged, StoreError, StoreFull, StoreSlow
 
 SCHEMA = 2
 BUSY_SECONDS = 5.0
+OWNER = "PRAGMA application_id"
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS epochs (
@@ -81,6 +83,17 @@ def errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
                 f"{path} was held by others for {busy_seconds:g} s: try again."
             ) from error
         raise StoreError(f"{path} cannot be used ({error}): see to its disk.") from error
+
+
+def claimed(rows: Callable[..., list[Any]], number: int) -> int:
+    """The number of the store whose index this is; of a database without one, it is this store's.
+
+    It stands in the file's header, where earlier larders have 0.
+    """
+    [(found,)] = rows(OWNER)
+    if not found:
+        rows(f"{OWNER} = {number}")
+    return found or number
 
 
 def move_aside(path: Path) -> Path:
