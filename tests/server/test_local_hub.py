@@ -106,6 +106,19 @@ def test_sessions_are_managed_by_name(hub: LocalHub) -> None:
     assert caught.value.code == "session_exists"
 
 
+def test_looking_at_what_is_kept_moves_nothing(hub: LocalHub) -> None:
+    ask(hub, told(1), "x")[0].wait()
+    before, core = hub.kept("a", "x"), hub._core
+    assert hub._thread.call(lambda: core.tiers.park(core.find("a", "x")))
+    held = hub.kept("a", "x")
+    assert (before.tier, held.tier) == ("device", "host") and held.tokens > 0
+    assert (held.layers, held.texts) == (before.layers, before.texts)
+    stats = hub.stats()
+    assert stats.tier_bytes["device"] == 0 < stats.tier_bytes["host"] and not stats.restored
+    hub.release("a", "x")
+    assert hub.kept("a", "x").tokens == 0 and hub.kept("a", "x").tier == "none"
+
+
 def test_tokens_go_there_and_back(hub: LocalHub) -> None:
     assert hub.detokenize(hub.tokenize("Box 7.")) == "Box 7."
     with pytest.raises(Refusal, match="vocabulary"):

@@ -85,6 +85,7 @@ class Kept:
         texts: of everything that was said, token by token; none where nothing is held.
         parked: the same of what is in slower memory until it is asked for; empty where nothing is.
         episodes: all caches, where each is for a topic.
+        tier: where the cache is, as in `SessionView`; in some no more is known of it than that.
     """
 
     tokens: int
@@ -92,6 +93,7 @@ class Kept:
     texts: tuple[str, ...] = ()
     parked: tuple[tuple[tuple[int, ...], ...], ...] = ()
     episodes: tuple[EpisodeView, ...] = ()
+    tier: str = "none"
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ class Hub(ABC):
 
     @abstractmethod
     def kept(self, tenant: str, name: str) -> Kept:
-        """What its cache holds."""
+        """What its cache holds, as far as that can be told without moving it."""
 
     @abstractmethod
     def stats(self) -> Stats:

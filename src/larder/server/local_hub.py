@@ -147,18 +147,8 @@ class LocalHub(Hub):
     def kept(self, tenant: str, name: str) -> Kept:
         self._recall(tenant, name)
 
-        def find() -> Future[Sitting]:
-            sitting = core.find(tenant, name)
-            if sitting.is_answering:
-                found: Future[Sitting] = Future()
-                found.set_result(sitting)
-                return found
-            return core.prefetch(tenant, name)
-
-        core = self._core
-        sitting = self._thread.call(find).result()
-
         def kept() -> Kept:
+            sitting = self._core.find(tenant, name)
             held = kept_of(sitting)
             return replace(held, texts=self._pieces.texts(sitting.ids)) if held.tokens else held
 

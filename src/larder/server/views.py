@@ -84,21 +84,23 @@ def turns_of(sitting: Sitting) -> SessionTurns:
 
 
 def kept_of(sitting: Sitting) -> Kept:
-    """What the cache on the device holds; nothing where there is none."""
-    cache = sitting.active
+    """What the cache holds, looked at where it is; nothing where that cannot be seen from here."""
+    cache, tier = sitting.active, sitting.tier
+    if sitting.parked is not None:
+        cache = sitting.parked.shown(sitting.rule.desk.decoder.spec)
     if cache is None:
-        return Kept(0, ())
+        return Kept(0, (), episodes=_episodes(sitting), tier=tier)
     spots, tokens = sitting.spots.of(sitting.episode), cache.next_position
     layers = tuple(_positions(cache.entries(layer.index), spots) for layer in cache.spec.layers)
-    tiers = {tier.layer.index: tier for tier in cache.tiers if tier.recalls}
+    slow = {each.layer.index: each for each in cache.tiers if each.recalls}
     parked = tuple(
-        _positions(tiers[layer.index].parked(), spots) if layer.index in tiers else ()
+        _positions(slow[layer.index].parked(), spots) if layer.index in slow else ()
         for layer in cache.spec.layers
     )
     if sitting.cabinet is not None:
         tokens = max(tokens, sitting.cabinet.length)
-    held = parked if tiers else ()
-    return Kept(tokens, layers, parked=held, episodes=_episodes(sitting))
+    held = parked if slow else ()
+    return Kept(tokens, layers, parked=held, episodes=_episodes(sitting), tier=tier)
 
 
 def _positions(held: Entries, spots: Spots) -> tuple[tuple[int, ...], ...]:

@@ -35,7 +35,7 @@ async function look(isForced = false) {
   drawTiers(find("tiers"), state.sessions, state.numbers);
   find("none").hidden = state.sessions.length > 0;
   const session = known();
-  // Asking brings a parked cache back, so it is asked only when there is something new.
+  // What is held is much to draw, so it is asked for only when there is something new.
   if (session && (isForced || state.epoch !== session.epoch || session.state === "running")) {
     await lookInto(session);
   }
@@ -107,6 +107,10 @@ function why(session, tokens) {
     return "Nothing has been read yet.";
   }
   if (!tokens && !state.speaking) {
+    const place = { host: "in host memory", disk: "in the store" }[session.tier];
+    if (place) {
+      return `Its cache is ${place}, and comes back when you go on.`;
+    }
     return "Its cache is not in memory. What was said is known, and is read again when you go on.";
   }
   const gone = session.evicted_tokens + session.merged_tokens;

@@ -37,7 +37,8 @@ def list_sessions(http: HttpRequest) -> JSONResponse:
 @router.get("/{name:path}/kept")
 def kept(http: HttpRequest, name: str) -> JSONResponse:
     """Tell which positions each layer and head still holds, and which it has parked, as
-    [start, stop) ranges, the episodes, what was said, and the text of each token."""
+    [start, stop) ranges, the episodes, what was said, and the text of each token. Nothing moves by
+    that: of a cache that is in the store alone, its tier says so."""
     hub, tenant = desk_of(http).hub, tenant_of(http)
     held, session = hub.kept(tenant, checked(name, "name")), hub.session(tenant, name)
     turns = [
@@ -50,6 +51,7 @@ def kept(http: HttpRequest, name: str) -> JSONResponse:
     )
     episodes = [asdict(episode) for episode in held.episodes]
     told = {"tokens": held.tokens, "layers": layers, "parked": parked, "episodes": episodes}
+    told |= {"tier": held.tier}
     return JSONResponse({**told, "turns": turns, "texts": list(held.texts)})
 
 
