@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from larder.engine.engine import Engine
 from larder.models.loading import Loaded
 from larder.server.keeper import Durability
+from larder.server.local_hub import LocalHub
 from larder.server.request import Turn
 from larder.store.local import LocalPlace
 from larder.store.rates import Rates, Way
@@ -33,6 +36,10 @@ def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[T
     turns = told(number)
     turns = answered(turns, served.ask(turns, session), "Why?")
     return answered(turns, served.ask(turns, session), "Sure?")
+
+
+def hub_over(loaded: Loaded, stored: Stored) -> LocalHub:
+    return LocalHub(Engine(loaded, "full"), keeper=stored.keeper, vault=stored.vault)
 
 
 def cache_bytes(loaded: Loaded, policy: str = "full") -> int:
@@ -236,6 +243,42 @@ def test_a_session_is_let_go_and_had_back(small: Loaded, tmp_path: Path) -> None
     stored.run()
     assert back.result().tier == "device"
     assert stored.ask(turns, "x").told.tier == "device"
+
+
+def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
+    small: Loaded, tmp_path: Path
+) -> None:
+    stored = Stored(small, tmp_path)
+    talk(stored)
+    done = stored.core.release("a", "x")
+    stored.run()
+    assert done.result().tier == "disk"
+    stored.close()
+    again = Stored(small, tmp_path)
+    with closing(hub_over(small, again)) as hub:
+        held = hub.kept("a", "x")
+        assert (held.tokens, held.layers, held.tier) == (0, (), "disk")
+        assert hub.stats().tier_bytes["device"] == 0 and not hub.stats().restored
+        assert hub.prefetch("a", "x").tier == "device" and hub.kept("a", "x").tokens > 0
+
+
+def test_a_pin_outlives_the_server(small: Loaded, tmp_path: Path) -> None:
+    first = Stored(small, tmp_path)
+    turns = talk(first)
+    with closing(hub_over(small, first)) as hub:
+        assert hub.pin("a", "x").pinned and not hub.fork("a", "x", "y").pinned
+    first.store.close()
+    second = Stored(small, tmp_path)
+    assert {view.name: view.pinned for view in second.keeper.views("a")} == {"x": True, "y": False}
+    second.ask(turns, "x")
+    assert second.core.find("a", "x").is_pinned
+    second.close()
+    third = Stored(small, tmp_path)
+    with closing(hub_over(small, third)) as hub:
+        assert hub.session("a", "x").view.pinned and not hub.unpin("a", "x").pinned
+    third.store.close()
+    [x] = [view for view in Stored(small, tmp_path).keeper.views("a") if view.name == "x"]
+    assert not x.pinned and x.turns == 6
 
 
 def test_a_cache_is_made_as_small_as_its_policy_wants(small: Loaded, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, LarderError
 from larder.store.ledger import Budgets, Tier
 from larder.store.places import place_at
@@ -202,6 +204,26 @@ def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> 
         store.parts.shelves.reserved("", (leaves - 1) * state + 1).release()
         gone = {name for name in texts if load(store, name).reason == "evicted"}
         assert gone == left
+
+
+@pytest.mark.parametrize("made", [read, compressed])
+def test_a_pinned_session_leaves_last(
+    tmp_path: Path, made: Callable[[tuple[int, ...]], SequenceCache]
+) -> None:
+    store = store_at(tmp_path)
+    texts = {name: tuple(range(n * 1000, n * 1000 + 400)) for n, name in enumerate("abc")}
+    for name, ids in texts.items():
+        store.sessions.save(WHO, name, ids, snapshot(made(ids)))
+    for said in ("no", "yes"):  # the second time it is a state of its own, behind the others
+        epoch = store.turns.label(WHO, "a", {"pinned": said}, 1 + (said == "yes")).epoch
+    assert store.turns.label(WHO, "a", {"pinned": "yes"}, epoch).epoch == epoch == 3
+    again = store_at(tmp_path)
+    ledger, state = again.parts.ledger, sum(ref.bytes for ref in load(again, "c").record.spans)
+    for wanted, left in ((state // 2, "b"), (state // 2, "bc"), (3 * state, "abc")):
+        ledger.lower(Tier.DISK, ledger.used(Tier.DISK))
+        again.parts.shelves.make_room("", wanted)
+        gone = {name for name in texts if load(again, name).reason == "evicted"}
+        assert gone == set(left)
 
 
 def test_25_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:

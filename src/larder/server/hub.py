@@ -208,7 +208,7 @@ class Hub(ABC):
 
     @abstractmethod
     def pin(self, tenant: str, name: str) -> SessionView:
-        """Have it parked after all that are not pinned."""
+        """Have it leave every tier after all that are not pinned, also after a restart."""
 
     @abstractmethod
     def unpin(self, tenant: str, name: str) -> SessionView:

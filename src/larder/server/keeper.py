@@ -70,6 +70,9 @@ class Keeper:
         """Earlier states of a session are not needed any more. From any thread."""
         del tenant, name
 
+    def pin(self, sitting: Sitting) -> Future[None] | None:
+        """Whether a session is pinned has changed; what is done once that is written."""
+
     def remove(self, sitting: Sitting) -> Future[None] | None:
         """Whoever it belongs to wants it gone; what is done once it is."""
 

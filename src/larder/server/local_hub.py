@@ -105,12 +105,10 @@ class LocalHub(Hub):
         return self._thread.call(lambda: view_of(self._core.open(tenant, name, turns)))
 
     def pin(self, tenant: str, name: str) -> SessionView:
-        self._recall(tenant, name)
-        return self._thread.call(lambda: self._pinned(tenant, name, True))
+        return self._pinned(tenant, name, True)
 
     def unpin(self, tenant: str, name: str) -> SessionView:
-        self._recall(tenant, name)
-        return self._thread.call(lambda: self._pinned(tenant, name, False))
+        return self._pinned(tenant, name, False)
 
     def release(self, tenant: str, name: str) -> SessionView:
         self._recall(tenant, name)
@@ -203,6 +201,16 @@ class LocalHub(Hub):
         return self._thread.call(lambda: view_of(sitting))
 
     def _pinned(self, tenant: str, name: str, is_pinned: bool) -> SessionView:
-        sitting = self._core.find(tenant, name)
-        sitting.is_pinned = is_pinned
-        return view_of(sitting)
+        self._recall(tenant, name)
+
+        def pin() -> tuple[Sitting, Future[None] | None]:
+            sitting = self._core.find(tenant, name)
+            sitting.is_pinned = is_pinned
+            written = self._keeper.pin(sitting)
+            self._core.news.owe(sitting, written, lambda _: None)
+            return sitting, written
+
+        sitting, written = self._thread.call(pin)
+        if written is not None:
+            written.result()
+        return self._thread.call(lambda: view_of(sitting))

@@ -21,7 +21,7 @@ from larder.server.request import Refusal, Turn
 from larder.server.sitting import Kept, Said, Sitting
 from larder.server.views import view_of_record
 from larder.store.digests import seal_of
-from larder.store.records import Record
+from larder.store.records import NO, PINNED, YES, Record
 from larder.store.store import Store
 from larder.store.turns import Prepared
 from larder.store.turns import Turn as Written
@@ -95,6 +95,9 @@ class Persisting(Keeper):
     def merge(self, tenant: str, name: str) -> None:
         self._store.turns.merge(tenant, name)
 
+    def pin(self, sitting: Sitting) -> Future[None] | None:
+        return self._pool.submit(self._pin, sitting)
+
     def remove(self, sitting: Sitting) -> Future[None] | None:
         """Have the store forget a session."""
         return self._pool.submit(self._remove, sitting)
@@ -114,6 +117,7 @@ class Persisting(Keeper):
             "turns": str(sum(len(each.turns) + 1 for each in told.said)),
             "made": str(sitting.made),
             "epoch": str(epoch),
+            PINNED: YES if sitting.is_pinned else NO,
         }
         turn = Written(ids, archive.spelled(told, self._fingerprint), labels)
         try:
@@ -136,6 +140,21 @@ class Persisting(Keeper):
         for turn in turns:
             key = seal_of(self._store.parts.secret, key, turn.role, turn.text)[:KEY_DIGITS]
             yield key
+
+    def _pin(self, sitting: Sitting) -> None:
+        """Raises: Refusal: somebody else has gone on with it meanwhile."""
+        if not sitting.written:  # it is written with the first turn
+            return
+        own, said = (sitting.tenant, sitting.name), YES if sitting.is_pinned else NO
+        try:
+            record = self._store.turns.label(*own, {PINNED: said}, sitting.written)
+        except Superseded as error:
+            raise superseded(sitting.name) from error
+        except (BudgetError, Refused, StoreError) as error:
+            self.failed[type(error).__name__] += 1
+            self._store.parts.refusals.note_error(error)
+            return
+        sitting.written = record.epoch
 
     def _remove(self, sitting: Sitting) -> None:
         if sitting.written:

@@ -12,6 +12,7 @@ from larder.server.refusals import invalid
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
 from larder.server.sitting import Sitting
+from larder.store.records import PINNED, YES
 
 Lookup = Callable[[str, str], Recalled | None]
 
@@ -78,6 +79,7 @@ class Recalling:
         sitting.written, sitting.logged = found.epoch, len(sitting.said)
         sitting.epoch = int(found.labels.get("epoch", len(sitting.said)))
         sitting.made = float(found.labels.get("made", sitting.made))
+        sitting.is_pinned = found.labels.get(PINNED) == YES
         for rule in self._rules:
             if found.kept is not None and str(rule.policy) == found.policy:
                 sitting.rule, sitting.kept = rule, found.kept

@@ -74,6 +74,9 @@ class Sharing(Keeper):
     def close(self) -> None:
         self._keeper.close()
 
+    def pin(self, sitting: Sitting) -> Future[None] | None:
+        return self._keeper.pin(sitting)
+
     def remove(self, sitting: Sitting) -> Future[None] | None:
         return self._keeper.remove(sitting)
 

@@ -58,7 +58,7 @@ def view_of_record(record: Record, has_cache: bool) -> SessionView:
         evicted_tokens=int(labels.get("evicted", 0)) if has_cache else 0,
         merged_tokens=int(labels.get("merged", 0)) if has_cache else 0,
         lossless=not has_cache or labels.get("whole") == "yes",
-        pinned=False,
+        pinned=record.is_pinned,
         epoch=int(labels.get("epoch", record.epoch)),
         made=float(labels.get("made", record.made)),
         last_used=record.made,

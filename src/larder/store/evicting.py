@@ -1,11 +1,13 @@
 """Room on a full disk: saved caches leave, their sessions' tokens stay.
 
 What leaves is read again from its tokens when it is asked for. A chunk leaves after all that
-continue it, and with it go the caches of sessions that are made of it.
+continue it, and with it go the caches of sessions that are made of it. What a pinned session is
+made of leaves last.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ from larder.store.ledger import Tier
 from larder.store.manifest import Manifest
 from larder.store.records import Record
 from larder.store.shelves import Shelves
+
+FOREVER, NEVER = math.inf, -math.inf
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Evicting:
         held = {(r.tenant, r.session, ref.digest) for r, *_ in states for ref in r.spans}
         holders = Counter(digest for *_, digest in held)  # sessions, each of which may go alone
         shared = {chunk.ref.digest for _, chunk, *_ in chunks}
+        wished = [record for record, is_head, *_ in states if is_head and record.is_pinned]
+        pinned = {ref.digest for record in wished for ref in record.spans}
         found: list[tuple[Candidate, _Leaving]] = []
         for whose, chunk, last_used, uses in chunks:
             name = f"chunk {chunk.row}"
@@ -85,6 +91,7 @@ class Evicting:
                 last_used=last_used,
                 uses=uses,
                 clock=self._clock_of(name, last_used),
+                pinned_until=FOREVER if chunk.ref.digest in pinned else NEVER,
                 parent=f"chunk {chunk.parent}" if chunk.parent else "",
             )
             found.append((one, _Leaving(whose, (chunk.ref,), chunk)))
@@ -108,6 +115,7 @@ class Evicting:
                 clock=self._clock_of(name, last_used),
                 session=record.session,
                 superseded=not is_head,
+                pinned_until=FOREVER if is_head and record.is_pinned else NEVER,
             )
             found.append((one, _Leaving(record.tenant, tuple(own))))
         there = {candidate.name for candidate, _ in found}

@@ -21,6 +21,7 @@ from larder.store.digests import is_digest, key_of, same, seal_of
 FOLDER = "sessions"
 SCHEMA = 1
 MAX_NAME = 255
+PINNED, YES, NO = "pinned", "yes", "no"  # a label, and what it says
 CACHED = (
     "identity",
     "policy",
@@ -132,6 +133,11 @@ class Record:
             found.append(replace(self, spans=self.spans[start:stop], **own))
             start = stop
         return found
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether somebody wishes that its cache leaves last."""
+        return self.labels.get(PINNED) == YES
 
     def without_cache(self) -> Record:
         """The same with tokens and transcript alone."""

@@ -25,7 +25,7 @@ from larder.store.leases import Lease
 from larder.store.ledger import Tier
 from larder.store.parts import Parts
 from larder.store.rates import Way
-from larder.store.records import Record, session_key
+from larder.store.records import NO, PINNED, Record, session_key
 from larder.store.saving import Snapshot, check, is_chunked
 from larder.store.shelves import Saving
 
@@ -165,6 +165,7 @@ class Sessions:
             raise InputError(f"There is a session {new_name!r} already: take another name.")
         number = self._parts.heads.before(tenant, newest, None)
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
+        own["labels"] = {**source.labels, PINNED: NO} if source.is_pinned else source.labels
         with self._parts.shelves.indexing():
             return self._committed(replace(source, **own, made=self._parts.clock()), None)
 

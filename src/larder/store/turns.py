@@ -157,6 +157,23 @@ class Turns:
         with parts.shelves.indexing():
             return self._committed(record)
 
+    def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
+        """Have labels stand with a session, in addition to those that it has.
+
+        Raises:
+            Refused: there is no such session.
+            Superseded: another state than `expected` is the newest.
+            BudgetError, StoreError: the record cannot be kept.
+        """
+        parts, head = self._parts, self._parts.heads.head(*self._keys(principal, name))
+        if head is None:
+            raise Refused(f"There is no session {name!r} any more.", "gone")
+        if labels.items() <= head.labels.items():
+            return head
+        state = {"epoch": expected + 1, "previous": expected, "made": parts.clock()}
+        with parts.shelves.indexing():
+            return self._committed(replace(head, **state, labels={**head.labels, **labels}))
+
     def newest(self, principal: str, name: str) -> tuple[Record, bytes] | None:
         """A session as it was written last, without its cache; None where there is none.
 
