@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from larder.core.errors import LarderError
 from larder.store.claims import Claims
 from larder.store.coding import same_state
-from larder.store.leases import acquire
 from larder.store.store import Store
 from store.caches import IDS, WHO, asking, compressed, files, read, snapshot, store_at
 
@@ -110,7 +109,6 @@ def whole(tmp_path: Path, small_chunks: None) -> Path:
         store.sessions.save(WHO, name, IDS, snapshot(cache, codec), transcript=b"said %d" % number)
     store.sessions.save(WHO, "gone", IDS)
     store.sessions.remove(WHO, "gone")
-    acquire(store.parts.manifest, store.parts.tenant(WHO), "talk", "holder", 60.0)
     Claims(store.parts).take(WHO, "raw")
     store.sessions.save(WHO, "again", IDS, snapshot(read(IDS)))
     [record] = [record for record in store.sessions.heads(WHO) if record.name == "raw"]

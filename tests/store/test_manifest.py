@@ -1,4 +1,4 @@
-"""Where sessions stand: compare-and-swap, leases, and what is done when records are damaged."""
+"""Where sessions stand: compare-and-swap, and what is done when records are damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from larder.core.errors import Damaged, InputError, LarderError, Refused, StoreFull, Superseded
 from larder.store.holdings import Holdings
-from larder.store.leases import acquire, release
 from larder.store.manifest import Manifest
 from larder.store.records import record_of, session_key, spelled
 from larder.store.tables import move_aside
@@ -252,26 +251,3 @@ def test_4_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
     with pytest.raises(StoreFull):
         heads.commit(a_record(2), expected=1)
     assert heads.head(*OWN) == a_record(1)
-
-
-def test_20_leases_fence_whoever_had_them_before(tmp_path: Path) -> None:
-    heads = heads_at(tmp_path)
-    now = [100.0]
-    heads.manifest.clock = lambda: now[0]
-    first = acquire(heads.manifest, *OWN, "one", seconds=10.0)
-    with pytest.raises(Refused, match="written by one for 10.0 s more") as refused:
-        acquire(heads.manifest, *OWN, "two", seconds=10.0)
-    assert refused.value.reason == "lease"
-    assert acquire(heads.manifest, *OWN, "one", seconds=10.0).term == first.term
-    heads.commit(a_record(1), expected=0, lease=first)
-    now[0] = 111.0
-    second = acquire(heads.manifest, *OWN, "two", seconds=10.0)
-    assert second.term > first.term
-    with pytest.raises(Superseded, match="one does not have the session's lease"):
-        heads.commit(a_record(2), expected=1, lease=first)
-    heads.commit(a_record(2), expected=1, lease=second)
-    release(heads.manifest, first)
-    with pytest.raises(Refused):
-        acquire(heads.manifest, *OWN, "one", seconds=10.0)
-    release(heads.manifest, second)
-    assert acquire(heads.manifest, *OWN, "one", seconds=10.0).term > second.term

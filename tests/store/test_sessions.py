@@ -10,7 +10,6 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError, Superseded, UnknownName
 from larder.store.codecs.base import CODECS
 from larder.store.coding import same_state
-from larder.store.leases import acquire
 from larder.store.ledger import Tier
 from store.caches import (
     IDS,
@@ -101,20 +100,6 @@ def test_18_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
     with pytest.raises(Superseded):
         store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)), expected=0)
     assert is_exact(load(store))
-
-
-def test_20_only_who_has_the_lease_writes(tmp_path: Path) -> None:
-    now = [0.0]
-    store = store_at(tmp_path, clock=lambda: now[0])
-    save(store)
-    own = (load(store).record.tenant, load(store).record.session)
-    late = acquire(store.parts.manifest, *own, "one", 5.0)
-    now[0] = 6.0
-    lease = acquire(store.parts.manifest, *own, "two", 5.0)
-    with pytest.raises(Superseded):
-        store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)), lease=late)
-    store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)), lease=lease)
-    assert is_exact(load(store), LONGER)
 
 
 def test_a_fork_shares_everything_and_goes_its_own_way(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused
 from larder.store.deadline import Guard
-from larder.store.leases import Lease, fence
 from larder.store.manifest import Manifest, superseded
 from larder.store.places import Place
 from larder.store.records import FOLDER, Record, folder_of, path_of, record_of, spelled
@@ -79,19 +78,17 @@ class Heads:
         """The epochs that have a record beside the blobs."""
         return self._guard.call(self._listed, folder_of(tenant, session))
 
-    def commit(self, record: Record, expected: int, lease: Lease | None = None) -> None:
+    def commit(self, record: Record, expected: int) -> None:
         """Make a record, whose epoch is the next one, the head.
 
         Raises:
-            Superseded: somebody else has written that epoch, or has the lease.
+            Superseded: somebody else has written that epoch.
             StoreFull: nothing can be written.
         """
         newest = self.newest(record.tenant, record.session)
         epoch = self._forgotten(record.tenant) if newest is None else newest.epoch
         if epoch != expected:
             raise superseded(record.name, expected, epoch)
-        with self.manifest.reading() as rows:
-            fence(lease)(rows)
         try:
             self._guard.call(self._place.create, record.path, spelled(record, self._secret))
         except FileExistsError as error:

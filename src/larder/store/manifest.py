@@ -148,7 +148,7 @@ class Manifest:
     def forget_session(self, tenant: str, session: str) -> None:
         """Drop all of a session."""
         with self.writing() as rows:
-            for table in ("epochs", "spans", "sessions", "leases"):
+            for table in ("epochs", "spans", "sessions"):
                 rows(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
 
     def epochs(self, tenant: str, session: str) -> list[int]:

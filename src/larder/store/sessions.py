@@ -21,7 +21,6 @@ from larder.core.spec import ModelSpec
 from larder.store import chunks as chunk_index
 from larder.store.envelopes import owned, token_log
 from larder.store.identity import Identity
-from larder.store.leases import Lease
 from larder.store.ledger import Tier
 from larder.store.parts import Parts
 from larder.store.rates import Way
@@ -79,7 +78,6 @@ class Sessions:
         *,
         transcript: bytes | None = None,
         expected: int | None = None,
-        lease: Lease | None = None,
     ) -> Record:
         """Make this the session's newest state; a cache that cannot be kept is left out.
 
@@ -88,10 +86,9 @@ class Sessions:
             snapshot: of the cache that has read them; None keeps the tokens alone.
             expected: the epoch that this state follows, 0 for a new session; None for whichever
                 is the newest. Saving the same state twice is saving it once.
-            lease: of the session, where one was taken.
 
         Raises:
-            Superseded: another state is the newest, or the lease is another's.
+            Superseded: another state is the newest.
             BudgetError, StoreError: not even the tokens can be kept; what was saved before is
                 untouched.
         """
@@ -115,7 +112,7 @@ class Sessions:
                 record = self._with_cache(saving, record, ids, snapshot)
             if newest is not None and _is_again(record, newest):
                 return newest
-            return self._committed(record, lease)
+            return self._committed(record)
 
     def load(
         self, principal: str, name: str, asking: Asking, ids: Sequence[int] | None = None
@@ -167,11 +164,9 @@ class Sessions:
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
         own["labels"] = {**source.labels, PINNED: NO} if source.is_pinned else source.labels
         with self._parts.shelves.indexing():
-            return self._committed(replace(source, **own, made=self._parts.clock()), None)
+            return self._committed(replace(source, **own, made=self._parts.clock()))
 
-    def roll_back(
-        self, principal: str, name: str, epoch: int, lease: Lease | None = None
-    ) -> Record:
+    def roll_back(self, principal: str, name: str, epoch: int) -> Record:
         """Have a session be again what it was; the states in between stay for a while.
 
         Raises:
@@ -181,7 +176,7 @@ class Sessions:
         head, source = self._state(principal, name, None), self._state(principal, name, epoch)
         number = {"epoch": head.epoch + 1, "previous": head.epoch}
         with self._parts.shelves.indexing():
-            return self._committed(replace(source, **number, made=self._parts.clock()), lease)
+            return self._committed(replace(source, **number, made=self._parts.clock()))
 
     def remove(self, principal: str, name: str) -> int:
         """Forget a session; what only it needed is deleted. The bytes that are freed.
@@ -261,9 +256,9 @@ class Sessions:
             others=written.others,
         )
 
-    def _committed(self, record: Record, lease: Lease | None) -> Record:
+    def _committed(self, record: Record) -> Record:
         parts = self._parts
-        parts.heads.commit(record, record.previous, lease)
+        parts.heads.commit(record, record.previous)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
         parts.shelves.drop(ref for old in dropped for ref in old.refs)
         return record

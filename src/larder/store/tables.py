@@ -27,10 +27,6 @@ CREATE TABLE IF NOT EXISTS spans (
     PRIMARY KEY (digest, tenant, session, epoch)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS spans_of ON spans (tenant, session, epoch);
-CREATE TABLE IF NOT EXISTS leases (
-    tenant TEXT, session TEXT, holder TEXT, term INTEGER, until REAL,
-    PRIMARY KEY (tenant, session)
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS blobs (
     digest TEXT PRIMARY KEY, bytes INTEGER, tenant TEXT, written REAL
 ) WITHOUT ROWID;
