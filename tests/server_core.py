@@ -85,6 +85,7 @@ class Served:
         tokens: int = BUDGET,
         block: int | None = BLOCK,
         embedder: Embedder | None = None,
+        eviction: str = "lru",
     ) -> None:
         limited = policy != "full"
         sizes = (str(tokens), block) if limited else (None, None)
@@ -97,7 +98,7 @@ class Served:
         self.core = Core(
             engine,
             budgets,
-            "lru",
+            eviction,
             rows,
             64,
             keeper or Keeper(),

@@ -69,7 +69,10 @@ class Serving(Common):
         ),
     ] = "turn"
     eviction: Annotated[
-        str, typer.Option(metavar="RULE", help="Who leaves first: lru, gdsf, marconi, continuum.")
+        str,
+        typer.Option(
+            metavar="RULE", help="Who leaves first: lru, gdsf, marconi, continuum, kvflow."
+        ),
     ] = "lru"
     codec: CodecName = "raw"
     key_file: KeyFile = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -157,6 +158,12 @@ class Job(Ticket):
         if self.ended:
             return self.tail
         return (self.ids[-1],) if self.ids else self.asked or (self.wanted[-1],)
+
+    @property
+    def steps(self) -> float:
+        """Of a workflow until the session is asked again, as the request says."""
+        said = self.request.steps
+        return float(said.get("", said.get(self.sitting.name, math.inf)))
 
     @property
     def prompt(self) -> array:

@@ -11,6 +11,8 @@ from larder.server.hub import SessionView
 from larder.server.request import Turn
 from larder.server.sitting import Kept, Said, Sitting
 
+ANSWERED, PAUSES = "answered", "pauses"  # labels: `Sitting` says what of
+
 
 class Durability(Enum):
     """What must be in the store before the end of an answer is told."""

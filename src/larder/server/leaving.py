@@ -60,5 +60,6 @@ class Order:
             clock=sitting.clock,
             session=str(sitting.key),
             pinned_until=FOREVER if sitting.is_pinned else -FOREVER,
+            steps=sitting.steps,
             pauses=tuple(sitting.pauses),
         )

@@ -66,7 +66,7 @@ class LocalHub(Hub):
         try:
             self._recall(request.tenant, request.session, request.follows)
             self._recall(request.tenant, *self._names(request))
-            return self._thread.call(lambda: core.submit(request, listener, asked))
+            return self._thread.call(lambda: self._taken(request, listener, asked))
         except Refusal as error:
             core.refused[error.code] += 1
             raise
@@ -166,6 +166,11 @@ class LocalHub(Hub):
     def limit(self, tier: Tier, count: int) -> int:
         """Set a tier's budget while serving; bytes above it that go as soon as answers are done."""
         return self._thread.call(lambda: self._core.tiers.lower(tier, count))
+
+    def _taken(self, request: Request, listener: Listener, asked: float) -> Ticket:
+        ticket = self._core.submit(request, listener, asked)
+        self._core.sessions.announce(request.tenant, request.steps)
+        return ticket
 
     def _wake(self) -> None:
         self._thread.wake()

@@ -15,7 +15,7 @@ from larder.core.errors import BudgetError, LarderError, Refused, StoreError, Su
 from larder.core.spec import ModelSpec
 from larder.server import archive
 from larder.server.hub import SessionView
-from larder.server.keeper import Keeper, Recalled
+from larder.server.keeper import ANSWERED, PAUSES, Keeper, Recalled
 from larder.server.refusals import superseded
 from larder.server.request import Refusal, Turn
 from larder.server.sitting import Kept, Said, Sitting
@@ -45,7 +45,8 @@ class Persisting(Keeper):
 
     def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
         told = archive.Archived(sitting.root, sitting.opening, list(sitting.said))
-        return self._pool.submit(self._write, sitting, told, sitting.ids, sitting.epoch)
+        noted = {"epoch": str(sitting.epoch), PAUSES: " ".join(map(str, sitting.pauses))}
+        return self._pool.submit(self._write, sitting, told, sitting.ids, noted)
 
     def attach(
         self, sitting: Sitting, prepared: Prepared, labels: Mapping[str, str]
@@ -106,7 +107,11 @@ class Persisting(Keeper):
         self._pool.shutdown()
 
     def _write(
-        self, sitting: Sitting, told: archive.Archived, ids: Sequence[int], epoch: int
+        self,
+        sitting: Sitting,
+        told: archive.Archived,
+        ids: Sequence[int],
+        noted: Mapping[str, str],
     ) -> None:
         """Raises: Refusal: somebody else has gone on with it meanwhile."""
         own = sitting.tenant, sitting.name
@@ -116,7 +121,8 @@ class Persisting(Keeper):
             "root": told.root,
             "turns": str(sum(len(each.turns) + 1 for each in told.said)),
             "made": str(sitting.made),
-            "epoch": str(epoch),
+            ANSWERED: str(self._store.parts.clock()),
+            **noted,
             PINNED: YES if sitting.is_pinned else NO,
         }
         turn = Written(ids, archive.spelled(told, self._fingerprint), labels)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from larder.core.errors import InputError
 from larder.models.decoder import Decoder
 from larder.server import archive
-from larder.server.keeper import Recalled
+from larder.server.keeper import ANSWERED, PAUSES, Recalled
 from larder.server.refusals import invalid
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
@@ -79,6 +79,8 @@ class Recalling:
         sitting.written, sitting.logged = found.epoch, len(sitting.said)
         sitting.epoch = int(found.labels.get("epoch", len(sitting.said)))
         sitting.made = float(found.labels.get("made", sitting.made))
+        sitting.answered = float(found.labels.get(ANSWERED, 0.0))
+        sitting.pauses.extend(map(float, found.labels.get(PAUSES, "").split()))
         sitting.is_pinned = found.labels.get(PINNED) == YES
         for rule in self._rules:
             if found.kept is not None and str(rule.policy) == found.policy:

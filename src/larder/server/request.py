@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -37,6 +38,7 @@ class Request:
         follows: the session whose newest state is continued by `turns`.
         raw_prompt: a text without a chat template, to be continued as it is.
         lot: a word that the name of a session holds which has none of the client's.
+        steps: of a workflow until a session is asked again, by its name; by "" that of the request.
     """
 
     tenant: str
@@ -49,6 +51,7 @@ class Request:
     follows: str | None = None
     raw_prompt: str | None = None
     lot: str = ""
+    steps: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

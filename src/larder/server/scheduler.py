@@ -210,6 +210,7 @@ class Scheduler:
             self._fail(job, error)
             return
         sitting.said.append(said)
+        sitting.pause(job.times.asked)
         sitting.epoch += 1
         job.was_new, sitting.is_new = sitting.is_new, False
         try:
@@ -265,6 +266,8 @@ class Scheduler:
     def _close(self, job: Job, reason: str) -> None:
         now = self._clock()
         report = job.report(reason, now)
+        if reason != "cancelled":
+            job.sitting.answered = now
         self._rest(job, now)
         self.done[reason] += 1
         self.sums.update({name: getattr(report, name) for name in SUMS})
@@ -282,6 +285,7 @@ class Scheduler:
             self.running.remove(job)
         sitting.is_answering = sitting.is_running = False
         sitting.last_used, sitting.uses = now, sitting.uses + 1
+        sitting.steps = job.steps
         self._keeper.rest(sitting)
         if sitting.is_new or sitting.is_stale:
             self._keeper.abandon(sitting)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import UsageError
@@ -119,6 +119,13 @@ class Sessions:
         keys = (tenant, list(_rolling(first.turns))[-1]), _prefix(tenant, first.prompt)
         self._indexed[sitting.key] = keys
         self._firsts[keys[0]][sitting.key] = self._prefixes[keys[1]][sitting.key] = sitting
+
+    def announce(self, tenant: str, steps: Mapping[str, int]) -> None:
+        """Somebody knows in how many steps of a workflow sessions are asked again, by name."""
+        for name, count in steps.items():
+            sitting = self._sittings.get((tenant, name))
+            if sitting is not None:
+                sitting.steps = float(count)
 
     def forget(self, sitting: Sitting) -> None:
         """It is no more."""

@@ -6,6 +6,7 @@ out as others, and nothing behind them could be reused.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -125,6 +126,8 @@ class Sitting:
         is_answering: a request is waiting for it, or running.
         is_running: its cache is in use and stays on the device.
         pauses: seconds between the latest answers and what followed them.
+        answered: when the last answer was complete; 0 where there was none.
+        steps: of a workflow until it is asked again; infinite where nobody has said.
         clock: of the tier that it is in, when it was last used; for rules of eviction that age.
     """
 
@@ -155,6 +158,8 @@ class Sitting:
     logged: int = 0
     clock: float = 0.0
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=PAUSES))
+    answered: float = 0.0
+    steps: float = math.inf
     is_new: bool = False
     is_stale: bool = False
     is_answering: bool = False
@@ -249,6 +254,11 @@ class Sitting:
         if common == len(read):
             return common
         return common if self.rule.can_take_back and common >= settled else 0
+
+    def pause(self, asked: float) -> None:
+        """A turn was asked for at that time."""
+        if self.answered:
+            self.pauses.append(max(0.0, asked - self.answered))
 
     def note(self) -> None:
         """Remember what the cache has become; call it after every turn."""

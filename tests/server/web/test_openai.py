@@ -66,7 +66,7 @@ def test_what_is_asked_reaches_the_hub(anne: OpenAI, served: Running) -> None:
         max_completion_tokens=7,
         stop=["END"],
         prompt_cache_key="key",
-        extra_body={"top_k": 5, "kv_policy": "exact"},
+        extra_body={"top_k": 5, "kv_policy": "exact", "kv_steps": {"critic": 4}},
     )
     [asked] = served.hub.asked
     assert [vars(turn) for turn in asked.turns] == [
@@ -76,7 +76,12 @@ def test_what_is_asked_reaches_the_hub(anne: OpenAI, served: Running) -> None:
     sampling = asked.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 5, 0.9, 3)
     assert (asked.tenant, asked.session, asked.max_new_tokens) == ("anne", "key", 7)
-    assert (asked.stop, asked.exact) == (("END",), True)
+    assert (asked.stop, asked.exact, asked.steps) == (("END",), True, {"critic": 4})
+    said = {"model": NAME, "messages": [{"role": "user", "content": "hello"}]}
+    anne.chat.completions.create(**said, extra_body={"kv_steps": 3})
+    assert served.hub.asked[-1].steps == {"": 3}
+    with pytest.raises(openai.BadRequestError, match="kv_steps"):
+        anne.chat.completions.create(**said, extra_body={"kv_steps": -1})
 
 
 def test_a_text_is_continued(anne: OpenAI, served: Running) -> None:

@@ -25,6 +25,7 @@ def _whole(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_whole)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
+Steps = Annotated[int, Field(ge=0, le=1 << 31)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 ROLES = {"developer": "system"}
 # Fields that would change the answer if they were obeyed, with the values that change nothing.
@@ -79,6 +80,7 @@ class Asked(BaseModel):
     session_id: Text | None = None
     prompt_cache_key: Text | None = None
     kv_policy: Literal["exact", "budget"] | None = None
+    kv_steps: Steps | Annotated[dict[Text, Steps], Field(max_length=10_000)] | None = None
 
     def check(self) -> None:
         """Raises: Refusal: 400 for a field that would have to be obeyed and cannot be."""
@@ -88,6 +90,12 @@ class Asked(BaseModel):
                 raise invalid(
                     f"{name} is not supported: leave it out.", name, "unsupported_parameter"
                 )
+
+    @property
+    def steps(self) -> Mapping[str, int]:
+        """Until sessions are asked again, by name; by "" the one of this request."""
+        said = self.kv_steps
+        return {} if said is None else {"": said} if isinstance(said, int) else said
 
     def sampling(self, usual: Sampling) -> Sampling:
         """How to draw; what is not said is as usual."""
@@ -170,6 +178,7 @@ def request(
         stop=stop,
         exact=asked.kv_policy == "exact",
         raw_prompt=raw_prompt,
+        steps=asked.steps,
     )
 
 
