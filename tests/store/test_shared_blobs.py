@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from larder.store.blobs import path_of
 from larder.store.envelopes import token_log
 from larder.store.store import Store
 from larder.store.turns import Turn
@@ -21,7 +23,7 @@ def said(store: Store, name: str = TALK) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
+def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path)
     save(here)
     tenant, ref = here.parts.tenant(WHO), load(here).record.tokens
@@ -31,11 +33,13 @@ def test_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, ho
         else:
             assert saving.stays(ref)
         here.sessions.remove(WHO, TALK)
+        os.utime(tmp_path / "store" / path_of(ref.digest), (0, 0))
+        here.upkeep.sweep()
         assert there.parts.blobs.has(ref)
     assert not there.parts.blobs.has(ref)  # it has put it last, and nothing came of it
 
 
-def test_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
+def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=2) for home in ("here", "there"))
     here.turns.append(WHO, TALK, Turn(IDS, b"said"), 0)
     here.sessions.fork(WHO, TALK, "fork")
@@ -46,7 +50,7 @@ def test_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path
     assert load(here).ids == IDS
 
 
-def test_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
+def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=1) for home in ("here", "there"))
     here.turns.append(WHO, TALK, Turn(IDS, b"said"), 0)
     there.turns.append(WHO, "alike", Turn(IDS, b"said"), 0)

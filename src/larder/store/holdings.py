@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -57,10 +58,14 @@ class Holdings:
                 if digest not in there:
                     rows("DELETE FROM blobs WHERE digest = ?", (digest,))
 
-    def live(self) -> set[str]:
-        """Digests of every blob that something needs."""
+    def live(self, since: float = math.inf) -> set[str]:
+        """Digests of every blob that something needs, or that somebody has put since then."""
         with self._manifest.reading() as rows:
-            found = rows("SELECT digest FROM spans UNION SELECT digest FROM chunks")
+            found = rows(
+                "SELECT digest FROM spans UNION SELECT digest FROM chunks "
+                "UNION SELECT digest FROM blobs WHERE written > ?",
+                (since,),
+            )
         return {digest for (digest,) in found}
 
     def release(self, refs: Iterable[Ref]) -> None:
@@ -113,10 +118,11 @@ class Holdings:
             )
         return found[0] if found else None
 
-    def has(self, digest: str) -> bool:
-        """Whether a process of this machine has kept a blob."""
+    def put_at(self, digest: str) -> float | None:
+        """When a process of this machine has put a blob last; None where none has."""
         with self._manifest.reading() as rows:
-            return bool(rows("SELECT 1 FROM blobs WHERE digest = ?", (digest,)))
+            found = rows("SELECT written FROM blobs WHERE digest = ?", (digest,))
+        return found[0][0] if found else None
 
     def _total(self, rows: Callable[..., list[Any]]) -> int:
         [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")

@@ -20,6 +20,7 @@ from larder.store.places import TEMPORARY, Entry
 from larder.store.vault import Vault
 
 DAY_SECONDS = 86400
+NEVER = float("-inf")
 GRACE_SECONDS = 600.0  # how long what another process writes may be in the making
 # By how much index and records grow when a session is saved, and for each chunk of it, at most.
 METADATA_BYTES = 64 * 1024
@@ -125,7 +126,8 @@ class Shelves:
             self._land()
             before = self._manifest.clock() - max(grace_seconds, GRACE_SECONDS)
             self._own = {digest: at for digest, at in self._own.items() if at > before}
-            keep = {*live, *self.holdings.live(), *self._making}
+            since = self._manifest.clock() - grace_seconds
+            keep = {*live, *self.holdings.live(since), *self._making}
             freed = self.blobs.sweep(keep, grace_seconds)
             self._count(grace_seconds)
         return freed
@@ -156,14 +158,17 @@ class Shelves:
     def touch(self, digest: str) -> None:
         """A blob that is there is about to be needed: others are not to drop it meanwhile."""
         with self._lock:
-            self._own[digest] = now = self._manifest.clock()
+            now, own = self._manifest.clock(), self._own.get(digest, NEVER)
+            if own > now - GRACE_SECONDS / 2 and self.holdings.put_at(digest) == own:
+                return
+            self._own[digest] = now
             self.holdings.touched(digest, now)
 
     def _drop(self, ref: Ref) -> int:
         with self._lock:
             if self._is_needed(ref):
                 return 0
-            before, own = self._manifest.clock() - GRACE_SECONDS, self._own.get(ref.digest, 0.0)
+            before, own = self._manifest.clock() - GRACE_SECONDS, self._own.get(ref.digest, NEVER)
             gone = self.holdings.given_up(ref.digest, own, before)
             return 0 if gone is None else self._delete(ref, *gone)
 
@@ -190,7 +195,7 @@ class Shelves:
 
     def _is_foreign(self, ref: Ref) -> bool:
         """Whether a blob is there that no process of this machine has put."""
-        return not self.holdings.has(ref.digest) and self.blobs.has(ref)
+        return self.holdings.put_at(ref.digest) is None and self.blobs.has(ref)
 
     def _land(self) -> None:
         """Writings that have ended, be it long after their time limit, hold nothing any more."""
