@@ -210,15 +210,8 @@ def test_a_worker_that_fails_is_a_result() -> None:
 
 def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
     """And hold the same; a cache that is cut is counted as it counts itself."""
-    jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
     engine = Engine(seed_model, policy="full")
-    options = Namespace(
-        corpus=None, device="cpu", dtype="float32", threads=1, repeats=1, new_tokens=6
-    )
-    setting = jobs.Setting(options, engine, Path(str(files("larder.models") / "seed")), "", {})
-    options.model = "seed"
-    job = jobs.Job(parse_task("lifelog()"), 400, 0, pair.name, "1/1", written=pair.ours)
-    asked = setting._asked(job, *asked_of(setting, job)) | {"made": pair.made}
+    asked = asked_whole(engine)
     theirs = import_module("peer_worker").run(asked)
     ours = import_module("larder_worker").run(asked)
     assert ours["answers"] == theirs["answers"]
@@ -226,6 +219,38 @@ def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
     assert ours["kv_bytes"] == ours["counted_bytes"]
     assert 1 <= ours["kv_bytes"] / theirs["kv_bytes"] < 1.01  # positions
     assert theirs["peak_kv_bytes"] > theirs["kv_bytes"]
+
+
+def test_a_peer_has_loaded_all_it_needs_before_memory_is_watched(
+    seed_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, seen = import_module("peer_worker"), list[str]()
+    read, peak = worker.Peer.read, worker.Peak
+
+    def reads(*told: Any) -> Any:
+        seen.append("read")
+        return read(*told)
+
+    def watches(device: str) -> Any:
+        seen.append("watch")
+        return peak(device)
+
+    monkeypatch.setattr(worker.Peer, "read", reads)
+    monkeypatch.setattr(worker, "Peak", watches)
+    worker.run(asked_whole(Engine(seed_model, policy="full")))
+    assert seen == ["read", "watch", "read", "read"]
+
+
+def asked_whole(engine: Engine) -> dict[str, Any]:
+    """What workers are told of a short conversation that is kept whole."""
+    jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
+    options = Namespace(
+        corpus=None, device="cpu", dtype="float32", threads=1, repeats=1, new_tokens=6
+    )
+    options.model = "seed"
+    setting = jobs.Setting(options, engine, Path(str(files("larder.models") / "seed")), "", {})
+    job = jobs.Job(parse_task("lifelog()"), 400, 0, pair.name, "1/1", written=pair.ours)
+    return setting._asked(job, *asked_of(setting, job)) | {"made": pair.made}
 
 
 def asked_of(setting: Any, job: Any) -> tuple[Any, list[str]]:
