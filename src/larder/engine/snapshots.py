@@ -37,14 +37,17 @@ class Snapshots:
         self.resting = replace(loaded.decoder.spec, device=torch.device("cpu"))
         self.identity = identity_of_loaded(loaded)
 
-    def of(self, policy: str, caches: Sequence[SequenceCache]) -> Snapshot:
+    def of(
+        self, policy: str, caches: Sequence[SequenceCache], beside: bytes | None = None
+    ) -> Snapshot:
         """A snapshot of the caches of one session.
 
         Args:
             policy: canonical spelling, sizes filled in.
+            beside: as in `Snapshot`.
         """
         first, *others = caches
-        return Snapshot(first, self.identity, policy, self.codec, tuple(others))
+        return Snapshot(first, self.identity, policy, self.codec, tuple(others), beside)
 
     def load(
         self, principal: str, name: str, policy: str, ids: Sequence[int] | None = None

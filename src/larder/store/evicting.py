@@ -76,7 +76,7 @@ class Evicting:
 
     def _candidates(self, tenant: str | None) -> list[tuple[Candidate, _Leaving]]:
         chunks, states = self._chunks.all(), self._states()
-        held = {(r.tenant, r.session, ref.digest) for r, *_ in states for ref in r.spans}
+        held = {(r.tenant, r.session, ref.digest) for r, *_ in states for ref in r.cache_refs}
         holders = Counter(digest for *_, digest in held)  # sessions, each of which may go alone
         shared = {chunk.ref.digest for _, chunk, *_ in chunks}
         wished = [record for record, is_head, *_ in states if is_head and record.is_pinned]
@@ -99,7 +99,7 @@ class Evicting:
         for record, is_head, last_used, uses in states:
             own = [
                 ref
-                for ref in dict.fromkeys(record.spans)
+                for ref in dict.fromkeys(record.cache_refs)
                 if holders[ref.digest] == 1 and ref.digest not in shared and ref.digest not in taken
             ]
             if not own:

@@ -49,6 +49,7 @@ class Exchange:
             tokens=named[record.tokens],
             spans=tuple(named[ref] for ref in record.spans),
             transcript=None if record.transcript is None else named[record.transcript],
+            beside=None if record.beside is None else named[record.beside],
         )
         return pack(tensors, {"kind": EXPORT, "record": canonical(asdict(told))})
 
@@ -77,9 +78,8 @@ class Exchange:
                 epoch=number + 1,
                 spans=spans,
                 tokens=saving.put(token_log(ids, tenant)),
-                transcript=None
-                if record.transcript is None
-                else saving.put(_passed_on(blobs[record.transcript.digest], record, tenant)),
+                transcript=_passed_on(saving, blobs, record.transcript, record, tenant),
+                beside=_passed_on(saving, blobs, record.beside, record, tenant),
                 made=self._parts.clock(),
             )
             self._parts.heads.commit(made, number)
@@ -169,9 +169,13 @@ def _rehomed(saving: Saving, data: bytes, tenant: str) -> Ref:
     return saving.put(pack(tensors, told | {"tenant": tenant}))
 
 
-def _passed_on(data: bytes, record: Record, tenant: str) -> bytes:
-    """What was said as text, as the new tenant's."""
-    return owned(disowned(data, record.tenant), tenant)
+def _passed_on(
+    saving: Saving, blobs: Mapping[str, bytes], ref: Ref | None, record: Record, tenant: str
+) -> Ref | None:
+    """A blob that is no cache's, as the new tenant's; None of none."""
+    if ref is None:
+        return None
+    return saving.put(owned(disowned(blobs[ref.digest], record.tenant), tenant))
 
 
 def _bytes(data: bytes) -> Tensor:

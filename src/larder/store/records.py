@@ -33,6 +33,7 @@ CACHED = (
     "others",
     "cache_tokens",
     "cache_prefix",
+    "beside",
 )
 
 
@@ -76,6 +77,7 @@ class Record:
         others: the caches behind the first, in order.
         cache_tokens: how many of the tokens the caches have read; 0 for all.
         cache_prefix: digest of those tokens, where they are not all.
+        beside: what the caches do not say of their session, if who saves them has more to say.
         labels: what else who saves it wants to know without opening anything.
     """
 
@@ -99,6 +101,7 @@ class Record:
     others: tuple[Held, ...] = ()
     cache_tokens: int = 0
     cache_prefix: str = ""
+    beside: Ref | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
@@ -113,7 +116,12 @@ class Record:
         if self.removed:
             return ()
         own = (self.tokens,) if self.transcript is None else (self.tokens, self.transcript)
-        return (*own, *self.spans)
+        return (*own, *self.cache_refs)
+
+    @property
+    def cache_refs(self) -> tuple[Ref, ...]:
+        """Those of its caches, and of what is told beside them."""
+        return self.spans if self.beside is None else (*self.spans, self.beside)
 
     @property
     def path(self) -> str:
@@ -142,7 +150,8 @@ class Record:
     def without_cache(self) -> Record:
         """The same with tokens and transcript alone."""
         bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0, others=())
-        return replace(bare, codec="", lossless=True, cache_tokens=0, cache_prefix="")
+        bare = replace(bare, cache_tokens=0, cache_prefix="", beside=None)
+        return replace(bare, codec="", lossless=True)
 
     def with_cache_of(self, other: Record) -> Record:
         """The same with another record's cache."""
@@ -212,5 +221,6 @@ def told_record(told: Mapping[str, Any]) -> Record:
     known["tokens"] = Ref(**told["tokens"])
     known["spans"] = tuple(Ref(**span) for span in told["spans"])
     known["others"] = tuple(Held(**held) for held in told.get("others", ()))
-    known["transcript"] = None if told["transcript"] is None else Ref(**told["transcript"])
+    for name in ("transcript", "beside"):
+        known[name] = None if told.get(name) is None else Ref(**told[name])
     return Record(**known)

@@ -14,7 +14,7 @@ from larder.store import chunks as chunk_index
 from larder.store.blobs import Ref
 from larder.store.chunks import Chunk, Chunks, spelled
 from larder.store.coding import RAW, nbytes
-from larder.store.envelopes import chunk_blob, is_lossless, snapshot_blob
+from larder.store.envelopes import chunk_blob, is_lossless, owned, snapshot_blob
 from larder.store.identity import Identity
 from larder.store.ledger import Tier
 from larder.store.pieces import chunk_of, is_whole, parts_of, rest_of
@@ -32,6 +32,7 @@ class Snapshot:
         policy: canonical spelling, sizes filled in.
         codec: how keys and values are spelled; a file in `store/codecs`.
         others: further caches of the same session, each of which has read some of its tokens.
+        beside: what they do not say of their session; None for nothing.
     """
 
     cache: SequenceCache
@@ -39,11 +40,13 @@ class Snapshot:
     policy: str
     codec: str = RAW
     others: tuple[SequenceCache, ...] = ()
+    beside: bytes | None = None
 
     @property
     def each(self) -> tuple[Snapshot, ...]:
         """Per cache, a snapshot of it alone."""
-        return tuple(replace(self, cache=cache, others=()) for cache in (self.cache, *self.others))
+        bare = replace(self, others=(), beside=None)
+        return tuple(replace(bare, cache=cache) for cache in (self.cache, *self.others))
 
 
 def check(ids: Sequence[int], snapshot: Snapshot | None) -> None:
@@ -73,12 +76,14 @@ class Written:
         cache_bytes: of its tensors.
         lossless: whether it comes back to the bit.
         others: caches behind the first, where there are several.
+        beside: the blob of what is told beside them.
     """
 
     spans: tuple[Ref, ...]
     cache_bytes: int
     lossless: bool
     others: tuple[Held, ...] = ()
+    beside: Ref | None = None
 
 
 def is_chunked(snapshot: Snapshot) -> bool:
@@ -108,7 +113,9 @@ class Writer:
         ]
         spans = tuple(ref for refs, _ in made for ref in refs)
         total = sum(count for _, count in made)
-        return Written(spans, total, is_lossless(snapshot.codec), tuple(held[1:]))
+        beside = snapshot.beside
+        told = None if beside is None else saving.put(owned(beside, tenant))
+        return Written(spans, total, is_lossless(snapshot.codec), tuple(held[1:]), told)
 
     def _one(
         self, saving: Saving, tenant: str, ids: Sequence[int], snapshot: Snapshot, chunked: bool

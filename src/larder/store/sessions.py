@@ -254,6 +254,7 @@ class Sessions:
             cache_bytes=written.cache_bytes,
             lossless=written.lossless,
             others=written.others,
+            beside=written.beside,
         )
 
     def _committed(self, record: Record) -> Record:

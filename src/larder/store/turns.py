@@ -150,6 +150,7 @@ class Turns:
             cache_bytes=written.cache_bytes,
             lossless=written.lossless,
             others=written.others,
+            beside=written.beside,
             cache_tokens=count,
             cache_prefix=prefix_of(prepared.ids),
             labels={**head.labels, **labels},

@@ -88,6 +88,10 @@ class Upkeep:
                 self._parts.vault.transcript(record)
             except LarderError as error:
                 found.append(f"The transcript is lost: {error}")
+        try:
+            self._parts.vault.beside(record)
+        except LarderError as error:
+            found.append(f"What was told beside the caches is lost: {error}")
         return found + self._mended(record)
 
     def _damage(self, ref: Ref, tenant: str) -> str:

@@ -117,6 +117,16 @@ class Vault:
             raise Damaged("What was said was not kept as text.")
         return disowned(self.get(record.transcript, record.tenant), record.tenant)
 
+    def beside(self, record: Record) -> bytes | None:
+        """What is told beside a session's caches, where anything is.
+
+        Raises:
+            Damaged, Refused: it is not what was written, or another's.
+        """
+        if record.beside is None:
+            return None
+        return disowned(self.get(record.beside, record.tenant), record.tenant)
+
     def closed(self, data: bytes, tenant: str) -> bytes:
         """Bytes as a blob of a tenant has them."""
         return self._sealing.closed(tenant, data)
