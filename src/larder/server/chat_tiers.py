@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 
-from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.server.budget import Need, Purse
 from larder.server.sitting import Sitting
-from larder.store.ledger import ByteLedger, Tier
+from larder.store.ledger import ByteLedger, Reservation, Tier
 
 
 class ChatTiers:
@@ -51,6 +50,23 @@ class ChatTiers:
             sitting.host.shrink(count)
         self._in_host[sitting.key] = sitting
 
+    def set_aside(self, sitting: Sitting, count: int) -> Reservation | None:
+        """What is spoken for in host memory, and so many bytes at least, for caches to arrive in;
+        None where there is no room, and all is as before."""
+        assert sitting.host is not None
+        try:
+            self.hold(sitting, max(sitting.host.bytes, count))
+        except BudgetError:
+            return None
+        room, sitting.host = sitting.host, None
+        del self._in_host[sitting.key]
+        return room
+
+    def give(self, sitting: Sitting, room: Reservation) -> None:
+        """Have what was set aside be spoken for by the session again."""
+        sitting.host = room
+        self._in_host[sitting.key] = sitting
+
     def settle(self, sitting: Sitting) -> None:
         """A turn is over: give slack back, and keep no more than what is there."""
         cache, need = sitting.active, Need()
@@ -77,7 +93,9 @@ class ChatTiers:
         return True
 
 
-def resting_bytes(cache: SequenceCache | None) -> int:
-    """What a cache takes at rest."""
-    stores = () if cache is None else cache.stores
+def resting_bytes(sitting: Sitting) -> int:
+    """What a session's caches take at rest."""
+    if sitting.cabinet is not None:
+        return sitting.nbytes
+    stores = () if sitting.cache is None else sitting.cache.stores
     return sum(tensor.nbytes for store in stores for tensor in store.tensors())

@@ -18,6 +18,7 @@ from larder.server.manner import Manner
 from larder.server.request import Listener, Report, Request, Ticket, Turn
 from larder.server.rule import By
 from larder.server.sitting import ID, Asked, Kept, Said, Sitting
+from larder.server.vault import Fetched
 from larder.session.filing import Drawer, Filed
 from larder.store.ledger import Reservation
 
@@ -68,7 +69,7 @@ class Fetch:
     kept: Kept
     usable: int
     room: Reservation
-    future: Future[SequenceCache]
+    future: Future[Fetched]
 
 
 @dataclass(eq=False)
@@ -87,7 +88,8 @@ class Job(Ticket):
         fetch: what must arrive before that.
         was_new: whether the session was made for it.
         course: reads what must be read before the answer, a block at a time, where the session is
-            held as a chat; `ahead` are the blocks that it has left, roughly.
+            held as a chat; `ahead` are the blocks that it has left, roughly, and `seconds` is what
+            it took so far.
         drawer: the cache of a chat that answers.
         added: the part of the text that such a request adds to the caches of its session.
         asked: the end of the prompt, which the first pass of the answer reads.
@@ -111,6 +113,7 @@ class Job(Ticket):
     place: int = 0
     course: Generator[object, None, None] | None = None
     ahead: int = 0
+    seconds: float = 0.0
     drawer: Drawer | None = None
     plans: int = 0
     added: tuple[int, ...] = ()

@@ -50,7 +50,7 @@ class Order:
         return [idle[row] for row in leaving.rows]
 
     def _candidate(self, sitting: Sitting) -> Candidate:
-        parked = 0 if sitting.parked is None else sitting.parked.nbytes
+        parked = sitting.host_bytes if sitting.is_in_memory else 0
         return Candidate(
             name=str(sitting.key),
             bytes=max(1, self._purse.bytes_of(sitting.key) + parked),

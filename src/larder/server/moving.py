@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, LarderError
 from larder.server.budget import Need
 from larder.server.chat_needs import chat_need
@@ -15,6 +14,7 @@ from larder.server.refusals import overloaded
 from larder.server.sitting import Kept, Sitting
 from larder.server.stowing import COPIES
 from larder.server.tiers import Tiers
+from larder.server.vault import Fetched
 from larder.store.ledger import Reservation
 
 FAILURES = (LarderError, RuntimeError, ValueError)
@@ -129,7 +129,7 @@ class Moving:
         kept: Kept,
         room: Reservation,
         done: Future[Sitting],
-        loading: Future[SequenceCache],
+        loading: Future[Fetched],
     ) -> None:
         sitting.is_answering = sitting.is_running = False
         is_there = loading.exception() is None

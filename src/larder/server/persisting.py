@@ -189,8 +189,9 @@ def kept_in(record: Record) -> Kept | None:
         tokens=tokens,
         settled=int(labels.get("settled", tokens)),
         entries=int(labels.get("entries", 0)),
-        nbytes=sum(ref.bytes for ref in record.spans),
+        nbytes=sum(ref.bytes for ref in record.cache_refs),
         cache_bytes=record.cache_bytes,
         is_coded=labels.get("coded") == "yes",
         is_lossless=labels.get("whole") == "yes",
+        caches=1 + len(record.others),
     )

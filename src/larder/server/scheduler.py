@@ -229,23 +229,21 @@ class Scheduler:
         """The turn is kept, or could not be."""
         error = None if done is None else done.exception()
         if isinstance(error, Exception):
-            self.ending.remove(job)
             self._take_back(job, error)
             return
-        self._saved(job, reason)
+        self._saved(job, partial(self._told, job, reason))
 
-    def _saved(self, job: Job, reason: str) -> None:
-        """Once nothing is left to be saved, tell."""
+    def _saved(self, job: Job, then: Callable[[], None]) -> None:
+        """Go on once nothing is left to be saved."""
         saving = self._tiers.save_at_once(job.sitting)
         if saving is None:
-            self._told(job, reason)
+            then()
         else:
-            self._news.owe(job.sitting, saving, lambda _: self._saved(job, reason))
+            self._news.owe(job.sitting, saving, lambda _: self._saved(job, then))
 
     def _told(self, job: Job, reason: str) -> None:
         """Everything is kept that is to be."""
         assert job.stream is not None
-        self.ending.remove(job)
         try:
             job.stream.finish()
             job.manner.accept(job)
@@ -253,7 +251,7 @@ class Scheduler:
         except FAILURES as error:
             self._take_back(job, error)
             return
-        self._close(job, reason)
+        self._saved(job, partial(self._close, job, reason))  # a chat's caches have the turn now
 
     def _take_back(self, job: Job, error: Exception) -> None:
         """A turn that could not be kept was never said."""
@@ -281,8 +279,9 @@ class Scheduler:
     def _rest(self, job: Job, now: float) -> None:
         """The request is over, however it went."""
         sitting = job.sitting
-        if job in self.running:
-            self.running.remove(job)
+        for held in (self.running, self.ending):
+            if job in held:
+                held.remove(job)
         sitting.is_answering = sitting.is_running = False
         sitting.last_used, sitting.uses = now, sitting.uses + 1
         sitting.steps = job.steps

@@ -85,6 +85,7 @@ class Kept:
         cache_bytes: that it takes in memory.
         is_coded: whether a codec has lost something of it.
         is_lossless: whether it comes back as a cache that holds all that it has read to the bit.
+        caches: how many there are.
     """
 
     tokens: int
@@ -94,6 +95,7 @@ class Kept:
     cache_bytes: int
     is_coded: bool
     is_lossless: bool
+    caches: int = 1
 
 
 @dataclass
@@ -243,7 +245,7 @@ class Sitting:
 
     def usable(self, wanted: Sequence[int]) -> int:
         """How many tokens of a text its cache can answer for; the last is always read anew."""
-        if self.cabinet is not None:  # it goes on by turns, not by tokens
+        if self.rule.is_chat:  # it goes on by turns, not by tokens
             return 0
         read, settled = self.read, self.settled
         if not self.is_in_memory:

@@ -12,12 +12,26 @@ from functools import partial
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
+from larder.server.chat_snapshot import beside_of, is_up_to_date, reopen
 from larder.server.news import News
 from larder.server.sitting import Kept, Sitting
-from larder.server.vault import Vault
+from larder.server.vault import Fetched, Vault
+from larder.session.shelf import park
 from larder.store.ledger import ByteLedger, Reservation, Tier
 
 COPIES = 2  # of a cache that is written: its state, and the blob in the making
+
+
+def writing_bytes(sitting: Sitting) -> int:
+    """Host memory that it takes to write a session's caches, beside them.
+
+    Those of a chat are written one after the other. As many bytes as it has may be held twice
+    meanwhile: what is on the device, and what is wanted there.
+    """
+    if sitting.cabinet is None:
+        return COPIES * sitting.nbytes
+    largest = max(held.nbytes for held in sitting.cabinet.shelf.holdings())
+    return sitting.nbytes + COPIES * largest
 
 
 class Stowing:
@@ -44,6 +58,10 @@ class Stowing:
         """The writing of a session's cache, where it is being written."""
         return self._under_way.get(sitting.key)
 
+    def soon(self, count: int) -> int:
+        """What a writing takes that can begin now; nothing where none can."""
+        return 0 if self.is_busy or not self._vault.is_open else count
+
     def wants(self, sitting: Sitting) -> bool:
         """Whether a cache that is not in use may be written, and was not."""
         is_idle = not (sitting.is_answering or sitting.is_running or sitting.is_saving)
@@ -52,22 +70,18 @@ class Stowing:
     def needs(self, sitting: Sitting) -> bool:
         """Whether the store could have a cache, but has not."""
         is_written = sitting.written > 0 and sitting.logged == len(sitting.said) > 0
-        if sitting.cabinet is not None:  # it is read again
+        if sitting.cabinet is not None and not is_up_to_date(sitting):
             return False
         is_refused = sitting.unkept == len(sitting.read)
         return self._vault.is_open and is_written and not sitting.is_saved and not is_refused
 
     def start(self, sitting: Sitting) -> Future[Kept] | None:
         """Write a session's cache; None where there is no room for the copies that takes."""
-        cache = sitting.cache
-        if cache is None:
-            assert sitting.parked is not None
-            cache = sitting.parked.shown(sitting.rule.desk.decoder.spec)
         try:
-            room = self._ledger.reserve(Tier.HOST, sitting.tenant, COPIES * sitting.nbytes)
+            room = self._ledger.reserve(Tier.HOST, sitting.tenant, writing_bytes(sitting))
         except BudgetError:
             return None
-        return self._begin(sitting, cache, room)
+        return self._begin(sitting, room)
 
     def hold(self, sitting: Sitting, reservation: Reservation) -> None:
         """Give memory back once the session's writing is over; at once where none is on its way."""
@@ -76,17 +90,22 @@ class Stowing:
         else:
             reservation.release()
 
-    def _begin(self, sitting: Sitting, cache: SequenceCache, room: Reservation) -> Future[Kept]:
+    def _begin(self, sitting: Sitting, room: Reservation) -> Future[Kept]:
+        cabinet = sitting.cabinet
+        beside = None if cabinet is None else beside_of(sitting)
+        caches = (_shown(sitting),) if cabinet is None else cabinet.shelf.lend()
         sitting.is_saving = True
         sitting.owed += 1
         self._late[sitting.key] = [room]
-        future = self._under_way[sitting.key] = self._vault.save(sitting, cache)
+        future = self._under_way[sitting.key] = self._vault.save(sitting, caches, beside)
         self._news.hear(future, partial(self._over, sitting, len(sitting.read)))
         return future
 
     def _over(self, sitting: Sitting, tokens: int, future: Future[Kept]) -> None:
         sitting.is_saving = False
         sitting.owed -= 1
+        if sitting.cabinet is not None:
+            sitting.cabinet.shelf.returned()
         del self._under_way[sitting.key]
         for reservation in self._late.pop(sitting.key):
             reservation.release()
@@ -96,3 +115,32 @@ class Stowing:
         else:
             sitting.unkept = tokens
         self._ended()
+
+
+def take_in(
+    sitting: Sitting, source: Sitting, kept: Kept, fetched: Fetched, room: Reservation
+) -> None:
+    """Have caches that came back be those of a session, at rest in host memory.
+
+    Args:
+        source, room: as `Tiers.take` has them.
+
+    Raises:
+        Damaged: they are not those of a chat; nothing has changed.
+    """
+    read = source.ids[: kept.tokens]
+    if sitting.rule.is_chat:
+        reopen(sitting, read, fetched.caches, fetched.beside)
+    else:
+        sitting.parked = park(fetched.caches[0])
+        room.shrink(sitting.parked.nbytes)
+    sitting.host, sitting.read, sitting.settled = room, read, kept.settled
+    sitting.is_coded = kept.is_coded
+
+
+def _shown(sitting: Sitting) -> SequenceCache:
+    """A session's cache, to be looked at."""
+    if sitting.cache is not None:
+        return sitting.cache
+    assert sitting.parked is not None
+    return sitting.parked.shown(sitting.rule.desk.decoder.spec)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from larder.cache.sequence import SequenceCache
+from larder.core.errors import LarderError
 from larder.server.budget import Need, Purse
 from larder.server.chat_tiers import ChatTiers, resting_bytes
 from larder.server.keeper import Durability
@@ -22,8 +22,8 @@ from larder.server.leaving import Order
 from larder.server.logs import Logs
 from larder.server.news import News
 from larder.server.sitting import ID, Kept, Sitting
-from larder.server.stowing import COPIES, Stowing
-from larder.server.vault import Vault
+from larder.server.stowing import COPIES, Stowing, take_in, writing_bytes
+from larder.server.vault import Fetched, Vault
 from larder.session.shelf import park
 from larder.store.eviction.base import Eviction
 from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
@@ -92,25 +92,24 @@ class Tiers:
         return self._ledger.reserve(Tier.HOST, sitting.tenant, count)
 
     def take(
-        self,
-        sitting: Sitting,
-        source: Sitting,
-        kept: Kept,
-        cache: SequenceCache,
-        room: Reservation,
+        self, sitting: Sitting, source: Sitting, kept: Kept, fetched: Fetched, room: Reservation
     ) -> None:
-        """Bring a cache from the store to the device, which was granted before.
+        """Bring caches from the store, the one that answered last to the device, which was granted
+        before.
 
         Args:
-            source: whose it was.
-            room: host memory in which it has arrived.
+            source: whose they were.
+            room: host memory in which they have arrived.
+
+        Raises:
+            LarderError: they are not those of a chat; the room is still the caller's.
         """
-        sitting.parked = park(cache)
-        room.shrink(sitting.parked.nbytes)
-        sitting.host = room
+        try:
+            take_in(sitting, source, kept, fetched, room)
+        except LarderError as error:
+            self.vault.reject(error)
+            raise
         self.in_host[sitting.key] = sitting
-        sitting.read, sitting.settled = source.ids[: kept.tokens], kept.settled
-        sitting.is_coded = kept.is_coded
         self.revive(sitting)
         self.restored[Tier.HOST.value] -= 1  # it has only passed there
         self.restored[Tier.DISK.value] += 1
@@ -134,12 +133,13 @@ class Tiers:
     def park(self, sitting: Sitting) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
         if sitting.cabinet is not None:
+            soon = self._stowing.soon(writing_bytes(sitting))
+            self._easy_room(sitting, sitting.device_bytes + soon)
             return self._parked(sitting, self.chats.park(sitting))
         cache = sitting.cache
         assert cache is not None
-        count = resting_bytes(cache)
-        copies = 0 if self._stowing.is_busy or not self.vault.is_open else COPIES * count
-        self._easy_room(sitting, count + copies)
+        count = resting_bytes(sitting)
+        self._easy_room(sitting, count + self._stowing.soon(COPIES * count))
         room = self.host_room(sitting, count)
         if room is None:
             return False
@@ -163,7 +163,7 @@ class Tiers:
         wanting = [each for each in self.in_host.values() if self._stowing.wants(each)]
         if wanting and not self._stowing.is_busy:
             first = self._order.first(Tier.HOST, wanting, None, 1)[0]
-            self._easy_room(first, COPIES * first.nbytes)
+            self._easy_room(first, writing_bytes(first))
             self._stowing.start(first)
 
     def save_at_once(self, sitting: Sitting) -> Future[Kept] | None:
@@ -178,7 +178,7 @@ class Tiers:
             return self._stowing.under_way(sitting)
         if not sitting.is_in_memory or not self._stowing.needs(sitting):
             return None
-        self._host_room(sitting, COPIES * sitting.nbytes)
+        self._host_room(sitting, writing_bytes(sitting))
         return self._stowing.start(sitting)
 
     def drop(self, sitting: Sitting) -> None:
@@ -230,7 +230,7 @@ class Tiers:
         """Have a session leave the device; False where that must wait for the store."""
         if self.park(sitting):
             return True
-        may_fit = 0 < resting_bytes(sitting.cache) <= self._host_limit(sitting.tenant)
+        may_fit = 0 < resting_bytes(sitting) <= self._host_limit(sitting.tenant)
         if may_fit and self.is_leaving and not sitting.is_saved:
             return False
         self.let_go(sitting)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import LarderError, Refused
@@ -19,6 +20,18 @@ LOADS = 2  # caches that are read from the store at a time
 SLOWER = "slower"
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """What came back of a session.
+
+    Args:
+        beside: what was told beside the caches, where anything was.
+    """
+
+    caches: tuple[SequenceCache, ...]
+    beside: bytes | None = None
+
+
 class Vault:
     """Keeps the caches of sessions that are not in use; this one keeps none.
 
@@ -29,13 +42,19 @@ class Vault:
     is_open = False
     durability = Durability.TURN
 
-    def save(self, sitting: Sitting, cache: SequenceCache) -> Future[Kept]:
-        """Write a session's cache, which nobody changes until that is over."""
+    def save(
+        self, sitting: Sitting, caches: Sequence[SequenceCache], beside: bytes | None
+    ) -> Future[Kept]:
+        """Write a session's caches, which nobody changes until that is over, and what more is to
+        be told of them."""
         raise NotImplementedError
 
-    def load(self, source: Sitting, kept: Kept) -> Future[SequenceCache]:
-        """A session's cache, in host memory; fails as `Refused` where its text is to be read."""
+    def load(self, source: Sitting, kept: Kept) -> Future[Fetched]:
+        """A session's caches, in host memory; fails as `Refused` where its text is to be read."""
         raise NotImplementedError
+
+    def reject(self, error: LarderError) -> None:
+        """Count that what came back cannot be used."""
 
     def note_reading(self, tokens: int, seconds: float) -> None:
         """The model has read so many tokens in that time."""
@@ -80,7 +99,9 @@ class StoreVault(Vault):
         self._loading = ThreadPoolExecutor(LOADS, "larder loading")
         self._parts = snapshots.store.parts
 
-    def save(self, sitting: Sitting, cache: SequenceCache) -> Future[Kept]:
+    def save(
+        self, sitting: Sitting, caches: Sequence[SequenceCache], beside: bytes | None
+    ) -> Future[Kept]:
         ids, policy = tuple(sitting.read), str(sitting.rule.policy)
         is_coded = sitting.is_coded or not is_lossless(self._snapshots.codec)
         is_whole = sitting.is_lossless and not is_coded
@@ -97,7 +118,7 @@ class StoreVault(Vault):
 
         def saved() -> Kept:
             try:
-                snapshot = self._snapshots.of(policy, [cache])
+                snapshot = self._snapshots.of(policy, caches, beside)
                 with self._snapshots.store.turns.prepared(sitting.tenant, ids, snapshot) as made:
                     record = self._keeper.attach(sitting, made, labels).result()
             except LarderError as error:
@@ -109,11 +130,11 @@ class StoreVault(Vault):
 
         return self._saving.submit(saved)
 
-    def load(self, source: Sitting, kept: Kept) -> Future[SequenceCache]:
+    def load(self, source: Sitting, kept: Kept) -> Future[Fetched]:
         own = source.tenant, source.name, str(source.rule.policy)
         ids = tuple(source.ids[: kept.tokens])
 
-        def loaded() -> SequenceCache:
+        def loaded() -> Fetched:
             found = self._snapshots.load(*own)
             if found is None or found.cache is None:
                 reason = "gone" if found is None else found.reason
@@ -122,9 +143,16 @@ class StoreVault(Vault):
                 said = f"The cache of {source.name!r} is of another text."
                 self._parts.refusals.note("tokens", said)
                 raise Refused(said, "tokens")
-            return found.cache
+            try:
+                beside = self._parts.vault.beside(found.record)
+            except LarderError as error:
+                raise Refused(str(error), self._parts.refusals.note_error(error)) from error
+            return Fetched((found.cache, *found.others), beside)
 
         return self._loading.submit(loaded)
+
+    def reject(self, error: LarderError) -> None:
+        self._parts.refusals.note_error(error)
 
     def note_reading(self, tokens: int, seconds: float) -> None:
         self._snapshots.note_reading(tokens, seconds)

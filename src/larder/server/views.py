@@ -46,7 +46,7 @@ def view_of(sitting: Sitting) -> SessionView:
 
 def view_of_record(record: Record, has_cache: bool) -> SessionView:
     """A session that only the store has, from what its record tells."""
-    labels, nbytes = record.labels, sum(ref.bytes for ref in record.spans)
+    labels, nbytes = record.labels, sum(ref.bytes for ref in record.cache_refs)
     return SessionView(
         name=record.name,
         state="idle",

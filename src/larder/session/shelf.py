@@ -79,6 +79,7 @@ class Shelf:
         self._spec = spec
         self._parked: dict[int, Parked] = {}
         self._active: tuple[int, SequenceCache] | None = None
+        self._lent: dict[int, Parked] = {}
         for cache in caches:
             self.add(cache)
 
@@ -95,7 +96,8 @@ class Shelf:
             return self._active[1]
         self.rest()
         parked = self._parked[number]
-        restored = parked.revived(self._spec)
+        is_lent = self._lent.get(number) is parked
+        restored = (parked.copied if is_lent else parked.revived)(self._spec)
         self._active = (number, restored)
         del self._parked[number]
         return restored
@@ -110,6 +112,23 @@ class Shelf:
             else:
                 parked = self._parked[number]
                 yield SequenceCache.restore(spec, parked.state, parked.meta)
+
+    def lend(self) -> tuple[SequenceCache, ...]:
+        """Each cache by number, to be looked at by another thread until it is `returned`.
+
+        Those at rest are not copied, unless they are wanted meanwhile; the active one is.
+        """
+        resting = replace(self._spec, device=torch.device("cpu"))
+        caches = {number: parked.shown(self._spec) for number, parked in self._parked.items()}
+        self._lent = dict(self._parked)
+        if self._active is not None:
+            number, cache = self._active
+            caches[number] = SequenceCache.restore(resting, cache.state(), cache.meta())
+        return tuple(caches[number] for number in sorted(caches))
+
+    def returned(self) -> None:
+        """Nobody looks at its caches any more."""
+        self._lent = {}
 
     def rest(self) -> None:
         """Write the active cache back, so that the device is free."""
@@ -126,6 +145,7 @@ class Shelf:
         are shared with this shelf: go on with one of the two.
         """
         shelf = Shelf(self._spec, ())
+        shelf._lent = self._lent
         if self._active is not None and self._active[0] == number:
             shelf._parked, shelf._active = dict(self._parked), (number, cache)
             return shelf

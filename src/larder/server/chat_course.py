@@ -1,0 +1,144 @@
+"""From what there is of a chat's caches to one that has read all of a prompt but its end.
+
+A course is what such a turn takes in front of its answer, in steps that are no longer than a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+
+from larder.core.types import Coming
+from larder.models.decoder import Decoder
+from larder.prefill.base import pieces
+from larder.prefill.meter import Meter
+from larder.prefill.reader import Lane
+from larder.server.begun import Begun
+from larder.server.chat_log import history_of, log_of
+from larder.server.job import Job
+from larder.server.sitting import Said, Sitting
+from larder.server.spots import AllSpots
+from larder.server.vault import Vault
+from larder.session.filing import Cabinet
+from larder.session.log import Exchange, Log
+from larder.session.reading import books_for, gathering, reader_of, tend
+from larder.session.rooms import tokens_of
+from larder.session.snapshot import State
+from larder.session.transcript import Scribe
+
+Course = Generator[object, None, None]
+
+
+class Courses:
+    """Makes them. For the model's thread.
+
+    Args:
+        vault: told how long reading takes.
+    """
+
+    def __init__(self, decoder: Decoder, scribe: Scribe, vault: Vault) -> None:
+        self._decoder, self._scribe, self._vault = decoder, scribe, vault
+
+    def course(self, job: Job) -> Course:
+        """From what there is of a session to a cache that has read all but the prompt's end."""
+        sitting = job.sitting
+        if sitting.cabinet is None:
+            sitting.cabinet = yield from self._rebuilt(job)
+            yield
+            if job.counts.recomputed > sitting.rule.block:  # fewer take longer, each
+                self._vault.note_reading(job.counts.recomputed, job.seconds)
+        else:
+            sitting.cabinet.building = Meter()
+            yield from self._caught_up(job, sitting.cabinet)
+        sitting.read = sitting.ids
+        yield from _refreshing(sitting, sitting.cabinet)
+        begun = yield from self._begun(sitting, sitting.cabinet, job.turns[-1].text, job.added)
+        drawer, job.tending = begun.drawer, begun.tending
+        job.drawer, job.plans = drawer, drawer.cache.plans
+        room = len(job.added) + job.new_tokens + len(self._scribe.closing())
+        drawer.cache.reserve(room if job.tending is None else 1)
+        *chunks, job.asked = begun.chunks
+        for chunk in chunks:
+            begun.read(chunk, Coming.QUESTION)
+            yield
+        if job.ids:  # they were said before, and are read once more
+            begun.read(job.asked, Coming.QUESTION)
+            yield from begun.speak(tuple(job.ids[:-1]))
+
+    def skipped(self, job: Job) -> int:
+        """Tokens of a first prompt that are read before the question."""
+        return history_of(job.sitting.root, job.turns, job.wanted, self._scribe)[1]
+
+    def _rebuilt(self, job: Job) -> Generator[object, None, Cabinet]:
+        """Everything that was said, read anew."""
+        sitting, desk = job.sitting, job.sitting.rule.desk
+        log = self._log(job)
+        before = replace(log, exchanges=log.exchanges[: sitting.base])
+        sitting.spots = AllSpots()
+        meter, source = Meter(), before.source(before.transcript(self._scribe))
+        memory = yield from gathering(desk, source, sitting.rule.policy, {}, meter)
+        cabinet = Cabinet(desk, State(memory, before))
+        cabinet.building = meter
+        yield from self._caught_up(job, cabinet)
+        return cabinet
+
+    def _caught_up(self, job: Job, cabinet: Cabinet) -> Course:
+        """Turns that the caches have not heard, as they were when they were said."""
+        done = len(cabinet.state.log.exchanges)
+        if done == len(job.said):
+            return
+        exchanges = self._log(job).exchanges
+        for said, exchange in list(zip(job.said, exchanges, strict=True))[done:]:
+            yield from _refreshing(job.sitting, cabinet)
+            yield from self._heard(job.sitting, cabinet, said, exchange)
+
+    def _log(self, job: Job) -> Log:
+        """What was said before the turn."""
+        if job.said:
+            return log_of(job.sitting.root, job.said, self._scribe)
+        told = job.turns, job.wanted, self._scribe
+        return Log(history_of(job.sitting.root, *told)[0])
+
+    def _heard(self, sitting: Sitting, cabinet: Cabinet, said: Said, exchange: Exchange) -> Course:
+        """A turn once more, as it was when it was said."""
+        answer, closing = tuple(said.answer), self._scribe.closing()
+        prompt = exchange.ids[: len(exchange.ids) - len(answer)]
+        begun = yield from self._begun(sitting, cabinet, exchange.question, prompt)
+        for chunk in begun.chunks:
+            begun.read(chunk, Coming.QUESTION)
+            yield
+        stop = len(answer) - said.unread
+        yield from begun.speak(answer[:stop])
+        generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
+        if answer[stop:]:
+            begun.read(answer[stop:], Coming.TEXT, generated)
+        drawer, filed = begun.drawer, cabinet.file(begun.drawer, exchange)
+        sitting.spots.file(drawer.number, filed.number, drawer.mark, cabinet.length)
+        cabinet.accept(drawer, filed)
+        drawer.cache.compact()
+        yield
+
+    def _begun(
+        self, sitting: Sitting, cabinet: Cabinet, question: str, prompt: tuple[int, ...]
+    ) -> Generator[object, None, Begun]:
+        """A turn on the cache for its question, which is yet to read the last of the prompt."""
+        policy, desk, block = sitting.rule.policy, sitting.rule.desk, sitting.rule.block
+        drawer, tending = cabinet.draw(question)
+        if len(prompt) > tokens_of(policy):
+            drawer = drawer if drawer.is_copy else drawer.copied()
+            head, prompt = prompt[:-block], prompt[-block:]
+            book = books_for(desk, cabinet.state.memory.router, {})[drawer.number]
+            reader = reader_of(desk, policy, drawer.mark + len(head), Meter())
+            yield from policy.schedule.steps(reader, [Lane(drawer.cache, book)], head)
+            tending = tend(desk, policy, [drawer.cache])
+        return Begun(self._decoder, drawer, tending, tuple(pieces(prompt, block)))
+
+
+def _refreshing(sitting: Sitting, cabinet: Cabinet) -> Course:
+    """Caches that have grown too large, built anew."""
+    before = cabinet.state.refreshes
+    yield from cabinet.refreshing()
+    if cabinet.state.refreshes > before:
+        sitting.base = len(cabinet.state.log.exchanges)
+        read = [held.next_position for held in cabinet.shelf.holdings()]
+        sitting.spots.refresh(read, cabinet.length)

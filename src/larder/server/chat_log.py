@@ -1,0 +1,52 @@
+"""What was said in a session that is held as a chat, as a chat has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from larder.core.conversation import Conversation, Message
+from larder.core.errors import LarderError
+from larder.engine.beginning import NOTHING
+from larder.server.request import Turn
+from larder.server.sitting import Said
+from larder.session.log import Exchange, Log
+from larder.session.transcript import Scribe
+
+
+def history_of(
+    name: str, turns: Sequence[Turn], prompt: Sequence[int], scribe: Scribe
+) -> tuple[Conversation, int]:
+    """What was said before the first question, and how many tokens that is.
+
+    Args:
+        name: of the session that all its forks began as.
+        turns: before the first answer.
+        prompt: the tokens that they came to.
+    """
+    if len(turns) < 2:
+        return NOTHING, 0
+    messages = tuple(Message(turn.role, turn.text) for turn in turns[:-1])
+    history = Conversation(name, messages)
+    try:
+        ids = scribe.write(history).ids
+    except LarderError:  # not every template can be closed anywhere
+        return NOTHING, 0
+    return (history, len(ids)) if tuple(prompt[: len(ids)]) == ids else (NOTHING, 0)
+
+
+def log_of(name: str, said: Sequence[Said], scribe: Scribe) -> Log:
+    """The log of finished exchanges.
+
+    Args:
+        name: as in `history_of`.
+        said: one or more.
+    """
+    history, skipped = history_of(name, said[0].turns, said[0].prompt, scribe)
+    return Log(history, tuple(_exchanges(said, skipped)))
+
+
+def _exchanges(said: Sequence[Said], skipped: int) -> Iterator[Exchange]:
+    for each in said:
+        ids = (*each.prompt[skipped:], *each.answer)
+        yield Exchange(each.turns[-1].text, each.text, ids)
+        skipped = 0

@@ -1,0 +1,67 @@
+"""Sessions that are held as chats: policies by the way that they take, and things to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from larder.server.request import Turn
+from larder.session.policy import Policy
+from larder.session.presets import PRESETS
+from topics import TopicEmbedder
+
+REFUSED = {"exact_question": "question"}  # what cannot be served, and a word of why
+TOKENS = 96
+EPICACHE = (
+    "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=4, recent=8)"
+    ' > patched(prompt="episode") > pooled()'
+)
+PARKING = (
+    "blockwise() > protect(sinks=4, recent=8) > sinks_and_window() > uniform() > "
+    "park() > dci(page=4, dense=1) > lagged(tokens=4)"
+)
+# By what they are made of: each of these takes another way through the server.
+KINDS = {
+    "epicache": EPICACHE,
+    "icecache": PARKING,
+    "d2o": "d2o",
+    "snapkv": "snapkv_whole",
+    "int4": "whole() > snapkv() > uniform() > quantized(bits=4)",
+    "rebuilt": "kv_direct",
+}
+SAID = ["My dog is 7.", "The car is red.", "My dog eats.", "What car?"]
+HISTORY = [
+    Turn(role, f"{text} {n}")
+    for n in range(3)
+    for role, text in (
+        ("user", "The dog eats apples."),
+        ("assistant", "Good dog."),
+        ("user", "The car is red."),
+        ("assistant", "Red car."),
+    )
+]
+
+
+def asked(policy: str, tokens: int = TOKENS) -> dict[str, object]:
+    """How `Served` holds sessions so: with blocks as long as questions, as a chat reads them."""
+    told = KINDS.get(policy, policy)
+    return {"policy": told, "tokens": tokens, "block": None, "embedder": TopicEmbedder()}
+
+
+def makeup(name: str) -> tuple[str, ...]:
+    """What decides the way that a preset takes: presets alike in this are tried once by default."""
+    policy = Policy.parse(name)
+    parts = policy.session, policy.schedule, policy.timing, policy.recall
+    return tuple(type(part).__name__ for part in parts)
+
+
+def ways(names: Iterable[str] = PRESETS) -> list[object]:
+    """Presets; those that take a way which another one takes too are slow tests."""
+    known, found = set[tuple[str, ...]](), list[object]()
+    for name in names:
+        own = makeup(name)
+        is_known = own in known and name not in REFUSED
+        found.append(pytest.param(name, marks=[pytest.mark.slow] if is_known else []))
+        known.add(own)
+    return found
