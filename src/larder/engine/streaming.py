@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"  # what a tokenizer shows for half a character
+CONTEXT = 12  # tokens that the text of a new one may depend on: characters of 1 to 4 bytes fill it
 
 
 class TextStream:
@@ -12,6 +13,11 @@ class TextStream:
 
     A piece is held back while its last character is unfinished, or while it may be the beginning of
     a stop string. The stop string itself is not handed on.
+
+    What a token says depends on its neighbors: characters are spread over several, and white space
+    comes and goes. So the latest tokens are decoded together, and only what they say beyond those
+    that were settled is new. A token costs the same wherever in an answer it stands, unless a
+    tokenizer takes back what it has shown: then all is decoded once more.
 
     Args:
         decode: text of token ids.
@@ -27,39 +33,69 @@ class TextStream:
     ) -> None:
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
+        self._longest = max((len(stop) for stop in self._stops), default=0)
         self._on_text = on_text
         self._ids: list[int] = []
+        self._settled, self._tail = "", ""
+        self._start, self._before = (
+            0,
+            "",
+        )  # the latest tokens, and what the settled ones of them say
         self._sent = 0
-        self.text = ""
+
+    @property
+    def text(self) -> str:
+        """All that was said."""
+        return self._settled + self._tail
 
     def push(self, token: int) -> bool:
         """Take one more token; returns whether the answer goes on."""
         self._ids.append(token)
-        text = self._decode(self._ids)
-        cut = min((text.find(stop) for stop in self._stops if stop in text), default=-1)
+        self._read()
+        skipped = max(0, len(self._settled) - self._longest)
+        near = self._settled[skipped:] + self._tail
+        cut = min((near.find(stop) for stop in self._stops if stop in near), default=-1)
         if cut >= 0:
-            self.text = text[:cut]
-            self._send(len(self.text))
+            self._settled, self._tail = self.text[: skipped + cut], ""
+            self._send(near[:cut], skipped)
             return False
-        self.text = text
-        self._send(len(text) - self._withheld(text))
+        self._send(near[: len(near) - self._withheld(near)], skipped)
+        if len(self._ids) - self._start >= 2 * CONTEXT:
+            self._settle()
         return True
 
     def finish(self) -> None:
         """Hand on what was held back."""
-        self._send(len(self.text))
+        self._send(self.text, 0)
+
+    def _read(self) -> None:
+        """Decode the latest tokens."""
+        shown = self._decode(self._ids[self._start :])
+        if shown.startswith(self._before):
+            self._tail = shown[len(self._before) :]
+        elif not shown.endswith(UNFINISHED):  # else what was whole is so again with the next one
+            self._start, self._before, self._settled = 0, "", ""
+            self._tail = self._decode(self._ids)
+
+    def _settle(self) -> None:
+        """Have what was said stay, if the last tokens alone end in a whole character, too."""
+        start = len(self._ids) - CONTEXT
+        before = self._decode(self._ids[start:])
+        if before and not before.endswith(UNFINISHED):
+            self._settled, self._tail = self.text, ""
+            self._start, self._before = start, before
 
     def _withheld(self, text: str) -> int:
         """Characters at the end that may still change."""
         whole = text.rstrip(UNFINISHED)
         unfinished = len(text) - len(whole)
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for size in range(min(longest, len(whole)), 0, -1):
+        for size in range(min(self._longest - 1, len(whole)), 0, -1):
             if any(stop.startswith(whole[-size:]) for stop in self._stops):
                 return size + unfinished
         return unfinished
 
-    def _send(self, upto: int) -> None:
-        if upto > self._sent:
-            self._on_text(self.text[self._sent : upto])
-            self._sent = upto
+    def _send(self, text: str, place: int) -> None:
+        """Hand on what is new of a text that stands there in the whole."""
+        if place + len(text) > self._sent:
+            self._on_text(text[self._sent - place :])
+            self._sent = place + len(text)
