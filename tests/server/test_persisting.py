@@ -8,7 +8,7 @@ import pytest
 
 from larder.core.errors import StoreFull
 from larder.models.loading import Loaded
-from larder.server.persisting import Persisting
+from larder.server.persisting import MOST_NAMES, Persisting
 from larder.server.request import Refusal, Turn
 from larder.store.store import Store
 from server_core import Served, answered, told, user
@@ -93,3 +93,31 @@ def test_4_a_full_disk_stops_no_answer(
     assert keeper.failed == {"StoreFull": 2}
     served.ask(turns, "x")
     assert len(kept_said(small, tmp_path)) == 3
+
+
+def test_a_session_among_many_that_began_alike_is_found(small: Loaded, tmp_path: Path) -> None:
+    served = Served(small, keeper=kept_in(tmp_path, small))
+    texts = {}
+    for name in (f"n{number:02}" for number in range(12)):
+        turns = answered(told(1), served.ask(told(1), name), f"This is {name}, right?")
+        texts[name] = answered(turns, served.ask(turns, name), "Sure?")
+    again = Served(small, keeper=kept_in(tmp_path, small))
+    for name in ("n11", "n00", "n08"):
+        assert again.ask(texts[name]).told.session == name
+        assert len(again.core.sessions) <= 1 + MOST_NAMES
+        for each in again.core.sessions:
+            again.core.forget(each)
+
+
+def test_a_session_that_is_gone_is_not_looked_for(small: Loaded, tmp_path: Path) -> None:
+    keeper, other = kept_in(tmp_path, small), kept_in(tmp_path, small)
+    served = Served(small, keeper=keeper)
+    turns = talk(served)
+    talk(served, "y")
+    for each in (keeper, other):
+        assert set(each.names("a", turns)) == {"x", "y"}
+    gone = served.core.remove("a", "x")
+    assert gone is not None and gone.result(30) is None
+    assert list(keeper.names("a", turns)) == ["y"]
+    assert other.recall("a", "x") is None
+    assert list(other.names("a", turns)) == ["y"]

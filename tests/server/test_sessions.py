@@ -177,6 +177,18 @@ def test_names_that_are_none_are_refused(small: Loaded, name: str) -> None:
         Served(small).submit(told(1), name)
 
 
+def test_14_a_session_that_began_with_more_is_found_beside_one_that_began_with_less(
+    small: Loaded,
+) -> None:
+    served = Served(small)
+    turns = answered(told(1), served.ask(told(1)), "Why?")
+    edited = [*turns[:-2], Turn("assistant", "It holds 5."), user("Why?")]
+    second = served.ask(edited)
+    more = served.ask(answered(edited, second, "Sure?"))
+    assert more.told.session == second.told.session
+    assert more.told.recomputed_tokens == 0 and len(served.core.sessions) == 2
+
+
 def test_a_session_survives_export_and_import(small: Loaded) -> None:
     served, other = Served(small, "limited"), Served(small, "limited")
     turns = told(1)

@@ -47,10 +47,14 @@ def spelled(session: Archived, fingerprint: str) -> bytes:
     return zstandard.ZstdCompressor().compress(text.encode())
 
 
+def of(sitting: Sitting) -> Archived:
+    """A session as it is now, and stays whatever becomes of it."""
+    return Archived(sitting.root, sitting.opening, list(sitting.said))
+
+
 def told(sitting: Sitting) -> bytes:
-    """A session as it is now."""
-    session = Archived(sitting.root, sitting.opening, sitting.said)
-    return spelled(session, sitting.rule.desk.decoder.spec.fingerprint)
+    """The same as bytes."""
+    return spelled(of(sitting), sitting.rule.desk.decoder.spec.fingerprint)
 
 
 def read(data: bytes, fingerprint: str, vocabulary: int) -> Archived:

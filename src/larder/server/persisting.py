@@ -7,18 +7,21 @@ written with the next one.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from larder.core.errors import BudgetError, LarderError, Refused, StoreError, Superseded
 from larder.core.spec import ModelSpec
 from larder.server import archive
 from larder.server.hub import SessionView
 from larder.server.keeper import ANSWERED, PAUSES, Keeper, Recalled
+from larder.server.known import Known
 from larder.server.refusals import superseded
 from larder.server.request import Refusal, Turn
-from larder.server.sitting import Kept, Said, Sitting
+from larder.server.sitting import ASSISTANT, Kept, Said, Sitting
 from larder.server.views import view_of_record
 from larder.store.digests import seal_of
 from larder.store.records import NO, PINNED, YES, Record
@@ -28,7 +31,8 @@ from larder.store.turns import Turn as Written
 
 FIRST = "first"  # the label of what a session began with
 KEY_DIGITS = 16
-MOST_NAMES = 8  # sessions with one beginning that are looked at
+WHOLE = "said"  # the label of all that was said in it
+MOST_NAMES = 8  # sessions that are looked at for one request
 
 
 class Persisting(Keeper):
@@ -40,11 +44,12 @@ class Persisting(Keeper):
     def __init__(self, store: Store, spec: ModelSpec) -> None:
         self._store, self._fingerprint = store, spec.fingerprint
         self._pool = ThreadPoolExecutor(1, "larder writing")  # so turns follow each other
-        self._names: dict[str, dict[str, set[str]]] = {}  # by tenant and what they began with
+        self._names: dict[str, Known] = {}  # by tenant
+        self._naming = threading.Lock()
         self.failed: Counter[str] = Counter()
 
     def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
-        told = archive.Archived(sitting.root, sitting.opening, list(sitting.said))
+        told = archive.of(sitting)
         noted = {"epoch": str(sitting.epoch), PAUSES: " ".join(map(str, sitting.pauses))}
         return self._pool.submit(self._write, sitting, told, sitting.ids, noted)
 
@@ -69,7 +74,8 @@ class Persisting(Keeper):
         """
         try:
             found = self._store.turns.newest(tenant, name)
-            if found is None:
+            if found is None:  # it was removed, perhaps by others, or has left a full store
+                self._lose(tenant, name)
                 return None
             record, data = found
             kept = kept_in(record) if self._store.turns.has_cache(record) else None
@@ -83,11 +89,8 @@ class Persisting(Keeper):
         return Recalled(data, record.epoch, kept, record.policy, record.labels)
 
     def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
-        known = self._known(tenant)
-        for key in self._rolling(turns):
-            if key in known:
-                return sorted(list(known[key]))[:MOST_NAMES]  # others add to it
-        return ()
+        told = list(self._rolling(turns)), list(self._rolling(map(_stripped, turns)))
+        return self._known(tenant).found(*told, MOST_NAMES)
 
     def views(self, tenant: str) -> Sequence[SessionView]:
         turns = self._store.turns
@@ -116,8 +119,10 @@ class Persisting(Keeper):
         """Raises: Refusal: somebody else has gone on with it meanwhile."""
         own = sitting.tenant, sitting.name
         *_, first = self._rolling(told.said[0].turns)
+        *_, whole = self._rolling(map(_stripped, _turns(told.said)))
         labels = {
             FIRST: first,
+            WHOLE: whole,
             "root": told.root,
             "turns": str(sum(len(each.turns) + 1 for each in told.said)),
             "made": str(sitting.made),
@@ -136,10 +141,9 @@ class Persisting(Keeper):
             self._store.parts.refusals.note_error(error)
             return
         sitting.written, sitting.logged = record.epoch, len(told.said)
-        if sitting.tenant in self._names:
-            self._names[sitting.tenant].setdefault(first, set()).add(sitting.name)
+        self._known(sitting.tenant).add(sitting.name, first, whole)
 
-    def _rolling(self, turns: Sequence[Turn]) -> Iterator[str]:
+    def _rolling(self, turns: Iterable[Turn]) -> Iterator[str]:
         """A number for each beginning of some messages, by which nobody else can tell them; equal
         ones are compared before they count."""
         key = FIRST
@@ -165,19 +169,36 @@ class Persisting(Keeper):
     def _remove(self, sitting: Sitting) -> None:
         if sitting.written:
             self._store.sessions.remove(sitting.tenant, sitting.name)
+            self._lose(sitting.tenant, sitting.name)
 
-    def _known(self, tenant: str) -> dict[str, set[str]]:
-        """Names by what sessions began with, as far as the index knows."""
-        if tenant not in self._names:
-            found: dict[str, set[str]] = {}
-            try:
-                records = self._store.turns.of(tenant)
-            except LarderError:
-                return found
-            for record in records:
-                found.setdefault(record.labels.get(FIRST, ""), set()).add(record.name)
-            self._names[tenant] = found
-        return self._names[tenant]
+    def _lose(self, tenant: str, name: str) -> None:
+        if tenant in self._names:  # else nothing was looked up, and need not be
+            self._names[tenant].remove(name)
+
+    def _known(self, tenant: str) -> Known:
+        """Sessions by what was said in them, as far as the index knows."""
+        with self._naming:
+            if tenant not in self._names:
+                known = Known()
+                try:
+                    records = self._store.turns.of(tenant)
+                except LarderError:
+                    return known
+                for each in reversed(records):
+                    known.add(each.name, each.labels.get(FIRST, ""), each.labels.get(WHOLE, ""))
+                self._names[tenant] = known
+            return self._names[tenant]
+
+
+def _turns(said: Sequence[Said]) -> Iterator[Turn]:
+    for each in said:
+        yield from each.turns
+        yield Turn(ASSISTANT, each.text)
+
+
+def _stripped(turn: Turn) -> Turn:
+    """White space around an answer does not count."""
+    return replace(turn, text=turn.text.strip()) if turn.role == ASSISTANT else turn
 
 
 def kept_in(record: Record) -> Kept | None:

@@ -228,11 +228,8 @@ class Sessions:
             known = self._sittings.get((tenant, request.session))
             root = request.session if known is None else known.root
             return list(self._families.get((tenant, root), {}).values())
-        for digest in _rolling(request.turns):
-            found = self._firsts.get((tenant, digest))
-            if found:
-                return list(found.values())
-        return []
+        keys = ((tenant, digest) for digest in _rolling(request.turns))
+        return [each for key in keys for each in self._firsts.get(key, {}).values()]
 
     def _best(
         self, told: list[Sitting], request: Request, rule: Rule
