@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from larder.engine.engine import Engine
 from larder.models.loading import Loaded
+from larder.server import archive
 from larder.server.local_hub import LocalHub
+from larder.server.persisting import Persisting
 from larder.server.pieces import Pieces
 from larder.server.request import Refusal, Report, Request, Ticket, Turn
 from larder.store.ledger import Budgets, Tier
+from larder.store.store import Store
 from server_core import told, user
 
 
@@ -157,3 +161,34 @@ def test_a_hub_that_is_closed_takes_nothing_and_leaves_nobody_waiting(hub: Local
     with pytest.raises(Refusal) as caught:
         ask(hub, [user("Why?")], "x")
     assert caught.value.status == 503
+
+
+def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[tuple[str, str]]()
+
+    def watched(name: str) -> None:
+        own = getattr(archive, name)
+
+        def call(*given: object) -> object:
+            threads.append((name, threading.current_thread().name))
+            return own(*given)
+
+        monkeypatch.setattr(archive, name, call)
+
+    for each in ("read", "spelled"):
+        watched(each)
+    keepers = []
+    for _ in range(2):  # the second finds the session in the store
+        keepers.append(
+            Persisting(Store(str(tmp_path / "blobs"), tmp_path / "home"), small.decoder.spec)
+        )
+        hub = LocalHub(Engine(small, "full"), keeper=keepers[-1])
+        if len(keepers) == 1:
+            ask(hub, told(1), "x")[0].wait()
+        else:
+            hub.import_("a", "y", hub.export("a", "x"))
+        hub.close()
+    assert [name for name, _ in threads] == ["spelled", "read", "spelled", "read", "spelled"]
+    assert "larder model" not in {thread for _, thread in threads}

@@ -189,17 +189,21 @@ def test_14_a_session_that_began_with_more_is_found_beside_one_that_began_with_l
     assert more.told.recomputed_tokens == 0 and len(served.core.sessions) == 2
 
 
+def take_in(served: Served, tenant: str, name: str, data: bytes) -> None:
+    served.core.import_(tenant, name, served.core.recalling.read(data))
+
+
 def test_a_session_survives_export_and_import(small: Loaded) -> None:
     served, other = Served(small, "limited"), Served(small, "limited")
     turns = told(1)
     first = served.ask(turns, "x")
     data = archive.told(served.core.sessions.find("a", "x"))
-    other.core.import_("b", "y", data)
+    take_in(other, "b", "y", data)
     more = answered(turns, first, "Why?")
     assert other.ask(more, "y", tenant="b").text == served.ask(more, "x").text
     for damaged in (data[:-1], data[:40], b"", b"PK" + data, data.replace(data[20:21], b"\0")):
         with pytest.raises(Refusal) as caught:
-            other.core.import_("b", "z", damaged)
+            take_in(other, "b", "z", damaged)
         assert caught.value.status == 400
     assert [each.name for each in other.core.sessions] == ["y"]
 
@@ -232,7 +236,7 @@ def test_30_a_file_that_was_made_to_do_harm_is_refused(
             place[field] = value
     data = zstandard.compress(json.dumps(document).encode())
     with pytest.raises(Refusal) as caught:
-        served.core.import_("a", "y", data)
+        take_in(served, "a", "y", data)
     assert caught.value.status == 400
     assert [each.name for each in served.core.sessions] == ["x"]
 
@@ -265,7 +269,7 @@ def test_30_an_exchange_that_was_made_to_do_harm_is_refused(
 @pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
 def test_30_a_bomb_is_not_unpacked(small: Loaded, text: bytes) -> None:
     with pytest.raises(Refusal) as caught:
-        Served(small).core.import_("a", "y", zstandard.compress(text))
+        take_in(Served(small), "a", "y", zstandard.compress(text))
     assert caught.value.status == 400 and len(str(caught.value)) < 400
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from time import monotonic
 
-from larder.core.errors import BudgetError, InputError
+from larder.core.errors import BudgetError
 from larder.engine.engine import Engine
 from larder.server.answering import Answering
+from larder.server.archive import Archived
 from larder.server.budget import Purse
 from larder.server.chat_needs import turn_need
 from larder.server.chatting import Chatting
@@ -187,13 +188,10 @@ class Core:
         """As `Hub.prefetch`; done once it is there."""
         return self._moving.prefetch(self.idle(tenant, name))
 
-    def import_(self, tenant: str, name: str, data: bytes) -> Sitting:
-        """As `Hub.import_`."""
+    def import_(self, tenant: str, name: str, told: Archived) -> Sitting:
+        """As `Hub.import_`, of what `Recalling.read` has read."""
         self._recall(tenant, name)
-        try:
-            return self._kept(self._weighed(self.recalling.imported(tenant, name, data)))
-        except InputError as error:
-            raise invalid(str(error)) from error
+        return self._kept(self._weighed(self.recalling.imported(tenant, name, told)))
 
     def find(self, tenant: str, name: str) -> Sitting:
         """A session, from where it is kept if need be.

@@ -130,11 +130,13 @@ class LocalHub(Hub):
 
     def export(self, tenant: str, name: str) -> bytes:
         self._recall(tenant, name)
-        return self._thread.call(lambda: archive.told(self._core.find(tenant, name)))
+        told = self._thread.call(lambda: archive.of(self._core.find(tenant, name)))
+        return archive.spelled(told, self._core.engine.loaded.decoder.spec.fingerprint)
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
+        told = self._core.recalling.read(data)
         self._recall(tenant, name)
-        return self._thread.call(lambda: view_of(self._core.import_(tenant, name, data)))
+        return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 
     def remove(self, tenant: str, name: str) -> None:
         self._recall(tenant, name)
@@ -184,7 +186,8 @@ class LocalHub(Hub):
                 found = self._keeper.recall(tenant, tried)
                 if found is None:
                     break
-                take = partial(core.recalling.receive, tenant, tried, found)
+                told = core.recalling.read(found.data, "session")
+                take = partial(core.recalling.take, tenant, tried, found, told)
                 root = self._thread.call(take).root
                 number += 1
                 tried = f"{root}~{number}"

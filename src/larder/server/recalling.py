@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from larder.core.errors import InputError
 from larder.models.decoder import Decoder
 from larder.server import archive
+from larder.server.archive import Archived
 from larder.server.keeper import ANSWERED, PAUSES, Recalled
 from larder.server.refusals import invalid
 from larder.server.rule import Rule
@@ -45,18 +46,30 @@ class Recalling:
                 found = self._lookup(tenant, tried)
                 if found is None:
                     break
-                root = self.receive(tenant, tried, found).root
+                root = self.take(tenant, tried, found, self.read(found.data, "session")).root
                 number += 1
                 tried = f"{root}~{number}"
 
-    def imported(self, tenant: str, name: str, data: bytes) -> Sitting:
-        """A session that `archive.told` has told.
+    def read(self, data: bytes, param: str | None = None) -> Archived:
+        """What `archive.told` has told. From any thread: it takes as long as the session is.
+
+        Args:
+            param: the field of the request that is to blame.
 
         Raises:
-            InputError: it is damaged, or another model's.
+            Refusal: it is damaged, or another model's.
+        """
+        try:
+            return archive.read(data, self._decoder.spec.fingerprint, self._decoder.vocabulary)
+        except InputError as error:
+            raise invalid(str(error), param) from error
+
+    def imported(self, tenant: str, name: str, told: Archived) -> Sitting:
+        """A session that was read.
+
+        Raises:
             Refusal: there is one of that name.
         """
-        told = archive.read(data, self._decoder.spec.fingerprint, self._decoder.vocabulary)
         root = told.root if name.startswith(f"{told.root}~") else name
         sitting = self._sessions.open(tenant, name, self._rules[0], root)
         sitting.opening, sitting.said, sitting.epoch = told.opening, told.said, len(told.said)
@@ -64,18 +77,15 @@ class Recalling:
             self._sessions.remember(sitting)
         return sitting
 
-    def receive(self, tenant: str, name: str, found: Recalled) -> Sitting:
-        """A session that was found, in memory from now on.
+    def take(self, tenant: str, name: str, found: Recalled, told: Archived) -> Sitting:
+        """A session that was found and read, in memory from now on.
 
         Raises:
-            Refusal: there is no room, or it is another model's.
+            Refusal: there is no room.
         """
         if self._sessions.has(tenant, name):
             return self._sessions.find(tenant, name)
-        try:
-            sitting = self.imported(tenant, name, found.data)
-        except InputError as error:
-            raise invalid(str(error), "session") from error
+        sitting = self.imported(tenant, name, told)
         sitting.written, sitting.logged = found.epoch, len(sitting.said)
         sitting.epoch = int(found.labels.get("epoch", len(sitting.said)))
         sitting.made = float(found.labels.get("made", sitting.made))
