@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import pytest
 from torch import Generator, Tensor
 
 from larder.engine.sampling import Sampling
@@ -111,3 +112,25 @@ def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: Loaded) -> N
     sessions = served.core.sessions
     assert client.error is not None
     assert not (list(sessions) or sessions._firsts or sessions._prefixes)  # pyright: ignore
+
+
+class Spoken(Sampling):
+    """Says what is to be said."""
+
+    script = list[str]()
+
+    def choose(self, logits: Tensor, source: Generator) -> int:
+        del logits, source
+        return ord(self.script.pop(0))
+
+
+@pytest.mark.parametrize("stop", [(), ("no", "s ")])
+def test_18_an_answer_is_repeated_with_the_white_space_around_it(
+    small: Loaded, stop: tuple[str, ...]
+) -> None:
+    served = Served(small)
+    Spoken.script[:] = "\n Yes \n"
+    told_ = {"session": "x", "sampling": Spoken(), "max_new_tokens": 7, "stop": stop}
+    first = served.ask(told(1), **told_)
+    assert first.text == ("\n Ye" if stop else "\n Yes \n")
+    assert served.ask(told(1), **told_).text == first.text

@@ -22,28 +22,21 @@ from larder.server.moving import Moving
 from larder.server.news import News
 from larder.server.recalling import Lookup, Recalling
 from larder.server.refusals import invalid, overloaded, too_long, too_many_characters, too_much
-from larder.server.request import Listener, Report, Request, Ticket, Turn
+from larder.server.repeating import repeat
+from larder.server.request import Listener, Request, Ticket, Turn
 from larder.server.rule import Rule
 from larder.server.scheduler import Scheduler
 from larder.server.sessions import Resolved, Sessions
-from larder.server.sitting import Said, Sitting
+from larder.server.sitting import Sitting
 from larder.server.starting import Starting
 from larder.server.tiers import Tiers
 from larder.server.vault import Vault
-from larder.server.views import view_of
 from larder.store.eviction.base import EVICTIONS
 from larder.store.ledger import Budgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
 REFRESHED = 4  # times that a request looks again where others are quicker
 TOKEN_CHARACTERS = 64  # more than tokens have on average, in any text that says something
-
-
-class _Done(Ticket):
-    """Of an answer that was there already."""
-
-    def cancel(self) -> None:
-        """Nothing is left to cancel."""
 
 
 class Core:
@@ -141,7 +134,8 @@ class Core:
             )
         found = self._resolved(request)
         if found.again is not None:
-            return self._repeat(found, found.again, listener, asked)
+            told = self.engine.scribe, found.sitting, found.again, listener
+            return repeat(*told, self.clock() - asked)
         try:
             job = self._job(request, found, listener, asked)
             self._directory.claim(found.sitting)
@@ -278,18 +272,6 @@ class Core:
         told = request, listener, found.sitting, found.said, found.turns, found.wanted, new_tokens
         manner = self._manners[found.sitting.rule.is_chat]
         return Job(*told, Times(asked), self._wake, manner)
-
-    def _repeat(self, found: Resolved, said: Said, listener: Listener, asked: float) -> Ticket:
-        """Give an answer once more that was given before."""
-        if said.text:
-            listener.on_text(said.text)
-        sitting, seconds = found.sitting, self.clock() - asked
-        prompt, view = sitting.tokens - len(said.answer), view_of(sitting)
-        new_tokens = max(0, len(said.answer) - len(self.engine.scribe.closing()))
-        counts = prompt, prompt, 0, 0, new_tokens, view.evicted_tokens, view.merged_tokens
-        told = sitting.name, *counts, sitting.is_lossless, sitting.tier, said.reason
-        listener.on_done(Report(*told, 0.0, seconds, seconds))
-        return _Done()
 
     def _weighed(self, sitting: Sitting) -> Sitting:
         if not self.tiers.weigh(sitting):

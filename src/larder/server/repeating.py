@@ -1,0 +1,36 @@
+"""An answer once more: who asks the same again, the same way, gets the same."""
+
+from __future__ import annotations
+
+from larder.engine.streaming import TextStream
+from larder.server.request import Listener, Report, Ticket
+from larder.server.sitting import Said, Sitting
+from larder.server.views import view_of
+from larder.session.transcript import Scribe
+
+
+class Done(Ticket):
+    """Of an answer that was there already."""
+
+    def cancel(self) -> None:
+        """Nothing is left to cancel."""
+
+
+def repeat(
+    scribe: Scribe, sitting: Sitting, said: Said, listener: Listener, seconds: float
+) -> Ticket:
+    """Tell an answer that was given before, from its tokens: the text that is kept of it lacks the
+    white space around it.
+
+    Args:
+        seconds: since it was asked for once more.
+    """
+    ids = said.answer[: max(0, len(said.answer) - len(scribe.closing()))]
+    stream = TextStream(scribe.decode, said.asked.stop, listener.on_text)
+    all(stream.push(token) for token in ids)
+    stream.finish()
+    prompt, view = sitting.tokens - len(said.answer), view_of(sitting)
+    counts = prompt, prompt, 0, 0, len(ids), view.evicted_tokens, view.merged_tokens
+    told = sitting.name, *counts, sitting.is_lossless, sitting.tier, said.reason
+    listener.on_done(Report(*told, 0.0, seconds, seconds))
+    return Done()
