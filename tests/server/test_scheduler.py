@@ -215,3 +215,28 @@ def test_a_policy_that_cannot_be_served_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(LarderError, match=way):
         Served(small, policy, tokens=256 if policy == "exact_question" else 32)
+
+
+def test_a_flood_of_one_tenant_leaves_places_for_others(small: Loaded) -> None:
+    served = Served(small)  # with 64 places
+    with pytest.raises(Refusal, match="wait for") as caught:
+        for number in range(64):
+            served.submit(told(number))
+    error = caught.value
+    assert (error.status, error.code) == (429, "too_many_requests") and error.retry_after
+    assert len(served.core.scheduler.queue) == len(served.core.sessions) == 32
+    for _ in range(16):
+        other, _ = served.submit(told(5), tenant="b")
+    with pytest.raises(Refusal):
+        served.submit(told(5), tenant="b")
+    served.run()
+    assert other.told.new_tokens and served.ask(told(50)).told.new_tokens
+
+
+def test_a_full_queue_takes_nobody(small: Loaded) -> None:
+    served = Served(small)
+    with pytest.raises(Refusal) as caught:
+        for number in range(100):
+            served.submit(told(1), tenant=f"t{number}")
+    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    assert len(served.core.scheduler.queue) == 64

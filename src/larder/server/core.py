@@ -21,7 +21,7 @@ from larder.server.manner import Manner
 from larder.server.moving import Moving
 from larder.server.news import News
 from larder.server.recalling import Lookup, Recalling
-from larder.server.refusals import invalid, overloaded, too_long, too_many_characters, too_much
+from larder.server.refusals import invalid, too_long, too_many_characters, too_much
 from larder.server.repeating import repeat
 from larder.server.request import Listener, Request, Ticket, Turn
 from larder.server.rule import Rule
@@ -31,6 +31,7 @@ from larder.server.sitting import Sitting
 from larder.server.starting import Starting
 from larder.server.tiers import Tiers
 from larder.server.vault import Vault
+from larder.server.waiting import Waiting
 from larder.store.eviction.base import EVICTIONS
 from larder.store.ledger import Budgets, ByteLedger, Tier
 
@@ -64,7 +65,7 @@ class Core:
         wake: Callable[[], None],
         lookup: Lookup | None = None,
     ) -> None:
-        self.engine, self.clock, self._wake, self._waiting = engine, clock, wake, waiting
+        self.engine, self.clock, self._wake = engine, clock, wake
         self.rule = Rule.of(engine)
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
@@ -80,9 +81,9 @@ class Core:
         )
         directory = self._directory = Directory(self.sessions, self.forget, keeper)
         told = decoder, engine.scribe, engine.stops
-        own = Answering(*told), self.tiers, directory, news, clock, rows
-        self.scheduler = Scheduler(*own)
-        self._moving = Moving(self.tiers, news, lambda: self.scheduler.waiting)
+        own = Answering(*told), self.tiers, directory, news, clock
+        self.scheduler = Scheduler(*own, Waiting(waiting), rows)
+        self._moving = Moving(self.tiers, news, lambda: len(self.scheduler.queue))
         rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
         self._keeper, own = keeper, (rules, self._weighed)
         self.recalling = Recalling(decoder, self.sessions, lookup or keeper.recall, *own)
@@ -125,8 +126,7 @@ class Core:
         Args:
             asked: when the request came.
         """
-        if self.scheduler.waiting >= self._waiting:
-            raise overloaded(self.scheduler.waiting)
+        self.scheduler.queue.check(request.tenant)
         if request.max_new_tokens < 1:
             raise invalid(
                 f"At least 1 new token must be asked for, got {request.max_new_tokens}.",

@@ -35,7 +35,7 @@ def counted(
         peak_bytes={Tier.DEVICE.value: purse.peak},
         budget_violations=purse.violations,
         running=len(scheduler.running) + len(scheduler.ending),
-        waiting=scheduler.waiting,
+        waiting=len(scheduler.queue),
         done=dict(scheduler.done),
         refused=dict(refused),
         steps=scheduler.steps,

@@ -171,7 +171,7 @@ class Hub(ABC):
         Raises:
             Refusal: it cannot be served: 400 `kv_budget_exceeded`, 400 `context_length_exceeded`,
                 400 `invalid_request`, 404 `session_not_found` for `follows`, 409 `session_busy`,
-                503 `overloaded`.
+                429 `too_many_requests`, 503 `overloaded`.
         """
 
     @abstractmethod

@@ -97,6 +97,17 @@ def overloaded(waiting: int) -> Refusal:
     )
 
 
+def flooding(waiting: int) -> Refusal:
+    """Too many of one tenant wait already, but others have room."""
+    return Refusal(
+        f"{waiting} of your requests are waiting, as many as may while others have room: wait for "
+        "some of them to end.",
+        429,
+        "too_many_requests",
+        retry_after=SOON_SECONDS,
+    )
+
+
 def closed() -> Refusal:
     """The server stops."""
     return Refusal("The server is stopping: try again later.", 503, "stopping", retry_after=5.0)

@@ -127,7 +127,8 @@ class Refusal(LarderError):
     """A request that is not served.
 
     Args:
-        status: of HTTP. 4xx where trying again unchanged is of no use; 409 and 503 where it is.
+        status: of HTTP. 4xx where trying again unchanged is of no use; 409, 429 and 503 where it
+            is.
         code: in one word, for programs.
         param: the field of the request that is to blame.
         retry_after: seconds until trying again makes sense; None where it never does.

@@ -9,7 +9,7 @@ left to read. So between two tokens of an answer there is never more than one bl
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
@@ -24,6 +24,7 @@ from larder.server.news import News
 from larder.server.refusals import too_much
 from larder.server.request import Report
 from larder.server.tiers import Tiers
+from larder.server.waiting import Waiting
 
 # What a pass or a listener may fail with. It ends one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
@@ -34,6 +35,7 @@ class Scheduler:
     """Runs requests step by step. For one thread; `step` is all that ever uses the model.
 
     Args:
+        queue: of who waits for memory.
         rows: the most answers that one pass goes on with.
         tasks: the most requests that have memory at a time.
     """
@@ -45,13 +47,14 @@ class Scheduler:
         keeper: Keeper,
         news: News,
         clock: Callable[[], float],
+        queue: Waiting,
         rows: int = 64,
         tasks: int = 256,
     ) -> None:
         self._answering, self._tiers = answering, tiers
         self._keeper, self._news = keeper, news
         self._clock, self._rows, self._tasks = clock, rows, tasks
-        self._waiting: dict[str, deque[Job]] = {}
+        self.queue = queue
         self.running: list[Job] = []
         self.ending: list[Job] = []  # answers that are complete, and are being written
         self._served: dict[str, float] = defaultdict(float)
@@ -59,20 +62,15 @@ class Scheduler:
         self.done: Counter[str] = Counter()
         self.sums: Counter[str] = Counter()
 
-    @property
-    def waiting(self) -> int:
-        """Requests that have no memory yet."""
-        return sum(map(len, self._waiting.values()))
-
     def enqueue(self, job: Job) -> None:
         """Take a request; its session is busy from now on."""
         tenant = job.sitting.tenant
-        here = {each.sitting.tenant for each in self.running} | set(self._waiting)
+        here = {each.sitting.tenant for each in self.running}.union(self.queue.tenants)
         if here and tenant not in here:
             least = min(self._served[each] for each in here)
             self._served[tenant] = max(self._served[tenant], least)
         job.sitting.is_answering = True
-        self._waiting.setdefault(tenant, deque()).append(job)
+        self.queue.add(job)
 
     def step(self) -> bool:
         """Go on by one token of every answer and one block; False where there is nothing to do."""
@@ -85,7 +83,7 @@ class Scheduler:
 
     def cancel_all(self) -> None:
         """Have nobody be served any more."""
-        for job in [*self.running, *(job for own in self._waiting.values() for job in own)]:
+        for job in [*self.running, *self.queue]:
             job.is_cancelled = True
         self._sweep()
 
@@ -94,31 +92,28 @@ class Scheduler:
         for job in [job for job in self.running if job.is_cancelled]:
             job.manner.undo(job)
             self._close(job, "cancelled")
-        for tenant, own in list(self._waiting.items()):
-            for job in [job for job in own if job.is_cancelled]:
-                own.remove(job)
-                self._close(job, "cancelled")
-            if not own:
-                del self._waiting[tenant]
+        for job in [job for job in self.queue if job.is_cancelled]:
+            self.queue.remove(job)
+            self._close(job, "cancelled")
 
     def _admit(self) -> None:
         """Start requests while there is room, the first of the tenant that was served least."""
-        while self._waiting and len(self.running) < self._tasks:
-            tenant = min(self._waiting, key=lambda each: self._served[each])
-            job = self._waiting[tenant][0]
+        while self.queue and len(self.running) < self._tasks:
+            tenant = min(self.queue.tenants, key=lambda each: self._served[each])
+            job = self.queue.first(tenant)
             try:
                 self._start(job)
             except BudgetError as error:
                 if self.running or self.ending or self._tiers.is_leaving:
                     return
-                self._leave(tenant)
+                self.queue.remove(job)
                 self._fail(job, too_much(error))
             except FAILURES as error:
-                self._leave(tenant)
+                self.queue.remove(job)
                 job.manner.undo(job)
                 self._fail(job, error)
             else:
-                self._leave(tenant)
+                self.queue.remove(job)
                 self.running.append(job)
                 if job.fetch is not None:
                     self._news.hear(job.fetch.future, partial(self._arrived, job))
@@ -143,12 +138,6 @@ class Scheduler:
             self.running.remove(job)
             job.manner.undo(job)
             self._fail(job, error)
-
-    def _leave(self, tenant: str) -> None:
-        own = self._waiting[tenant]
-        own.popleft()
-        if not own:
-            del self._waiting[tenant]
 
     def _ready(self) -> list[Job]:
         """Answers that the next pass goes on with, in turns where they are too many.
