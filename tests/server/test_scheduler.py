@@ -7,6 +7,7 @@ import pytest
 from larder.core.errors import LarderError
 from larder.models.loading import Loaded
 from larder.server.request import Refusal, Turn
+from larder.server.scheduler import PATIENCE
 from larder.store.ledger import Tier
 from server_core import POLICIES, Served, answered, characters, told, user
 
@@ -240,3 +241,19 @@ def test_a_full_queue_takes_nobody(small: Loaded) -> None:
             served.submit(told(1), tenant=f"t{number}")
     assert (caught.value.status, caught.value.code) == (503, "overloaded")
     assert len(served.core.scheduler.queue) == 64
+
+
+def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: Loaded) -> None:
+    served, number = Served(small, "limited"), 100
+    scheduler = served.core.scheduler
+    long, _ = served.submit(told(1, 6), max_new_tokens=1)
+    served.step()
+    [job] = scheduler.running
+    most = (job.left + 1) * (PATIENCE + 3)
+    while long.report is None and scheduler.blocks < most:
+        while len(scheduler.queue) + len(scheduler.running) < 3:
+            number += 1
+            served.submit(told(number, 1), max_new_tokens=1)
+        served.step()
+    assert long.told.new_tokens == 1
+    assert scheduler.blocks > 2 * long.told.prompt_tokens // 16  # others were read between

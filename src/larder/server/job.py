@@ -95,6 +95,7 @@ class Job(Ticket):
         asked: the end of the prompt, which the first pass of the answer reads.
         ended: why the answer has ended, where `tail`, the end of the turn, is yet to be read.
         filed: the chat behind the turn.
+        passed: blocks that others of its tenant have got since it had one.
     """
 
     request: Request
@@ -127,6 +128,7 @@ class Job(Ticket):
     ids: list[int] = field(default_factory=list)
     fetch: Fetch | None = None
     was_new: bool = False
+    passed: int = 0
     is_cancelled: bool = False
 
     def cancel(self) -> None:

@@ -4,7 +4,8 @@ A step is one packed pass that gives every answer in the making its next token, 
 one prompt. The block is of the tenant that was served least, as in Sheng et al., "Fairness in
 Serving Large Language Models" (2024), arXiv:2401.00588, section 4, where a counter of tokens says
 so and who comes back starts no lower than who is there; among its requests, of the one with least
-left to read. So between two tokens of an answer there is never more than one block.
+left to read, but for who was passed over too often. So between two tokens of an answer there is
+never more than one block, and whoever waits gets a block in the end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from larder.server.waiting import Waiting
 
 # What a pass or a listener may fail with. It ends one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
+PATIENCE = 8  # blocks for others of its tenant, after which a request gets one however long it is
 SUMS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
 
 
@@ -176,6 +178,9 @@ class Scheduler:
         if not left:
             return False
         job = min(left, key=self._turn)
+        for each in left:
+            each.passed += each.sitting.tenant == job.sitting.tenant
+        job.passed = 0
         self.blocks += 1
         try:
             self._served[job.sitting.tenant] += job.manner.read(job)
@@ -185,8 +190,8 @@ class Scheduler:
             self._fail(job, error)
         return True
 
-    def _turn(self, job: Job) -> tuple[float, int]:
-        return self._served[job.sitting.tenant], job.left
+    def _turn(self, job: Job) -> tuple[float, int, int]:
+        return self._served[job.sitting.tenant], -(job.passed // PATIENCE), job.left
 
     def _finish(self, job: Job, reason: str) -> None:
         """The answer is complete: keep the turn, then tell."""
