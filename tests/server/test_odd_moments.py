@@ -11,6 +11,7 @@ from larder.engine.sampling import Sampling
 from larder.models.loading import Loaded
 from larder.server.keeper import Keeper
 from larder.server.refusals import superseded
+from larder.server.request import Refusal
 from larder.server.sitting import Said, Sitting
 from larder.store.ledger import Tier
 from server_core import Served, answered, told, user
@@ -112,6 +113,36 @@ def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: Loaded) -> N
     sessions = served.core.sessions
     assert client.error is not None
     assert not (list(sessions) or sessions._firsts or sessions._prefixes)  # pyright: ignore
+
+
+def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: Loaded) -> None:
+    free = Served(small)
+    free.ask(told(1), "x")
+    log_bytes = free.core.sessions.find("a", "x").log_bytes
+    served = Served(small, host=2 * log_bytes + 500)
+    first = served.ask(told(1), "x")
+    more, _ = served.submit(answered(told(1), first, "Why? " * 20), "x")
+    served.run()
+    assert isinstance(more.error, Refusal) and more.error.code == "kv_budget_exceeded"
+    assert "--host-budget" in str(more.error)
+    assert len(served.core.sessions.find("a", "x").said) == 1
+    logs = sum(each.log_bytes for each in served.core.sessions)
+    assert logs <= served.core.ledger.used(Tier.HOST)
+    assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
+
+
+def test_22_logs_of_one_tenant_leave_room_for_others(small: Loaded) -> None:
+    served = Served(small, host=60_000)
+    with pytest.raises(Refusal, match="remove") as caught:
+        for number in range(100):
+            served.core.open("a", f"n{number}", [user("Hello.")])
+    assert caught.value.code == "kv_budget_exceeded"
+    held = len(served.core.sessions)
+    assert served.ask(told(1), "x", tenant="b").told.new_tokens
+    assert served.core.sessions.has("b", "x") and len(served.core.sessions) == held + 1
+    for number in range(5):
+        served.core.remove("a", f"n{number}")
+    assert served.core.open("a", "again", [user("Hello.")]).name == "again"
 
 
 class Spoken(Sampling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from larder.server.sitting import Sitting
@@ -20,10 +21,21 @@ class Logs:
     def __init__(self, ledger: ByteLedger, unload: Callable[[Sitting], bool]) -> None:
         self._ledger, self._unload = ledger, unload
         self._charged: dict[int, Sitting] = {}
+        self._staying: dict[int, int] = {}
+        self._of: Counter[str] = Counter()
 
     def missing(self, sitting: Sitting) -> int:
         """Bytes that a log takes beyond what was charged for it."""
         return sitting.log_bytes - (0 if sitting.log is None else sitting.log.bytes)
+
+    def crowds(self, sitting: Sitting) -> bool:
+        """Whether a tenant would have more that cannot leave memory than is left to others."""
+        if not self._is_crowding(sitting):
+            return False
+        for each in self._charged.values():
+            if each.written:  # since it was charged
+                self._count(each, 0)
+        return self._is_crowding(sitting)
 
     def charge(self, sitting: Sitting) -> None:
         """Charge what a log takes now.
@@ -39,10 +51,12 @@ class Logs:
             had.bytes += more.bytes
             had.shrink(want)
         self._charged[sitting.key] = sitting
+        self._count(sitting, self._kept_here(sitting))
 
     def forget(self, sitting: Sitting) -> None:
         """It is not in memory any more."""
         self._charged.pop(sitting.key, None)
+        self._count(sitting, 0)
         if sitting.log is not None:
             sitting.log.release()
             sitting.log = None
@@ -56,6 +70,21 @@ class Logs:
     def shed(self, but: Sitting) -> bool:
         """Have one of these leave memory, the one that was used least lately; whether one could."""
         return any(self._unload(each) for each in self._resting() if each is not but)
+
+    def _is_crowding(self, sitting: Sitting) -> bool:
+        more = self._kept_here(sitting) - self._staying.get(sitting.key, 0)
+        own, held = self._of[sitting.tenant] + more, self._of.total() + more
+        return more > 0 and own > self._ledger.limit(Tier.HOST) - held
+
+    def _kept_here(self, sitting: Sitting) -> int:
+        return 0 if sitting.written else sitting.log_bytes
+
+    def _count(self, sitting: Sitting, staying: int) -> None:
+        self._of[sitting.tenant] += staying - self._staying.pop(sitting.key, 0)
+        if staying:
+            self._staying[sitting.key] = staying
+        if not self._of[sitting.tenant]:
+            del self._of[sitting.tenant]
 
     def _resting(self) -> list[Sitting]:
         """Sessions of which the log alone is in memory, and need not be."""

@@ -24,6 +24,7 @@ from larder.server.keeper import Durability, Keeper
 from larder.server.news import News
 from larder.server.refusals import too_much
 from larder.server.request import Report
+from larder.server.sitting import Sitting
 from larder.server.tiers import Tiers
 from larder.server.waiting import Waiting
 
@@ -208,6 +209,7 @@ class Scheduler:
         sitting.epoch += 1
         job.was_new, sitting.is_new = sitting.is_new, False
         try:
+            self._charge(sitting)
             written = self._keeper.commit(sitting, said)
         except FAILURES as error:
             self._take_back(job, error)
@@ -218,6 +220,16 @@ class Scheduler:
             self._told(job, reason)
         else:
             self._news.owe(job.sitting, written, partial(self._written, job, reason))
+
+    def _charge(self, sitting: Sitting) -> None:
+        """Take what was said into host memory before anybody is told that it is kept.
+
+        Raises:
+            Refusal: it does not fit.
+        """
+        if not self._tiers.weigh(sitting):
+            said = "There is no room for what was said: remove sessions, or raise --host-budget."
+            raise too_much(BudgetError(said))
 
     def _written(self, job: Job, reason: str, done: Future[Any] | None) -> None:
         """The turn is kept, or could not be."""

@@ -193,8 +193,9 @@ class Tiers:
         self._leave(sitting)
 
     def weigh(self, sitting: Sitting) -> bool:
-        """Charge what a session's log takes now; False if it does not even fit without caches."""
-        if not self._log_room(sitting, self.logs.missing(sitting)):
+        """Charge what a session's log takes now; False if it leaves others no room, or has none."""
+        logs = self.logs
+        if logs.crowds(sitting) or not self._log_room(sitting, logs.missing(sitting)):
             return False
         self.logs.charge(sitting)
         return True
@@ -265,7 +266,7 @@ class Tiers:
         """The same for what cannot wait."""
         if count > self._host_limit(sitting.tenant):
             return False
-        while (missing := self._missing_host(sitting, count)) > 0:
+        while count > 0 and (missing := self._missing_host(sitting, count)) > 0:
             if self._host_room(sitting, count):
                 return True
             if not self._went(sitting, self.in_host.values(), count, missing):
