@@ -10,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as BareHTTPException
+from starlette.requests import ClientDisconnect
 
 import larder
 from larder.core.errors import LarderError
@@ -60,7 +61,8 @@ def create_app(hub: Hub, door: Door, archive: Archive, settings: Settings) -> Fa
     app.add_exception_handler(BareHTTPException, refusing.on_http)
     app.add_exception_handler(RequestValidationError, refusing.on_invalid)
     app.add_exception_handler(Exception, refusing.on_anything)
-    app.add_exception_handler(Gone, _gone)
+    for left in (Gone, ClientDisconnect):  # while it is answered, and while it asks
+        app.add_exception_handler(left, _gone)
     app.add_middleware(Guard, door=door, max_body_bytes=settings.max_body_bytes)
     return app
 

@@ -10,10 +10,16 @@ from typing import Any
 import httpx2
 import pytest
 from openai import OpenAI
+from starlette.types import Message
 
+from larder.server.app import create_app
 from larder.server.request import Listener, Request, Ticket
+from larder.server.tenants import Locked, Principal
+from larder.server.web.archive import Archive
+from larder.server.web.desk import Settings
 from larder.server.web.hearing import data
 from server.fake_hub import NAME, FakeHub
+from server.web.conftest import ANNE
 from server.web.places import Running
 
 
@@ -82,3 +88,38 @@ def test_what_is_noted_of_a_conversation_while_it_is_answered_stays(
     monkeypatch.setattr(served.hub, "submit", noted)
     anne.responses.create(model=NAME, input="one", conversation=conversation.id)
     assert anne.conversations.retrieve(conversation.id).metadata == {"topic": "new"}
+
+
+def told_to_one_that_leaves(path: str, parts: Sequence[bytes]) -> tuple[list[int], FakeHub]:
+    """The statuses that are sent to a client that breaks off behind some parts of its body."""
+    hub, statuses = FakeHub(), list[int]()
+    door = Locked({ANNE: Principal("anne", is_operator=True)})
+    app = create_app(hub, door, Archive(), Settings(max_body_bytes=1000))
+    coming = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+
+    async def receive() -> Message:
+        return coming.pop(0) if coming else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    headers = {"authorization": f"Bearer {ANNE}", "content-type": "application/json"}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "client": ("127.0.0.1", 1),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(app(scope, receive, send))
+    return statuses, hub
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions/x/import", "/v1/chat/completions"])
+def test_a_client_that_breaks_off_is_no_failure_of_the_server(path: str) -> None:
+    [status], hub = told_to_one_that_leaves(path, [b'{"model": '])
+    assert status < 500 and not (hub.asked or hub.held)
+    [status], hub = told_to_one_that_leaves(path, [b"x" * 600] * 2)
+    assert status == 413 and not (hub.asked or hub.held)
