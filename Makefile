@@ -23,6 +23,9 @@ OLDEST_VENV := .venv-transformers-$(subst *,x,$(OLDEST))
 NEWEST_VENV := .venv-transformers-$(subst *,x,$(NEWEST))
 LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 
+# Tests start many processes: without bytecode, each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install test test-cluster demo lint format bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:

@@ -97,6 +97,7 @@ def test_layout_is_header_then_turns() -> None:
     assert re.fullmatch(r"(s(ua)+)+", roles)
 
 
+@pytest.mark.slow
 def test_wording_is_that_of_the_training_data(shared_data: Path) -> None:
     """Facts reduced to their templates, there is hardly a sentence that the lab's files lack."""
     theirs: Counter[str] = Counter()
@@ -185,6 +186,7 @@ class TestDemo:
         assert {q.kind for q in read.questions} == {"single"}
         assert len(read.questions) == 24
 
+    @pytest.mark.slow
     def test_it_can_be_written_from_the_command_line(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "conversation.json"
         command = [sys.executable, "-m", "larder.bench.demo_conversation", str(path)]
