@@ -202,6 +202,32 @@ def test_many_chats_take_turns_in_little_memory(small: Loaded, tmp_path: Path) -
     assert any(not own.core.sessions.has("a", name) for name in turns)
 
 
+def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
+    small: Loaded, tmp_path: Path
+) -> None:
+    measured = unstored(small, "epicache")
+    turns = talk(measured)
+    own = stored(small, tmp_path, "epicache", device=measured.core.purse.peak * 8 // 7)
+    assert talk(own) == turns
+    own.core.release("a", "x")
+    own.run()
+    busy, _ = own.served.submit([*HISTORY, user(SAID[0])], "y", max_new_tokens=40)
+    while not busy.text:
+        own.served.step()
+    late, ticket = own.served.submit(turns, "x", max_new_tokens=5)
+    own.served.step()
+    assert len(own.core.scheduler.queue) == 1
+    ticket.cancel()
+    own.run()
+    assert late.told.reason == "cancelled" and busy.told.new_tokens == 40
+    sitting, tiers = own.core.find("a", "x"), own.core.tiers
+    assert sitting.host is None and sitting.key not in tiers.in_host
+    assert tiers.park(own.core.find("a", "y"))  # what is there is looked through for the store
+    own.run()
+    last = own.ask(turns, "x")
+    assert last.text == measured.ask(turns, "x").text and last.told.tier == "disk"
+
+
 def host_need(served: Served) -> int:
     """What a turn may ask of host memory."""
     [sitting] = served.core.sessions

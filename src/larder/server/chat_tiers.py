@@ -50,6 +50,15 @@ class ChatTiers:
             sitting.host.shrink(count)
         self._in_host[sitting.key] = sitting
 
+    def give_back(self, sitting: Sitting, count: int) -> None:
+        """What was spoken for is not needed: so many bytes are, as before; 0 where nothing is."""
+        assert sitting.host is not None
+        sitting.host.shrink(count)
+        if not sitting.is_in_memory:
+            sitting.host.release()
+            sitting.host = None
+            del self._in_host[sitting.key]
+
     def set_aside(self, sitting: Sitting, count: int) -> Reservation | None:
         """What is spoken for in host memory, and so many bytes at least, for caches to arrive in;
         None where there is no room, and all is as before."""

@@ -167,7 +167,7 @@ class Chatting(Manner):
         try:
             self._tiers.grant(sitting, need)
         except BudgetError:
-            self._tiers.chats.hold(sitting, before)
+            self._tiers.chats.give_back(sitting, before)
             raise
 
     def _source(self, job: Job) -> Sitting | None:

@@ -69,6 +69,8 @@ class Stowing:
 
     def needs(self, sitting: Sitting) -> bool:
         """Whether the store could have a cache, but has not."""
+        if not sitting.is_in_memory:  # who asks for memory stands in it before there is a cache
+            return False
         is_written = sitting.written > 0 and sitting.logged == len(sitting.said) > 0
         if sitting.cabinet is not None and not is_up_to_date(sitting):
             return False
