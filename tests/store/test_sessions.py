@@ -18,6 +18,7 @@ from store.caches import (
     WHO,
     asking,
     blob_files,
+    cache_files,
     compressed,
     files,
     go_on,
@@ -78,8 +79,9 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
     again = {path: path.stat().st_ino for path in blob_files(tmp_path)}
     assert {path: again.get(path) for path in before} == before
     save(store, LONGER, name="another")
-    # All chunks are shared; the rest of the cache and the log of tokens are equal, too.
-    assert set(blob_files(tmp_path)) == set(again)
+    # All chunks are shared, and the rest of the cache; each session has a log of its own.
+    [log] = set(blob_files(tmp_path)) - set(again)
+    assert log not in cache_files(tmp_path) and set(again) < set(blob_files(tmp_path))
 
 
 def test_17_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
@@ -102,12 +104,12 @@ def test_18_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
     assert is_exact(load(store))
 
 
-def test_a_fork_shares_everything_and_goes_its_own_way(tmp_path: Path) -> None:
+def test_a_fork_shares_its_caches_and_goes_its_own_way(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
-    count = len(blob_files(tmp_path))
+    count, caches = len(blob_files(tmp_path)), cache_files(tmp_path)
     store.sessions.fork(WHO, TALK, "fork")
-    assert len(blob_files(tmp_path)) == count
+    assert len(blob_files(tmp_path)) == count + 1 and cache_files(tmp_path) == caches
     save(store, LONGER, name="fork")
     assert is_exact(load(store)) and is_exact(load(store, "fork"), LONGER)
     with pytest.raises(InputError, match="take another name"):

@@ -7,11 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from larder.core.errors import Superseded
 from larder.store.blobs import path_of
-from larder.store.envelopes import token_log
+from larder.store.digests import digest_of
+from larder.store.envelopes import owned, token_log
+from larder.store.places import place_at
 from larder.store.store import Store
 from larder.store.turns import Turn
-from store.caches import IDS, TALK, WHO, load, save, store_at
+from store.caches import (
+    IDS,
+    TALK,
+    WHO,
+    blob_files,
+    compressed,
+    load,
+    save,
+    snapshot,
+    store_at,
+)
+from store.places import Faulty
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -26,10 +40,11 @@ def said(store: Store, name: str = TALK) -> bytes:
 def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path)
     save(here)
-    tenant, ref = here.parts.tenant(WHO), load(here).record.tokens
+    record = load(here).record
+    tenant, ref = record.tenant, record.tokens
     with there.parts.shelves.saving(tenant) as saving:
         if how == "put":
-            assert saving.put(token_log(IDS, tenant)) == ref
+            assert saving.put(token_log(IDS, tenant, record.session)) == ref
         else:
             assert saving.stays(ref)
         here.sessions.remove(WHO, TALK)
@@ -60,3 +75,60 @@ def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> 
     assert said(here) == b"said"
     here.sessions.remove(WHO, TALK)
     assert there.upkeep.sweep(grace_seconds=-1.0) == 0
+
+
+@pytest.mark.parametrize("how", ["saved", "forked"])
+def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
+    tmp_path: Path, how: str
+) -> None:
+    here, there = (store_at(tmp_path, home=home) for home in ("here", "there"))
+    here.turns.append(WHO, TALK, Turn(IDS, b"said"), 0)
+    if how == "saved":
+        there.turns.append(WHO, "other", Turn(IDS, b"said"), 0)
+    else:
+        there.sessions.fork(WHO, TALK, "other")
+    here.sessions.remove(WHO, TALK)
+    assert said(there, "other") == said(store_at(tmp_path, home="new"), "other") == b"said"
+    assert load(there, "other").ids == IDS
+    there.sessions.remove(WHO, "other")
+    assert blob_files(tmp_path) == []
+
+
+def test_21_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: Path) -> None:
+    here, there = (store_at(tmp_path, home=home, kept_epochs=3) for home in ("here", "there"))
+    here.turns.append(WHO, TALK, Turn(IDS, b"said"), 0)
+    with there.turns.prepared(WHO, IDS, snapshot(compressed(IDS))) as prepared:
+        there.turns.attach(WHO, TALK, prepared, 1)
+    there.turns.append(WHO, TALK, Turn((*IDS, 1), b"more"), 2)
+    here.turns.append(WHO, TALK, Turn((*IDS, 2), b"other"), 3)
+    here.sessions.roll_back(WHO, TALK, 2)
+    assert said(here) == b"said" and load(here).ids == IDS
+
+
+def test_21_who_comes_too_late_takes_nothing_from_who_has_written_the_same(tmp_path: Path) -> None:
+    turn, there = Turn(IDS, b"said"), store_at(tmp_path, home="there")
+
+    def first(what: str, path: str) -> None:
+        if what == "create" and path.startswith("sessions/"):
+            there.turns.append(WHO, TALK, turn, 0)
+
+    place = Faulty(place_at(str(tmp_path / "store")), before=first)
+    here = store_at(tmp_path, place, home="here")
+    with pytest.raises(Superseded):
+        here.turns.append(WHO, TALK, turn, 0)
+    assert said(there) == b"said" and load(there).ids == IDS
+
+
+def test_what_an_earlier_larder_has_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for user in ("envelopes", "turns"):
+            patch.setattr(f"larder.store.{user}.owned", lambda data, *whose: owned(data, whose[0]))
+        store_at(tmp_path).turns.append(WHO, TALK, Turn(IDS, b"said"), 0)
+    store = store_at(tmp_path)
+    record = load(store).record
+    assert record.tokens.digest != digest_of(token_log(IDS, record.tenant, record.session))
+    store.sessions.fork(WHO, TALK, "fork")
+    store.sessions.remove(WHO, TALK)
+    assert said(store, "fork") == b"said" and load(store, "fork").ids == IDS

@@ -3,6 +3,10 @@
 Every blob tells whose it is, and a blob of a cache what made it. It is read by nobody else,
 whatever refers to it: that a blob is found does not mean that it is meant. So no two tenants ever
 have a blob in common, and nobody sees by what is written whether another has said the same.
+
+What a session cannot do without, its tokens and its transcript, is its own down to the bytes: of
+two machines with one store neither knows what the other's sessions need. Caches may be shared: what
+is gone of them is read again.
 """
 
 from __future__ import annotations
@@ -26,36 +30,38 @@ CHUNK, SNAPSHOT = "prefix_chunk", "session_snapshot"
 _ID_BYTES = 4
 
 
-def owned(data: bytes, tenant: str) -> bytes:
-    """Bytes as the bytes of a tenant's blob."""
-    return _owner(tenant) + data
+def owned(data: bytes, *owner: str) -> bytes:
+    """Bytes as the bytes of a blob of a tenant's, or of a tenant's session's."""
+    return _spelled(owner) + data
 
 
-def disowned(data: bytes, tenant: str) -> bytes:
-    """The bytes again.
+def disowned(data: bytes, tenant: str, *session: str) -> bytes:
+    """The bytes again; a session may also have what its tenant has, as earlier larders wrote it.
 
     Raises:
         Refused: they are somebody else's.
     """
-    owner = _owner(tenant)
-    if data[: len(owner)] != owner:
-        raise Refused("What was kept is another tenant's.", "tenant")
-    return data[len(owner) :]
+    for owner in ((tenant, *session), (tenant,)):
+        spelled = _spelled(owner)
+        if data[: len(spelled)] == spelled:
+            return data[len(spelled) :]
+    raise Refused("What was kept is another tenant's.", "tenant")
 
 
-def token_log(ids: Sequence[int], tenant: str) -> bytes:
-    """Token ids as the bytes of a tenant's blob."""
-    return owned(squeezed(np.asarray(ids, dtype="<i4").tobytes()), tenant)
+def token_log(ids: Sequence[int], tenant: str, session: str) -> bytes:
+    """Token ids as the bytes of a session's blob."""
+    return owned(squeezed(np.asarray(ids, dtype="<i4").tobytes()), tenant, session)
 
 
-def ids_of(data: bytes, count: int, tenant: str) -> tuple[int, ...]:
+def ids_of(data: bytes, count: int, tenant: str, session: str) -> tuple[int, ...]:
     """So many token ids again.
 
     Raises:
         Damaged: this is no log of so many.
         Refused: it is somebody else's.
     """
-    ids = np.frombuffer(released(disowned(data, tenant), _ID_BYTES * count), dtype="<i4")
+    told = released(disowned(data, tenant, session), _ID_BYTES * count)
+    ids = np.frombuffer(told, dtype="<i4")
     if len(ids) and int(ids.min()) < 0:
         raise Damaged("A token log has ids below 0.")
     return tuple(ids.tolist())
@@ -126,8 +132,8 @@ def is_lossless(codec: str) -> bool:
     return codec == RAW or codec_named(codec).lossless
 
 
-def _owner(tenant: str) -> bytes:
-    return bytes.fromhex(key_of("owner", tenant))
+def _spelled(owner: Sequence[str]) -> bytes:
+    return bytes.fromhex(key_of("owner", *owner))
 
 
 def _told(kind: str, tenant: str, identity: Identity) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class Exchange:
                 **own,
                 epoch=number + 1,
                 spans=spans,
-                tokens=saving.put(token_log(ids, tenant)),
-                transcript=_passed_on(saving, blobs, record.transcript, record, tenant),
+                tokens=saving.put(token_log(ids, tenant, session)),
+                transcript=_passed_on(saving, blobs, record.transcript, record, tenant, session),
                 beside=_passed_on(saving, blobs, record.beside, record, tenant),
                 made=self._parts.clock(),
             )
@@ -99,7 +99,8 @@ def _opened(data: bytes) -> tuple[Record, tuple[int, ...], dict[str, bytes]]:
             raise Damaged("It is a saved cache, but no exported session.")
         record = _record(parsed(told["record"]))
         blobs = {ref.digest: _blob(tensors, ref) for ref in record.refs}
-        ids = ids_of(blobs[record.tokens.digest], record.num_tokens, record.tenant)
+        log, own = blobs[record.tokens.digest], (record.tenant, record.session)
+        ids = ids_of(log, record.num_tokens, *own)
     except Damaged as error:
         raise InputError(
             f"This is no session that larder has exported, or a damaged one: {error}"
@@ -170,12 +171,12 @@ def _rehomed(saving: Saving, data: bytes, tenant: str) -> Ref:
 
 
 def _passed_on(
-    saving: Saving, blobs: Mapping[str, bytes], ref: Ref | None, record: Record, tenant: str
+    saving: Saving, blobs: Mapping[str, bytes], ref: Ref | None, record: Record, *heir: str
 ) -> Ref | None:
-    """A blob that is no cache's, as the new tenant's; None of none."""
+    """A blob that is no cache's, as the new tenant's, or session's; None of none."""
     if ref is None:
         return None
-    return saving.put(owned(disowned(blobs[ref.digest], record.tenant), tenant))
+    return saving.put(owned(disowned(blobs[ref.digest], record.tenant, record.session), *heir))
 
 
 def _bytes(data: bytes) -> Tensor:

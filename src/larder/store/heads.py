@@ -11,7 +11,7 @@ still knows one of them finds that it has moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused
@@ -92,6 +92,7 @@ class Heads:
         try:
             self._guard.call(self._place.create, record.path, spelled(record, self._secret))
         except FileExistsError as error:
+            self.newest(record.tenant, record.session)  # what it needs may be what is given up now
             raise superseded(record.name, expected, record.epoch) from error
         self.manifest.commit(record, expected)
 
@@ -108,9 +109,11 @@ class Heads:
 
     def prune(self, tenant: str, session: str, keep: int) -> list[Record]:
         """Drop all but the newest states; those that were dropped and could be read."""
-        kept = self.manifest.epochs(tenant, session)
-        old = [epoch for epoch in {*kept, *self.written(tenant, session)}]
-        old = sorted(old)[:-keep]
+        known = self.manifest.epochs(tenant, session)
+        there = sorted({*known, *self.written(tenant, session)})
+        old = there[:-keep]
+        if known and old:
+            self._adopt(tenant, session, {*there[-keep:]} - {*known})
         records = [self.epoch(tenant, session, epoch) for epoch in old]
         self.manifest.forget(tenant, session, old)
         for epoch in old:
@@ -151,6 +154,14 @@ class Heads:
         names = (entry.path.rpartition("/")[2] for entry in self._place.listing(folder))
         words = (name.removesuffix(".json") for name in names)
         return [int(word) for word in words if word.isascii() and word.isdecimal()]
+
+    def _adopt(self, tenant: str, session: str, epochs: Iterable[int]) -> None:
+        """Have the index know states of another machine's, so that what they need stays."""
+        for epoch in epochs:
+            with suppress(Refused):
+                record = self._beside(tenant, session, epoch)
+                if record is not None:
+                    self.manifest.adopt(record)
 
     def _known(self, tenant: str, session: str, epoch: int | None) -> Record | None:
         """What the manifest has; None where that is damaged."""

@@ -96,16 +96,17 @@ class Sessions:
         tenant, session = self._keys(principal, name)
         newest = self._parts.heads.newest(tenant, session)
         expected = self._parts.heads.before(tenant, newest, expected)
+        said = None if transcript is None else owned(transcript, tenant, session)
         with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
             record = Record(
                 tenant,
                 session,
                 name,
                 expected + 1,
-                tokens=saving.put(token_log(ids, tenant)),
+                tokens=saving.put(token_log(ids, tenant, session)),
                 num_tokens=len(ids),
                 previous=expected,
-                transcript=None if transcript is None else saving.put(owned(transcript, tenant)),
+                transcript=None if said is None else saving.put(said),
                 made=self._parts.clock(),
             )
             if snapshot is not None:
@@ -150,10 +151,11 @@ class Sessions:
         return epoch != (0 if newest is None or newest.removed else newest.epoch)
 
     def fork(self, principal: str, name: str, new_name: str, epoch: int | None = None) -> Record:
-        """A second session that begins where the first one is, or was; nothing is copied.
+        """A second session that begins where the first one is, or was; its caches are not copied.
 
         Raises:
             InputError: there is no such session or state, or the new name is taken.
+            BudgetError, Refused, StoreError: what was said cannot be had, or not be kept again.
         """
         tenant, session = self._keys(principal, new_name)
         source = self._state(principal, name, epoch)
@@ -163,7 +165,9 @@ class Sessions:
         number = self._parts.heads.before(tenant, newest, None)
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
         own["labels"] = {**source.labels, PINNED: NO} if source.is_pinned else source.labels
-        with self._parts.shelves.indexing():
+        with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
+            for part, data in self._parts.vault.handed_on(source, session).items():
+                own[part] = saving.put(data)
             return self._committed(replace(source, **own, made=self._parts.clock()))
 
     def roll_back(self, principal: str, name: str, epoch: int) -> Record:

@@ -75,10 +75,10 @@ class Turns:
                 session,
                 name,
                 expected + 1,
-                tokens=saving.put(token_log(turn.ids, tenant)),
+                tokens=saving.put(token_log(turn.ids, tenant, session)),
                 num_tokens=len(turn.ids),
                 previous=expected,
-                transcript=saving.put(owned(turn.transcript, tenant)),
+                transcript=saving.put(owned(turn.transcript, tenant, session)),
                 made=parts.clock(),
                 labels=dict(turn.labels),
             )

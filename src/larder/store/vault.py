@@ -13,7 +13,7 @@ from larder.store.blobs import Blobs, Ref
 from larder.store.chunks import FOLDER as CHUNKS
 from larder.store.container import canonical, parsed
 from larder.store.deadline import Guard
-from larder.store.envelopes import disowned, ids_of
+from larder.store.envelopes import disowned, ids_of, owned
 from larder.store.places import Entry, Place
 from larder.store.records import FOLDER as SESSIONS
 from larder.store.records import Record
@@ -105,7 +105,8 @@ class Vault:
         Raises:
             Damaged, Refused: their log is none, or another's.
         """
-        return ids_of(self.get(record.tokens, record.tenant), record.num_tokens, record.tenant)
+        data = self.get(record.tokens, record.tenant)
+        return ids_of(data, record.num_tokens, record.tenant, record.session)
 
     def transcript(self, record: Record) -> bytes:
         """What was said as text, where it was kept.
@@ -115,7 +116,8 @@ class Vault:
         """
         if record.transcript is None:
             raise Damaged("What was said was not kept as text.")
-        return disowned(self.get(record.transcript, record.tenant), record.tenant)
+        data = self.get(record.transcript, record.tenant)
+        return disowned(data, record.tenant, record.session)
 
     def beside(self, record: Record) -> bytes | None:
         """What is told beside a session's caches, where anything is.
@@ -126,6 +128,19 @@ class Vault:
         if record.beside is None:
             return None
         return disowned(self.get(record.beside, record.tenant), record.tenant)
+
+    def handed_on(self, record: Record, heir: str) -> dict[str, bytes]:
+        """What a session cannot do without, as the bytes of another one of its tenant's, by part.
+
+        Raises:
+            Damaged, Refused: it is not what was written, or another's.
+        """
+        own = {"tokens": record.tokens, "transcript": record.transcript}
+        kept = {part: self.get(ref, record.tenant) for part, ref in own.items() if ref is not None}
+        return {
+            part: owned(disowned(data, record.tenant, record.session), record.tenant, heir)
+            for part, data in kept.items()
+        }
 
     def closed(self, data: bytes, tenant: str) -> bytes:
         """Bytes as a blob of a tenant has them."""
