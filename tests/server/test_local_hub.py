@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from larder.core.errors import StoreFull
 from larder.engine.engine import Engine
 from larder.models.loading import Loaded
 from larder.server import archive
@@ -73,6 +75,29 @@ def test_clients_of_many_threads_are_answered(hub: LocalHub) -> None:
     assert stats.done == {"length": 6} and stats.new_tokens == 18 and stats.sessions == {"idle": 6}
     assert stats.budget_violations == 0 and 0 < stats.tier_bytes["device"] <= 2_000_000
     assert stats.budget_bytes == {"device": 2_000_000} and stats.steps <= 18
+
+
+def test_a_pin_that_is_not_written_is_none(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*told: object) -> None:
+        raise StoreFull("The disk is full: remove something.")
+
+    store = Store(str(tmp_path / "blobs"), tmp_path / "home")
+    with closing(
+        LocalHub(Engine(small, "full"), keeper=Persisting(store, small.decoder.spec))
+    ) as hub:
+        ask(hub, told(1), "x")[0].wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(store.turns, "label", full)
+            with pytest.raises(Refusal, match="try again") as refused:
+                hub.pin("a", "x")
+        assert refused.value.status == 503 and not hub.session("a", "x").view.pinned
+        assert hub.pin("a", "x").pinned
+        store.turns.label("a", "x", {"pinned": "no"}, 2)  # as another server does
+        with pytest.raises(Refusal, match="gone on elsewhere"):
+            hub.unpin("a", "x")
+        assert hub.session("a", "x").view.pinned
 
 
 def test_an_answer_may_be_cancelled_from_outside(hub: LocalHub) -> None:

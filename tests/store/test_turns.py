@@ -65,6 +65,18 @@ def test_the_same_turn_again_is_one_turn(tmp_path: Path) -> None:
         say(store, MORE, 0)
 
 
+def test_labels_are_asked_of_the_newest_state_also_where_it_has_them(tmp_path: Path) -> None:
+    here, there = store_at(tmp_path), store_at(tmp_path, home="there")
+    pinned = {"pinned": "yes"}
+    say(here, IDS, 0)
+    assert here.turns.label(WHO, TALK, pinned, 1).epoch == 2
+    assert here.turns.label(WHO, TALK, pinned, 2).epoch == 2
+    there.turns.append(WHO, TALK, Turn(MORE, b"more", pinned), 2)
+    with pytest.raises(Superseded):
+        here.turns.label(WHO, TALK, pinned, 2)
+    assert here.turns.label(WHO, TALK, pinned, 3).num_tokens == len(MORE)
+
+
 def test_a_cache_that_nobody_attaches_leaves_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)

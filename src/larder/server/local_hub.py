@@ -211,14 +211,19 @@ class LocalHub(Hub):
     def _pinned(self, tenant: str, name: str, is_pinned: bool) -> SessionView:
         self._recall(tenant, name)
 
-        def pin() -> tuple[Sitting, Future[None] | None]:
+        def pin() -> tuple[Sitting, bool, Future[None] | None]:
             sitting = self._core.find(tenant, name)
-            sitting.is_pinned = is_pinned
+            before, sitting.is_pinned = sitting.is_pinned, is_pinned
             written = self._keeper.pin(sitting)
             self._core.news.owe(sitting, written, lambda _: None)
-            return sitting, written
+            return sitting, before, written
 
-        sitting, written = self._thread.call(pin)
+        def undo() -> None:
+            sitting.is_pinned = before
+
+        sitting, before, written = self._thread.call(pin)
         if written is not None:
+            if written.exception() is not None:
+                self._thread.call(undo)
             written.result()
         return self._thread.call(lambda: view_of(sitting))

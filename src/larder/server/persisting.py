@@ -152,7 +152,7 @@ class Persisting(Keeper):
             yield key
 
     def _pin(self, sitting: Sitting) -> None:
-        """Raises: Refusal: somebody else has gone on with it meanwhile."""
+        """Raises: Refusal: somebody else has gone on with it meanwhile, or it cannot be written."""
         if not sitting.written:  # it is written with the first turn
             return
         own, said = (sitting.tenant, sitting.name), YES if sitting.is_pinned else NO
@@ -163,7 +163,12 @@ class Persisting(Keeper):
         except (BudgetError, Refused, StoreError) as error:
             self.failed[type(error).__name__] += 1
             self._store.parts.refusals.note_error(error)
-            return
+            raise Refusal(
+                f"Whether session {sitting.name!r} is pinned cannot be written now: try again; the "
+                "server's log says why.",
+                503,
+                "session_unwritten",
+            ) from error
         sitting.written = record.epoch
 
     def _remove(self, sitting: Sitting) -> None:

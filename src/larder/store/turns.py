@@ -15,6 +15,7 @@ from larder.core.errors import LarderError, Refused
 from larder.store import chunks as chunk_index
 from larder.store.chunks import prefix_of
 from larder.store.envelopes import owned, token_log
+from larder.store.manifest import superseded
 from larder.store.parts import Parts
 from larder.store.records import Record, session_key
 from larder.store.saving import Snapshot, Written, check, is_chunked
@@ -169,6 +170,8 @@ class Turns:
         parts, head = self._parts, self._parts.heads.head(*self._keys(principal, name))
         if head is None:
             raise Refused(f"There is no session {name!r} any more.", "gone")
+        if head.epoch != expected:  # also where nothing is to be written: it was asked of another
+            raise superseded(name, expected, head.epoch)
         if labels.items() <= head.labels.items():
             return head
         state = {"epoch": expected + 1, "previous": expected, "made": parts.clock()}
