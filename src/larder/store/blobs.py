@@ -86,7 +86,11 @@ class Blobs:
 
     def has(self, ref: Ref) -> bool:
         """Whether there is a blob of that name and size; its bytes are not looked at."""
-        return self._guard.call(self.place.size, path_of(ref.digest)) == ref.bytes
+        return self.size(ref.digest) == ref.bytes
+
+    def size(self, digest: str) -> int | None:
+        """Bytes of what lies under a blob's name; None where nothing does."""
+        return self._guard.call(self.place.size, path_of(digest))
 
     def is_aside(self, digest: str) -> bool:
         """Whether a damaged blob of that name lies out of the way."""

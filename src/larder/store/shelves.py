@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from larder.core.errors import BudgetError, StoreError
-from larder.store.blobs import FOLDER as BLOBS
-from larder.store.blobs import Ref, named
+from larder.store.account import Account
+from larder.store.blobs import Ref
 from larder.store.counted import Counted
 from larder.store.deadline import Guard
 from larder.store.digests import digest_of
 from larder.store.holdings import Holdings
 from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
 from larder.store.manifest import Manifest
-from larder.store.places import TEMPORARY, Entry
 from larder.store.vault import Vault
 
 DAY_SECONDS = 86400
@@ -28,10 +27,7 @@ CHUNK_BYTES = 8 * 1024
 
 
 class Shelves:
-    """What a store holds on its disk. Safe from threads.
-
-    Processes of one machine have one account of blobs, in the index, and none exceeds the budget by
-    what another has written. Of the others' records, some kilobytes each, it learns when it opens.
+    """What a store holds on its disk. Safe from threads and processes.
 
     Args:
         written_bytes: that may be written in a day; None for no limit.
@@ -48,15 +44,14 @@ class Shelves:
     ) -> None:
         self.vault, self.blobs, self.ledger = vault, vault.blobs, ledger
         self.holdings = Holdings(manifest)
-        self._manifest, self._place = manifest, place
+        self._manifest = manifest
+        self._account = Account(place, guard, manifest, self.holdings, ledger)
         self.make_room: Callable[[str, int], None] = lambda tenant, count: None
-        self._guard, self._written_bytes = guard, written_bytes
+        self._written_bytes = written_bytes
         self._lock = threading.RLock()
         self._making: Counter[str] = Counter()  # digests that are not to be deleted now
         self._landed: deque[str] = deque()  # of those, what is written by now
         self._own: dict[str, float] = {}  # when this process has put what
-        self._known: Counter[str] = Counter()  # bytes of blobs that the ledger counts, by tenant
-        self._index_bytes = 0
         self._count()
 
     @contextmanager
@@ -84,10 +79,7 @@ class Shelves:
 
     def settle(self) -> None:
         """Count what index and records have become."""
-        with self._lock:
-            now = self._index()
-            self.ledger.charge(Tier.DISK, NOBODY, now - self._index_bytes)
-            self._index_bytes = now
+        self._account.settle()
 
     def reserved(self, tenant: str, count: int) -> Reservation:
         """Room on the disk; others leave for it, if that helps.
@@ -95,7 +87,7 @@ class Shelves:
         Raises:
             BudgetError: there is none.
         """
-        self._learn()
+        self._account.learn()
         try:
             return self.ledger.reserve(Tier.DISK, tenant, count)
         except BudgetError:
@@ -114,7 +106,8 @@ class Shelves:
         for ref in dict.fromkeys(refs):
             with self._lock:
                 if not self._drop(ref) and not self._is_needed(ref) and self._is_foreign(ref):
-                    self._delete(ref, NOBODY, ref.bytes)
+                    self.blobs.delete(ref.digest)
+                    self._account.goes_of_others(ref)
 
     def sweep(self, live: Iterable[str], grace_seconds: float = GRACE_SECONDS) -> int:
         """Delete what nothing refers to, found by looking at every blob.
@@ -141,10 +134,8 @@ class Shelves:
         with self.reserved(tenant, ref.bytes) as reservation:
             self._spend(ref.bytes)
             with self._lock:
-                beside = self.ledger.used(Tier.DISK) - self._known.total() - ref.bytes
-                room = self.ledger.limit(Tier.DISK) - beside
                 now = self._manifest.clock()
-                self._known[tenant] += self.holdings.kept(ref, tenant, now, room)
+                self._account.comes(ref, tenant, now)
                 self._own[ref.digest] = now
                 reservation.keep()  # from now on the index has it, whatever becomes of the writing
         self.pin(ref.digest)
@@ -175,19 +166,16 @@ class Shelves:
     def _delete(self, ref: Ref, whose: str, counted: int) -> int:
         """Delete a blob that the index does not name any more; the bytes that are freed."""
         try:
-            if there := self.blobs.has(ref):
+            there = self.blobs.size(ref.digest)
+            if there is not None:  # damaged or not
                 self.blobs.delete(ref.digest)
-            is_aside = not there and self.blobs.is_aside(ref.digest)
+            is_aside = there is None and self.blobs.is_aside(ref.digest)
         except StoreError:
-            if whose != NOBODY:
-                self.holdings.kept(ref, whose, self._own.get(ref.digest, 0.0))
+            self.holdings.kept(ref, whose, self._own.get(ref.digest, 0.0))
             raise
         self._own.pop(ref.digest, None)
-        if whose != NOBODY:
-            self._known[whose] -= counted
-        if not is_aside:  # there it takes as much
-            self.ledger.discharge(Tier.DISK, whose, counted)
-        return ref.bytes if there else 0
+        self._account.goes(whose, counted, counted if is_aside else 0)  # there it takes as much
+        return there or 0
 
     def _is_needed(self, ref: Ref) -> bool:
         self._land()
@@ -210,6 +198,9 @@ class Shelves:
         except StoreError:
             return
 
+    def _count(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        self._account.count(self._making, self._manifest.clock() - grace_seconds)
+
     def _spend(self, count: int) -> None:
         """Count what is written today.
 
@@ -224,45 +215,6 @@ class Shelves:
                 f"{self._written_bytes}: save less often or in fewer bits, or raise the budget of "
                 "writes."
             )
-
-    def _learn(self) -> None:
-        """Count what other processes have written and deleted since."""
-        with self._lock:
-            now = Counter(self.holdings.totals())
-            for tenant in now.keys() | self._known.keys():
-                change = now[tenant] - self._known[tenant]
-                if change:
-                    self.ledger.charge(Tier.DISK, tenant, change)
-            self._known = now
-
-    def _count(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Count everything that is there or on its way, and set the accounts to that.
-
-        A blob that the index names counts in full, also while its file is still in the making.
-        """
-        index = self._index()
-        entries = self._guard.call(self._everything)
-        blobs = {digest: each.bytes for each in entries if (digest := _blob(each))}
-        self.holdings.prune({*blobs, *self._making}, self._manifest.clock() - grace_seconds)
-        owners, self._known = self.holdings.owners(), Counter(self.holdings.totals())
-        self._index_bytes = min(index, self._index())  # what comes meanwhile may count twice
-        owned = sum(count for digest, count in blobs.items() if digest in owners)
-        making = sum(each.bytes for each in entries if each.path.startswith(f"{TEMPORARY}/"))
-        unmade = max(self._known.total() - owned, 0)  # of which temporary files are a part
-        beside = sum(each.bytes for each in entries) - owned - min(making, unmade)
-        counts = self._known + Counter({NOBODY: self._manifest.nbytes + beside})
-        self.ledger.set(Tier.DISK, counts)
-
-    def _index(self) -> int:
-        return self._manifest.nbytes + self._place.beside_bytes
-
-    def _everything(self) -> list[Entry]:
-        return list(self.blobs.place.listing(""))
-
-
-def _blob(entry: Entry) -> str:
-    """The digest of a blob; empty for everything else."""
-    return named(entry.path) if entry.path.startswith(BLOBS) else ""
 
 
 class Saving:
