@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from larder.core.errors import Superseded
-from larder.store.blobs import path_of
+from larder.core.errors import StoreSlow, Superseded
+from larder.store.blobs import Ref, path_of
+from larder.store.deadline import Patience
 from larder.store.digests import digest_of
 from larder.store.envelopes import owned, token_log
 from larder.store.places import place_at
@@ -132,3 +134,28 @@ def test_what_an_earlier_larder_has_written_is_read(
     store.sessions.fork(WHO, TALK, "fork")
     store.sessions.remove(WHO, TALK)
     assert said(store, "fork") == b"said" and load(store, "fork").ids == IDS
+
+
+@pytest.mark.parametrize("how", ["put", "stays"])
+def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: str) -> None:
+    there = store_at(tmp_path, patience=Patience(seconds=0.3, rest_seconds=0.0))
+    tenant, said = there.parts.tenant(WHO), list[bool]()
+    data = token_log(IDS, tenant, TALK)
+    ref = Ref(digest_of(data), len(data))
+
+    def take() -> bool:
+        saving = stack.enter_context(there.parts.shelves.saving(tenant))
+        return saving.put(data) == ref if how == "put" else saving.stays(ref)
+
+    def meanwhile(what: str, path: str) -> None:
+        if what == "remove" and path == path_of(ref.digest):
+            said.append(False)
+            with suppress(StoreSlow):
+                said.append(take())
+
+    with ExitStack() as stack:
+        here = store_at(tmp_path, Faulty(place_at(str(tmp_path / "store")), before=meanwhile))
+        with here.parts.shelves.saving(tenant) as saving:
+            assert saving.put(data) == ref
+        assert said and any(said) <= there.parts.blobs.has(ref)
+        assert take() == there.parts.blobs.has(ref) == (how == "put")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
-from larder.core.errors import BudgetError
+from larder.core.errors import BudgetError, StoreError
 from larder.store.blobs import Ref
 from larder.store.manifest import Manifest
 from larder.store.records import Record
 
+Deleted = TypeVar("Deleted")
 NEEDED = "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks WHERE digest = ?"
 
 
@@ -99,24 +100,31 @@ class Holdings:
         with self._manifest.writing() as rows:
             rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
 
-    def given_up(self, digest: str, own: float, before: float) -> tuple[str, int] | None:
-        """Forget a blob that is to be deleted; in whose name it was kept, and its bytes.
+    def given_up(
+        self, digest: str, own: float, before: float, delete: Callable[[str], Deleted]
+    ) -> tuple[str, int, Deleted] | None:
+        """Forget a blob and delete it; in whose name it was kept, its bytes, and what that tells.
 
-        None where that must not be: something needs it, or somebody else has put it since.
+        None where that must not be: something needs it, or somebody else has put it since. Who is
+        about to need it meanwhile waits, and then finds it gone: between the two it would be there.
 
         Args:
             own: when who asks has put it.
             before: what others have put until then is in the making no more.
+            delete: given the digest; where it fails, the blob is not forgotten.
         """
-        with self._manifest.writing() as rows:
-            if rows(NEEDED, (digest, digest)):
-                return None
-            found = rows(
-                "DELETE FROM blobs WHERE digest = ? AND (written = ? OR written <= ?) "
-                "RETURNING tenant, bytes",
-                (digest, own, before),
-            )
-        return found[0] if found else None
+        try:
+            with self._manifest.writing() as rows:
+                if rows(NEEDED, (digest, digest)):
+                    return None
+                found = rows(
+                    "DELETE FROM blobs WHERE digest = ? AND (written = ? OR written <= ?) "
+                    "RETURNING tenant, bytes",
+                    (digest, own, before),
+                )
+                return (*found[0], _deleted(digest, delete)) if found else None
+        except _Failed as failed:
+            raise failed.error from failed
 
     def put_at(self, digest: str) -> float | None:
         """When a process of this machine has put a blob last; None where none has."""
@@ -143,3 +151,17 @@ class Holdings:
             rows("DELETE FROM written WHERE day < ?", (day,))
             rows("INSERT OR REPLACE INTO written VALUES (?, ?)", (day, written + count))
         return None
+
+
+class _Failed(Exception):
+    """A disk's failure on its way through the index, which is not to be taken for its own."""
+
+    def __init__(self, error: StoreError) -> None:
+        self.error = error
+
+
+def _deleted(digest: str, delete: Callable[[str], Deleted]) -> Deleted:
+    try:
+        return delete(digest)
+    except StoreError as error:
+        raise _Failed(error) from error

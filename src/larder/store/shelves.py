@@ -127,8 +127,8 @@ class Shelves:
 
     def hold(self, ref: Ref, tenant: str, data: bytes) -> None:
         """Write a blob, under its budget, unless it is there."""
+        self.touch(ref.digest)
         if self.blobs.has(ref):
-            self.touch(ref.digest)
             self.blobs.put(data)
             return
         with self.reserved(tenant, ref.bytes) as reservation:
@@ -147,7 +147,10 @@ class Shelves:
             self._making[digest] += 1
 
     def touch(self, digest: str) -> None:
-        """A blob that is there is about to be needed: others are not to drop it meanwhile."""
+        """A blob is about to be needed: others are not to drop it meanwhile.
+
+        To be said before it is looked at: then who drops it has done so, or cannot any more.
+        """
         with self._lock:
             now, own = self._manifest.clock(), self._own.get(digest, NEVER)
             if own > now - GRACE_SECONDS / 2 and self.holdings.put_at(digest) == own:
@@ -160,22 +163,21 @@ class Shelves:
             if self._is_needed(ref):
                 return 0
             before, own = self._manifest.clock() - GRACE_SECONDS, self._own.get(ref.digest, NEVER)
-            gone = self.holdings.given_up(ref.digest, own, before)
-            return 0 if gone is None else self._delete(ref, *gone)
+            gone = self.holdings.given_up(ref.digest, own, before, self._delete)
+            if gone is None:
+                return 0
+            whose, counted, (freed, is_aside) = gone
+            self._own.pop(ref.digest, None)
+            self._account.goes(whose, counted, counted if is_aside else 0)  # there it takes as much
+            return freed
 
-    def _delete(self, ref: Ref, whose: str, counted: int) -> int:
-        """Delete a blob that the index does not name any more; the bytes that are freed."""
-        try:
-            there = self.blobs.size(ref.digest)
-            if there is not None:  # damaged or not
-                self.blobs.delete(ref.digest)
-            is_aside = there is None and self.blobs.is_aside(ref.digest)
-        except StoreError:
-            self.holdings.kept(ref, whose, self._own.get(ref.digest, 0.0))
-            raise
-        self._own.pop(ref.digest, None)
-        self._account.goes(whose, counted, counted if is_aside else 0)  # there it takes as much
-        return there or 0
+    def _delete(self, digest: str) -> tuple[int, bool]:
+        """Delete what lies under a blob's name; its bytes, and whether a damaged one lies aside."""
+        freed = self.blobs.size(digest)
+        if freed is None:
+            return 0, self.blobs.is_aside(digest)
+        self.blobs.delete(digest)
+        return freed, False
 
     def _is_needed(self, ref: Ref) -> bool:
         self._land()
@@ -243,7 +245,5 @@ class Saving:
         """Whether a blob is there; it stays until the saving is over."""
         self._shelves.pin(ref.digest)
         self.refs.append(ref)
-        if not self._shelves.blobs.has(ref):
-            return False
         self._shelves.touch(ref.digest)
-        return True
+        return self._shelves.blobs.has(ref)
