@@ -220,7 +220,7 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path) -> Non
     assert again.head(*OWN) == a_record(1)
     holdings = Holdings(again.manifest)
     assert holdings.totals() == told == {"a": 3, "b": 3}
-    assert holdings.given_up(a_ref("x").digest, 0.0, 0.0) == ("a", 1)
+    assert holdings.given_up(a_ref("x").digest, 0.0, 0.0, len) == ("a", 1, 64)
     assert holdings.totals() == {"a": 2, "b": 3}
 
 
