@@ -147,6 +147,9 @@ class Chatting(Manner):
                 self._tiers.take(sitting, *told)
             except LarderError as refused:  # it was counted
                 error = refused
+            except BaseException:  # who undoes this knows of no room but the session's
+                self._tiers.chats.give(sitting, fetch.room)
+                raise
         if error is not None:
             self._tiers.chats.give(sitting, fetch.room)
             job.counts.tier = "none"

@@ -6,18 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from larder.core.errors import BudgetError, LarderError
+from larder.core.errors import BudgetError
 from larder.server.budget import Need
 from larder.server.chat_needs import chat_need
 from larder.server.news import News
 from larder.server.refusals import overloaded
+from larder.server.scheduler import FAILURES
 from larder.server.sitting import Kept, Sitting
 from larder.server.stowing import COPIES
 from larder.server.tiers import Tiers
 from larder.server.vault import Fetched
 from larder.store.ledger import Reservation
-
-FAILURES = (LarderError, RuntimeError, ValueError)
 
 
 def resting(sitting: Sitting) -> Need:

@@ -60,12 +60,20 @@ class Starting(Manner):
                 fetch.source.kept = None
             self._empty(sitting)
         else:
-            own = fetch.kept, fetch.future.result(), fetch.room
-            self._tiers.take(sitting, fetch.source, *own)
+            self._take(sitting, fetch)
             self._cut(sitting, fetch.usable)
             sitting.origin = None
             sitting.note()
         self._started(job)
+
+    def _take(self, sitting: Sitting, fetch: Fetch) -> None:
+        try:
+            told = fetch.source, fetch.kept, fetch.future.result(), fetch.room
+            self._tiers.take(sitting, *told)
+        except BaseException:
+            if sitting.host is not fetch.room:  # else it goes with what is in it
+                fetch.room.release()
+            raise
 
     def give_up(self, job: Job) -> None:
         """Nobody waits any more for what was fetched."""
