@@ -221,7 +221,8 @@ class Core:
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
         self._recall(request.tenant, request.session, request.follows)
         if not (request.follows or request.raw_prompt or self.sessions.candidates(request)):
-            self._recall(request.tenant, *self._directory.names(request.tenant, request.turns))
+            names = self._directory.names(request.tenant, request.turns)
+            self.recalling.guess(request.tenant, *names)
         found = self.sessions.resolve(request, rule)
         for _ in range(REFRESHED):
             if not self._is_refreshed(found.sitting):

@@ -78,6 +78,10 @@ class Keeper:
     def remove(self, sitting: Sitting) -> Future[None] | None:
         """Whoever it belongs to wants it gone; what is done once it is."""
 
+    def discard(self, tenant: str, name: str) -> Future[None] | None:
+        """As `remove`, of a session that is kept and cannot be had. From any thread."""
+        del tenant, name
+
     def is_behind(self, sitting: Sitting) -> bool:
         """Whether somebody else has gone on with it, so that it must be had anew."""
         del sitting

@@ -65,7 +65,9 @@ class LocalHub(Hub):
         core, asked = self._core, self._core.clock()
         try:
             self._recall(request.tenant, request.session, request.follows)
-            self._recall(request.tenant, *self._names(request))
+            for name in self._names(request):
+                with core.recalling.guessing(name):
+                    self._recall(request.tenant, name)
             return self._thread.call(lambda: self._taken(request, listener, asked))
         except Refusal as error:
             core.refused[error.code] += 1
@@ -139,8 +141,13 @@ class LocalHub(Hub):
         return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 
     def remove(self, tenant: str, name: str) -> None:
-        self._recall(tenant, name)
-        gone = self._thread.call(lambda: self._core.remove(tenant, name))
+        remove = self._core.remove
+        try:
+            self._recall(tenant, name)
+        except Refusal:  # what cannot be read can be gone
+            if not self._thread.call(partial(self._has, tenant, name)):
+                remove = self._keeper.discard
+        gone = self._thread.call(partial(remove, tenant, name))
         if gone is not None:
             gone.result()
 

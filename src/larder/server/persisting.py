@@ -32,6 +32,7 @@ from larder.store.turns import Turn as Written
 FIRST = "first"  # the label of what a session began with
 KEY_DIGITS = 16
 WHOLE = "said"  # the label of all that was said in it
+MODEL = "model"  # the label of the model's fingerprint
 MOST_NAMES = 8  # sessions that are looked at for one request
 
 
@@ -106,6 +107,9 @@ class Persisting(Keeper):
         """Have the store forget a session."""
         return self._pool.submit(self._remove, sitting)
 
+    def discard(self, tenant: str, name: str) -> Future[None] | None:
+        return self._pool.submit(self._discard, tenant, name)
+
     def close(self) -> None:
         self._pool.shutdown()
 
@@ -123,6 +127,7 @@ class Persisting(Keeper):
         labels = {
             FIRST: first,
             WHOLE: whole,
+            MODEL: self._fingerprint,
             "root": told.root,
             "turns": str(sum(len(each.turns) + 1 for each in told.said)),
             "made": str(sitting.made),
@@ -173,8 +178,11 @@ class Persisting(Keeper):
 
     def _remove(self, sitting: Sitting) -> None:
         if sitting.written:
-            self._store.sessions.remove(sitting.tenant, sitting.name)
-            self._lose(sitting.tenant, sitting.name)
+            self._discard(sitting.tenant, sitting.name)
+
+    def _discard(self, tenant: str, name: str) -> None:
+        self._store.sessions.remove(tenant, name)
+        self._lose(tenant, name)
 
     def _lose(self, tenant: str, name: str) -> None:
         if tenant in self._names:  # else nothing was looked up, and need not be
@@ -190,6 +198,8 @@ class Persisting(Keeper):
                 except LarderError:
                     return known
                 for each in reversed(records):
+                    if each.labels.get(MODEL, self._fingerprint) != self._fingerprint:
+                        continue  # nobody can go on with it here
                     known.add(each.name, each.labels.get(FIRST, ""), each.labels.get(WHOLE, ""))
                 self._names[tenant] = known
             return self._names[tenant]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from larder.core.errors import InputError
 from larder.models.decoder import Decoder
@@ -10,16 +13,20 @@ from larder.server import archive
 from larder.server.archive import Archived
 from larder.server.keeper import ANSWERED, PAUSES, Recalled
 from larder.server.refusals import invalid
+from larder.server.request import Refusal
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
 from larder.server.sitting import Sitting
 from larder.store.records import PINNED, YES
 
+LOG = logging.getLogger(__name__)
 Lookup = Callable[[str, str], Recalled | None]
 
 
 class Recalling:
     """For the model's thread.
+
+    `passed_over` counts sessions that may have been meant and could not be had, by the code of why.
 
     Args:
         lookup: finds what is kept of a tenant's session.
@@ -37,6 +44,7 @@ class Recalling:
     ) -> None:
         self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
         self._rules, self._weigh = rules, weigh
+        self.passed_over: Counter[str] = Counter()
 
     def recall(self, tenant: str, *names: str | None) -> None:
         """Have sessions be in memory that are kept elsewhere, with their forks."""
@@ -49,6 +57,24 @@ class Recalling:
                 root = self.take(tenant, tried, found, self.read(found.data, "session")).root
                 number += 1
                 tried = f"{root}~{number}"
+
+    def guess(self, tenant: str, *names: str) -> None:
+        """As `recall`, of sessions that nobody has named."""
+        for name in names:
+            with self.guessing(name):
+                self.recall(tenant, name)
+
+    @contextmanager
+    def guessing(self, name: str) -> Iterator[None]:
+        """While a session is had that nobody has named: one that cannot be had is passed over.
+
+        From any thread.
+        """
+        try:
+            yield
+        except Refusal as error:
+            self.passed_over[error.code] += 1
+            LOG.info("Session %r may be meant, and is passed over: %s", name, error)
 
     def read(self, data: bytes, param: str | None = None) -> Archived:
         """What `archive.told` has told. From any thread: it takes as long as the session is.

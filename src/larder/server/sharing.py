@@ -80,6 +80,9 @@ class Sharing(Keeper):
     def remove(self, sitting: Sitting) -> Future[None] | None:
         return self._keeper.remove(sitting)
 
+    def discard(self, tenant: str, name: str) -> Future[None] | None:
+        return self._keeper.discard(tenant, name)
+
     def is_behind(self, sitting: Sitting) -> bool:
         if sitting.owed:  # what is on its way is this server's
             return False
