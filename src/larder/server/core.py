@@ -220,7 +220,7 @@ class Core:
         rule = self._exact if request.exact else self.rule
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
         self._recall(request.tenant, request.session, request.follows)
-        if not (request.follows or request.raw_prompt or self.sessions.candidates(request)):
+        if request.is_nameless and not self.sessions.settles(request):
             names = self._directory.names(request.tenant, request.turns)
             self.recalling.guess(request.tenant, *names)
         found = self.sessions.resolve(request, rule)

@@ -203,10 +203,10 @@ class LocalHub(Hub):
         return self._core.sessions.has(tenant, name)
 
     def _names(self, request: Request) -> Sequence[str]:
-        """Sessions that a request without a name may mean, where none is in memory."""
-        if request.session or request.follows or request.raw_prompt is not None:
+        """Sessions that a request without a name may mean, unless the one it means is in memory."""
+        if not request.is_nameless:
             return ()
-        if self._thread.call(lambda: bool(self._core.sessions.candidates(request))):
+        if self._thread.call(lambda: self._core.sessions.settles(request)):
             return ()
         return self._keeper.names(request.tenant, request.turns)
 

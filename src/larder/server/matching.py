@@ -40,6 +40,15 @@ def matched(said: Sequence[Said], turns: tuple[Turn, ...]) -> Matched:
     return Matched(exchanges, turns[place:])
 
 
+def is_newest(said: Sequence[Said], turns: tuple[Turn, ...]) -> bool:
+    """Whether messages are all that was said and a new question, or the last question again; if
+    not, another session may have more of them."""
+    match = matched(said, turns)
+    if match.exchanges == len(said):
+        return all(turn.role != ASSISTANT for turn in match.rest)
+    return match.exchanges == len(said) - 1 and match.rest == said[-1].turns
+
+
 def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array:
     """Tokens that new messages add behind finished exchanges.
 

@@ -53,6 +53,11 @@ class Request:
     lot: str = ""
     steps: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def is_nameless(self) -> bool:
+        """Whether what was said alone tells which session it belongs to."""
+        return not (self.session or self.follows or self.raw_prompt is not None)
+
 
 @dataclass(frozen=True)
 class Report:

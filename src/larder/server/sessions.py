@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import UsageError
-from larder.server.matching import Matched, matched, prompt_ids
+from larder.server.matching import Matched, is_newest, matched, prompt_ids
 from larder.server.refusals import busy, invalid, taken, unknown
 from larder.server.request import Request, Turn
 from larder.server.rule import Rule
@@ -230,6 +230,10 @@ class Sessions:
             return list(self._families.get((tenant, root), {}).values())
         keys = ((tenant, digest) for digest in _rolling(request.turns))
         return [each for key in keys for each in self._firsts.get(key, {}).values()]
+
+    def settles(self, request: Request) -> bool:
+        """Whether no session that is elsewhere can be meant by a request without a name."""
+        return any(is_newest(each.said, request.turns) for each in self.candidates(request))
 
     def _best(
         self, told: list[Sitting], request: Request, rule: Rule
