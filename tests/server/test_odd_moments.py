@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from torch import Generator, Tensor
@@ -10,10 +11,12 @@ from torch import Generator, Tensor
 from larder.engine.sampling import Sampling
 from larder.models.loading import Loaded
 from larder.server.keeper import Keeper
+from larder.server.persisting import Persisting
 from larder.server.refusals import superseded
 from larder.server.request import Refusal
 from larder.server.sitting import Said, Sitting
 from larder.store.ledger import Tier
+from larder.store.store import Store
 from server_core import Served, answered, told, user
 
 
@@ -143,6 +146,43 @@ def test_22_logs_of_one_tenant_leave_room_for_others(small: Loaded) -> None:
     for number in range(5):
         served.core.remove("a", f"n{number}")
     assert served.core.open("a", "again", [user("Hello.")]).name == "again"
+
+
+def pinned(served: Served, name: str) -> None:
+    """A session of one turn without a cache, which is pinned in the store, too."""
+    served.ask(told(1, 1), name)
+    served.core.find("a", name).is_pinned = True
+    written = served.core._keeper.pin(served.core.find("a", name))
+    assert written is not None and written.result(30) is None
+    served.core.release("a", name)
+
+
+@pytest.mark.parametrize("forks", [0, 1])
+def test_22_logs_of_pinned_sessions_leave_room_for_others(
+    small: Loaded, tmp_path: Path, forks: int
+) -> None:
+    store = Store(str(tmp_path / "blobs"), tmp_path / "home")
+    served = Served(small, host=20_000, keeper=Persisting(store, small.decoder.spec))
+    for number in range(20):
+        pinned(served, f"n{number}")
+        for _ in range(forks):
+            served.core.fork("a", f"n{number}", f"n{number}~2")
+            served.run()
+    first, sessions = told(2), served.core.sessions
+    for tenant in "ab":
+        assert served.ask(first, "x", tenant=tenant).told.new_tokens
+    assert sum(sessions.has("a", f"n{number}") for number in range(20)) < 20
+    assert served.core.find("a", "n0").is_pinned
+
+
+def test_logs_of_pinned_sessions_leave_last(small: Loaded, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "blobs"), tmp_path / "home")
+    served = Served(small, host=20_000, keeper=Persisting(store, small.decoder.spec))
+    pinned(served, "first")
+    for number in range(20):
+        served.ask(told(1, 1), f"n{number}")
+        served.core.tiers.drop(served.core.find("a", f"n{number}"))
+    assert served.core.sessions.has("a", "first") and not served.core.sessions.has("a", "n0")
 
 
 class Spoken(Sampling):

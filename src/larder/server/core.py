@@ -248,10 +248,13 @@ class Core:
         return sitting
 
     def _unload(self, sitting: Sitting) -> bool:
-        """Have a session leave memory, with its forks, where the store has all of them."""
+        """Have a session leave memory, with its forks, where the store has all of them; none that
+        is pinned goes with one that is not."""
         family = self.sessions.family(sitting)
         others = [each for each in family if each is not sitting]
-        if any(each.is_in_memory or each.is_pinned or not each.is_safe for each in others):
+        if any(each.is_in_memory or not each.is_safe for each in others):
+            return False
+        if any(each.is_pinned for each in others) and not sitting.is_pinned:
             return False
         for each in family:
             self.forget(each)

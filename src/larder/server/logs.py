@@ -63,12 +63,13 @@ class Logs:
 
     def tidy(self) -> None:
         """Have sessions without a cache in memory leave it, but for some that were used last."""
-        resting = self._resting()
+        resting = [each for each in self._resting() if not each.is_pinned]
         for each in resting[: max(0, len(resting) - RESTING)]:
             self._unload(each)
 
     def shed(self, but: Sitting) -> bool:
-        """Have one of these leave memory, the one that was used least lately; whether one could."""
+        """Have one of these leave memory, the one that was used least lately, those that are pinned
+        last; whether one could."""
         return any(self._unload(each) for each in self._resting() if each is not but)
 
     def _is_crowding(self, sitting: Sitting) -> bool:
@@ -89,5 +90,5 @@ class Logs:
     def _resting(self) -> list[Sitting]:
         """Sessions of which the log alone is in memory, and need not be."""
         resting = [each for each in self._charged.values() if each.is_safe]
-        resting = [each for each in resting if not (each.is_in_memory or each.is_pinned)]
-        return sorted(resting, key=lambda each: each.last_used)
+        resting = [each for each in resting if not each.is_in_memory]
+        return sorted(resting, key=lambda each: (each.is_pinned, each.last_used))
