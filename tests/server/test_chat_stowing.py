@@ -153,8 +153,9 @@ def test_what_stands_beside_the_caches_must_fit_them(
     again.served.check()
 
 
+@pytest.mark.parametrize("tier", ["disk", "device"])
 def test_turns_that_were_said_later_are_heard_again(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Loaded, tmp_path: Path, tier: str
 ) -> None:
     killed, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(killed, said=SAID[:3])
@@ -165,10 +166,16 @@ def test_turns_that_were_said_later_are_heard_again(
     assert talk(never) == turns
     again = stored(small, tmp_path, "epicache")
     *before, late = again.core.find("a", "x").said
+    if tier == "device":
+        assert not again.core.prefetch("a", "x").done()
+        again.run()
     last = again.ask(turns, "x")
-    assert last.text == never.ask(turns, "x").text
-    assert last.told.restored_tokens == sum(each.tokens for each in before)
+    assert last.text == never.ask(turns, "x").text and last.told.tier == tier
+    assert last.told.cached_tokens == sum(each.tokens for each in before)
+    assert last.told.restored_tokens == (last.told.cached_tokens if tier == "disk" else 0)
     assert last.told.recomputed_tokens == late.tokens
+    more = answered(turns, last, "And?")
+    assert again.ask(more, "x").text == never.ask(more, "x").text
 
 
 def test_the_strongest_durability_keeps_the_caches_too(small: Loaded, tmp_path: Path) -> None:

@@ -65,6 +65,13 @@ class Courses:
             begun.read(job.asked, Coming.QUESTION)
             yield from begun.speak(tuple(job.ids[:-1]))
 
+    def leads_on(self, job: Job, cabinet: Cabinet) -> bool:
+        """Whether caches are of a beginning of what was said, so that they can hear the rest."""
+        heard = cabinet.state.log.exchanges
+        if len(heard) == len(job.said):  # what was said in a session is never changed
+            return True
+        return self._log(job).exchanges[: len(heard)] == heard
+
     def skipped(self, job: Job) -> int:
         """Tokens of a first prompt that are read before the question."""
         return history_of(job.sitting.root, job.turns, job.wanted, self._scribe)[1]

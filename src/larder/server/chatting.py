@@ -42,7 +42,7 @@ class Chatting(Manner):
 
     def start(self, job: Job) -> None:
         sitting, said = job.sitting, _tokens(job.said)
-        if sitting.cabinet is not None and not _fits(sitting.cabinet, job):
+        if sitting.cabinet is not None and not self._courses.leads_on(job, sitting.cabinet):
             self._tiers.drop(sitting)
         job.counts.tier, held, source = sitting.tier, sitting.cabinet, self._source(job)
         episodes = 0 if held is None else len(held.shelf)
