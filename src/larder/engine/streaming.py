@@ -37,10 +37,8 @@ class TextStream:
         self._on_text = on_text
         self._ids: list[int] = []
         self._settled, self._tail = "", ""
-        self._start, self._before = (
-            0,
-            "",
-        )  # the latest tokens, and what the settled ones of them say
+        self._start = 0  # where the latest tokens begin
+        self._before = ""  # what the settled ones of them say
         self._sent = 0
 
     @property
