@@ -214,7 +214,7 @@ def test_a_pinned_session_leaves_last(
     texts = {name: tuple(range(n * 1000, n * 1000 + 400)) for n, name in enumerate("abc")}
     for name, ids in texts.items():
         store.sessions.save(WHO, name, ids, snapshot(made(ids)))
-    for said in ("no", "yes"):  # the second time it is a state of its own, behind the others
+    for said in ("no", "yes"):
         epoch = store.turns.label(WHO, "a", {"pinned": said}, 1 + (said == "yes")).epoch
     assert store.turns.label(WHO, "a", {"pinned": "yes"}, epoch).epoch == epoch == 3
     again = store_at(tmp_path)

@@ -10,10 +10,12 @@ import pytest
 from larder.core.errors import Refused, Superseded
 from larder.store.coding import same_state
 from larder.store.ledger import Budgets, Tier
+from larder.store.places import place_at
 from larder.store.records import Record
 from larder.store.store import Store
 from larder.store.turns import Turn
 from store.caches import IDS, TALK, WHO, asking, compressed, snapshot, store_at
+from store.places import Faulty
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 MORE = (*IDS, 40, 41, 42)
@@ -75,6 +77,35 @@ def test_labels_are_asked_of_the_newest_state_also_where_it_has_them(tmp_path: P
     with pytest.raises(Superseded):
         here.turns.label(WHO, TALK, pinned, 2)
     assert here.turns.label(WHO, TALK, pinned, 3).num_tokens == len(MORE)
+
+
+def test_labels_push_out_no_state_and_make_no_session_newer(tmp_path: Path) -> None:
+    now = [1.0]
+    store = store_at(tmp_path, clock=lambda: now[0])
+    for number in range(4):
+        last = say(store, IDS[: 9 + number], number)
+    attach(store, IDS[:12], 4)
+    now[0] = 2.0
+    for number in range(5, 11):
+        labeled = store.turns.label(WHO, TALK, {"pinned": "yes" if number % 2 else "no"}, number)
+    assert labeled.epoch == 11 and labeled.made == last.made == 1.0
+    assert store.turns.has_cache(labeled)
+    assert store.parts.manifest.epochs(last.tenant, last.session) == [2, 3, 4, 11]
+    assert store.sessions.roll_back(WHO, TALK, 2).num_tokens == 10
+
+
+def test_a_head_that_is_dropped_for_one_with_labels_is_not_gone_back_behind(tmp_path: Path) -> None:
+    there = store_at(tmp_path, home="there")
+
+    def label(what: str, path: str) -> None:
+        if what == "read" and path.endswith("/2.json"):
+            there.turns.label(WHO, TALK, {"pinned": "yes"}, 2)
+
+    here = store_at(tmp_path, Faulty(place_at(str(tmp_path / "store")), before=label), home="here")
+    for number in range(2):
+        say(there, IDS[: 9 + number], number)
+    found = here.turns.newest(WHO, TALK)
+    assert found is not None and (found[0].epoch, found[1]) == (3, b"10 tokens")
 
 
 def test_a_cache_that_nobody_attaches_leaves_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from larder.core.errors import Damaged, Refused
+from larder.core.errors import Damaged, Refused, StoreError
 from larder.store.deadline import Guard
 from larder.store.manifest import Manifest, superseded
 from larder.store.places import Place
@@ -64,6 +64,8 @@ class Heads:
                 self.manifest.adopt(record)
                 self.manifest.step_back(tenant, session, epoch)
                 return record
+            if epoch in written and epoch not in self.written(tenant, session):
+                return self.newest(tenant, session)  # it was dropped meanwhile, for a newer one
             self._guard.call(self._place.set_aside, path_of(tenant, session, epoch))
         if there:
             raise Damaged("Every record of the session is damaged: begin it again from its text.")
@@ -115,10 +117,18 @@ class Heads:
         if known and old:
             self._adopt(tenant, session, {*there[-keep:]} - {*known})
         records = [self.epoch(tenant, session, epoch) for epoch in old]
-        self.manifest.forget(tenant, session, old)
-        for epoch in old:
-            self._guard.call(self._place.remove, path_of(tenant, session, epoch))
+        self._drop(tenant, session, old)
         return [record for record in records if record is not None]
+
+    def relabel(self, record: Record) -> None:
+        """Make a record the head that differs from the one before in its labels alone.
+
+        Raises:
+            Superseded, StoreFull: as `commit`.
+        """
+        self.commit(record, record.previous)
+        with suppress(StoreError):  # what is left is one more state, until they are pruned
+            self._drop(record.tenant, record.session, [record.previous])
 
     def forget(self, record: Record) -> None:
         """Drop what says that a session was removed: from now on its name is as new."""
@@ -154,6 +164,11 @@ class Heads:
         names = (entry.path.rpartition("/")[2] for entry in self._place.listing(folder))
         words = (name.removesuffix(".json") for name in names)
         return [int(word) for word in words if word.isascii() and word.isdecimal()]
+
+    def _drop(self, tenant: str, session: str, epochs: list[int]) -> None:
+        self.manifest.forget(tenant, session, epochs)
+        for epoch in epochs:
+            self._guard.call(self._place.remove, path_of(tenant, session, epoch))
 
     def _adopt(self, tenant: str, session: str, epochs: Iterable[int]) -> None:
         """Have the index know states of another machine's, so that what they need stays."""

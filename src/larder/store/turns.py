@@ -162,6 +162,9 @@ class Turns:
     def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
         """Have labels stand with a session, in addition to those that it has.
 
+        Its state is the same, made when it was: the one without them is dropped, which takes the
+        place of none that can be gone back to.
+
         Raises:
             Refused: there is no such session.
             Superseded: another state than `expected` is the newest.
@@ -174,9 +177,11 @@ class Turns:
             raise superseded(name, expected, head.epoch)
         if labels.items() <= head.labels.items():
             return head
-        state = {"epoch": expected + 1, "previous": expected, "made": parts.clock()}
+        own = {"epoch": expected + 1, "previous": expected}
+        labeled = replace(head, **own, labels={**head.labels, **labels})
         with parts.shelves.indexing():
-            return self._committed(replace(head, **state, labels={**head.labels, **labels}))
+            parts.heads.relabel(labeled)
+        return labeled
 
     def newest(self, principal: str, name: str) -> tuple[Record, bytes] | None:
         """A session as it was written last, without its cache; None where there is none.
