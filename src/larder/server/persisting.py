@@ -8,7 +8,7 @@ written with the next one.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -45,7 +45,7 @@ class Persisting(Keeper):
     def __init__(self, store: Store, spec: ModelSpec) -> None:
         self._store, self._fingerprint = store, spec.fingerprint
         self._pool = ThreadPoolExecutor(1, "larder writing")  # so turns follow each other
-        self._names: dict[str, Known] = {}  # by tenant
+        self._names: dict[str, Known] = defaultdict(Known)  # by tenant, once it was asked for
         self._naming = threading.Lock()
         self.failed: Counter[str] = Counter()
 
@@ -91,7 +91,14 @@ class Persisting(Keeper):
 
     def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
         told = list(self._rolling(turns)), list(self._rolling(map(_stripped, turns)))
-        return self._known(tenant).found(*told, MOST_NAMES)
+        with self._naming:
+            known = self._names[tenant]
+        try:
+            known.load(lambda: self._keys_of(tenant))
+        except LarderError as error:
+            self.failed[type(error).__name__] += 1
+            return ()
+        return known.found(*told, MOST_NAMES)
 
     def views(self, tenant: str) -> Sequence[SessionView]:
         turns = self._store.turns
@@ -146,7 +153,10 @@ class Persisting(Keeper):
             self._store.parts.refusals.note_error(error)
             return
         sitting.written, sitting.logged = record.epoch, len(told.said)
-        self._known(sitting.tenant).add(sitting.name, first, whole)
+        with self._naming:
+            known = self._names.get(sitting.tenant)
+        if known is not None:  # else nothing was looked up, and need not be
+            known.add(sitting.name, first, whole)
 
     def _rolling(self, turns: Iterable[Turn]) -> Iterator[str]:
         """A number for each beginning of some messages, by which nobody else can tell them; equal
@@ -185,24 +195,16 @@ class Persisting(Keeper):
         self._lose(tenant, name)
 
     def _lose(self, tenant: str, name: str) -> None:
-        if tenant in self._names:  # else nothing was looked up, and need not be
-            self._names[tenant].remove(name)
-
-    def _known(self, tenant: str) -> Known:
-        """Sessions by what was said in them, as far as the index knows."""
         with self._naming:
-            if tenant not in self._names:
-                known = Known()
-                try:
-                    records = self._store.turns.of(tenant)
-                except LarderError:
-                    return known
-                for each in reversed(records):
-                    if each.labels.get(MODEL, self._fingerprint) != self._fingerprint:
-                        continue  # nobody can go on with it here
-                    known.add(each.name, each.labels.get(FIRST, ""), each.labels.get(WHOLE, ""))
-                self._names[tenant] = known
-            return self._names[tenant]
+            known = self._names.get(tenant)
+        if known is not None:
+            known.remove(name)
+
+    def _keys_of(self, tenant: str) -> Iterator[tuple[str, str, str]]:
+        """Sessions that the index knows, the one that was used last last."""
+        for each in reversed(self._store.turns.of(tenant)):
+            if each.labels.get(MODEL, self._fingerprint) == self._fingerprint:  # else not for here
+                yield each.name, each.labels.get(FIRST, ""), each.labels.get(WHOLE, "")
 
 
 def _turns(said: Sequence[Said]) -> Iterator[Turn]:
