@@ -16,6 +16,7 @@ where something grows, an answer is a 5xx other than 503, or the budget was exce
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -48,7 +49,8 @@ def sample(process: int, home: Path) -> dict[str, Any]:
     """What a process holds now, and what lies in its folder."""
     status = Path(f"/proc/{process}/status").read_text().splitlines()
     told = {line.partition(":")[0]: line.split()[1] for line in status if len(line.split()) > 1}
-    written = [each for each in home.rglob("*") if each.is_file()]
+    # os.walk passes over folders that are removed meanwhile, where Path.rglob raises.
+    written = [Path(folder, name) for folder, _, names in os.walk(home) for name in names]
     sizes = []
     for each in written:
         try:
