@@ -24,7 +24,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-import warming
 from borders import PACKAGE, UNCHECKED, check_imports, checked_modules
 
 SEED = 0
@@ -35,11 +34,6 @@ check_imports(checked_modules(PACKAGE, UNCHECKED))
 settings.register_profile("larder", derandomize=True, deadline=None, max_examples=35)
 settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("larder")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if compiling := warming.begin(config.getoption("numprocesses", None)):
-        config.add_cleanup(lambda: warming.end(compiling))
 
 
 @pytest.fixture(autouse=True)
