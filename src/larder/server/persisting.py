@@ -13,7 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from larder.core.errors import BudgetError, LarderError, Refused, StoreError, Superseded
+from larder.core.errors import (
+    BudgetError,
+    InputError,
+    LarderError,
+    Refused,
+    StoreError,
+    Superseded,
+)
 from larder.core.spec import ModelSpec
 from larder.server import archive
 from larder.server.hub import SessionView
@@ -144,7 +151,7 @@ class Persisting(Keeper):
         }
         turn = Written(ids, archive.spelled(told, self._fingerprint), labels)
         try:
-            record = self._store.turns.append(*own, turn, sitting.written)
+            record = self._appended(*own, turn, sitting.written)
         except Superseded as error:
             sitting.is_stale = True
             raise superseded(sitting.name) from error
@@ -157,6 +164,22 @@ class Persisting(Keeper):
             known = self._names.get(sitting.tenant)
         if known is not None:  # else nothing was looked up, and need not be
             known.add(sitting.name, first, whole)
+
+    def _appended(self, tenant: str, name: str, turn: Written, expected: int) -> Record:
+        """Raises: Superseded: the newest state is none that this turn goes on from."""
+        turns = self._store.turns
+        try:
+            return turns.append(tenant, name, turn, expected)
+        except Superseded as error:
+            # A write that was given up as too late may have come about after all.
+            try:
+                newest, data = turns.newest(tenant, name) or (None, b"")
+                goes_on = newest is not None and archive.goes_on(turn.transcript, data)
+            except (Refused, InputError):
+                raise error from None
+            if newest is None or not goes_on:
+                raise
+            return turns.append(tenant, name, turn, newest.epoch)
 
     def _rolling(self, turns: Iterable[Turn]) -> Iterator[str]:
         """A number for each beginning of some messages, by which nobody else can tell them; equal
