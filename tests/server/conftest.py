@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from larder.models.loading import Loaded
+from larder.store.rates import Rates, Way
 from server_core import characters
 
 
 @pytest.fixture(scope="session")
 def small() -> Loaded:
     return characters()
+
+
+@pytest.fixture
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reading takes depends on the machine: here loading is always the quicker way."""
+    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)

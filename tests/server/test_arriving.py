@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,21 +9,11 @@ import pytest
 
 from larder.models.loading import Loaded
 from larder.store.ledger import Tier
-from larder.store.rates import Rates, Way
 from server_chats import asked
 from server_core import answered, told
 from server_stores import Stored
 
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-@pytest.fixture(autouse=True)
-def loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reading takes depends on the machine: here loading is always the quicker way."""
-    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)
+pytestmark = pytest.mark.usefixtures("unflushed", "loads")
 
 
 # How a session is held, and what cannot be done with its caches when they come back.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,11 @@ from larder.server.chat_needs import chat_need
 from larder.server.keeper import Durability
 from larder.server.request import Turn
 from larder.session.presets import PRESETS
-from larder.store.rates import Rates, Way
 from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, asked, ways
 from server_core import Served, answered, characters, user
 from server_stores import Stored
 
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-@pytest.fixture(autouse=True)
-def loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reading takes depends on the machine: here loading is always the quicker way."""
-    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)
+pytestmark = pytest.mark.usefixtures("unflushed", "loads")
 
 
 @pytest.fixture(scope="session")

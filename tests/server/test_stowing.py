@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,16 +19,7 @@ from larder.store.rates import Rates, Way
 from server_core import Served, answered, told
 from server_stores import Stored
 
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-@pytest.fixture(autouse=True)
-def loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reading takes depends on the machine: here loading is always the quicker way."""
-    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)
+pytestmark = pytest.mark.usefixtures("unflushed", "loads")
 
 
 def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[Turn]:
