@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from larder.core.errors import Damaged
 from larder.store import chunks as module
 from larder.store.behind import Behind
-from larder.store.chunks import Chunk, Chunks, Shared, prefix_of
+from larder.store.chunk_notes import Chunk, Shared
+from larder.store.chunks import Chunks
 from larder.store.deadline import Guard
 from larder.store.manifest import Manifest
 from larder.store.places import place_at
+from larder.store.wording import ids_of, prefix_of
 from references.store_chunks import longest
 from store.records import SECRET, TENANT, a_ref
 
@@ -37,7 +39,9 @@ def keep(chunks: Chunks, ids: Sequence[int], tenant: str = TENANT) -> None:
     found = [each.chunk for each in chunks.longest(tenant, IDENTITY, ids) if each.tokens == SIZE]
     for stop in range(SIZE * (len(found) + 1), len(ids) + 1, SIZE):
         parent = found[-1] if found else None
-        found.append(chunks.add(tenant, IDENTITY, parent, ids[:stop], a_ref(str(ids[:stop]))))
+        added = chunks.add(tenant, IDENTITY, parent, ids[:stop], a_ref(str(ids[:stop])))
+        assert added is not None
+        found.append(added)
 
 
 def held(found: Sequence[Shared]) -> int:
@@ -45,7 +49,7 @@ def held(found: Sequence[Shared]) -> int:
 
 
 def text_of(found: Sequence[Shared]) -> list[int]:
-    return [token for each in found for token in module.ids_of(each.chunk.tokens)[: each.tokens]]
+    return [token for each in found for token in ids_of(each.chunk.tokens)[: each.tokens]]
 
 
 TEXT = st.lists(st.integers(0, 2), max_size=13)
@@ -68,7 +72,7 @@ def test_the_tree_finds_what_a_linear_scan_finds(
 
 
 def _whole(chunk: Chunk, found: Sequence[Shared], text: list[int]) -> list[int]:
-    return text[: chunk.start] + module.ids_of(chunk.tokens)
+    return text[: chunk.start] + ids_of(chunk.tokens)
 
 
 def test_14_what_was_edited_or_cut_shares_up_to_there(tmp_path: Path) -> None:
@@ -165,3 +169,25 @@ def test_the_digest_of_a_text_grows_with_it() -> None:
     for wrong in (["a"], [-1], [None]):
         with pytest.raises(Damaged):
             behind.digest(wrong)
+
+
+def test_what_continues_a_chunk_that_is_gone_is_not_kept(tmp_path: Path) -> None:
+    chunks = chunks_at(tmp_path)
+    keep(chunks, [1, 2, 3])
+    [first] = chunks.longest(TENANT, IDENTITY, [1, 2, 3])
+    chunks.leave(first.chunk, TENANT)
+    keep(chunks, [7, 8, 9])  # in the row of the one that is gone
+    assert chunks.add(TENANT, IDENTITY, first.chunk, [1, 2, 3, 4, 5, 6], a_ref("late")) is None
+    assert held(chunks.longest(TENANT, IDENTITY, [7, 8, 9, 4, 5, 6])) == 3
+    assert len(list((tmp_path / "store" / "chunks").rglob("*.json"))) == 1
+
+
+def test_a_chunk_that_others_continue_stays(tmp_path: Path) -> None:
+    chunks = chunks_at(tmp_path)
+    keep(chunks, [1, 2, 3, 4, 5, 6])
+    [first, second] = [each.chunk for each in chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])]
+    chunks.leave(first, TENANT)
+    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 6
+    for each in (second, first):
+        chunks.leave(each, TENANT)
+    assert chunks.all() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from larder.core.errors import InputError, Superseded, UnknownName
 from larder.store.codecs.base import CODECS
 from larder.store.coding import same_state
 from larder.store.ledger import Tier
+from larder.store.shelves import GRACE_SECONDS
 from store.caches import (
     IDS,
     SPEC,
@@ -145,6 +147,41 @@ def test_21_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> Non
     assert [record.name for record in again.sessions.heads()] == ["other"]
     save(store)
     assert is_exact(load(store))
+
+
+def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store, name="stays")
+    before = {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")}
+    counted = store.parts.shelves.holdings.totals()
+    save(store, (*IDS[:12], *range(40, 60)), name="one")
+    save(store, (*IDS[:12], *range(40, 60)), name="two")
+    store.sessions.remove(WHO, "one")
+    assert len(load(store, "two").ids) == 32 and load(store, "two").cache is not None
+    store.sessions.remove(WHO, "two")
+    store.upkeep.forget_removed(-1.0)
+    assert {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")} == before
+    assert is_exact(load(store, "stays")) and load(store, "stays").cache is not None
+    assert store.parts.shelves.holdings.totals() == counted
+
+
+def test_21_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:
+    now = [time.time()]  # of files, too
+    store, other = (store_at(tmp_path, home=home, clock=lambda: now[0]) for home in ("a", "b"))
+    save(store)
+    text = (*IDS[:12], 1, 2, 3)
+    save(other, text, name="other")
+    store.sessions.remove(WHO, TALK)
+    assert is_exact(load(other, "other"), text) and load(other, "other").cache is not None
+    now[0] += 2 * GRACE_SECONDS
+    store.upkeep.sweep()
+    assert is_exact(load(other, "other"), text) and load(other, "other").cache is not None
+    other.sessions.remove(WHO, "other")
+    for each in (other, store):
+        now[0] += 2 * GRACE_SECONDS
+        each.upkeep.sweep(0.0)
+        each.upkeep.sweep(0.0)
+    assert files(tmp_path, "store/chunks") == [] and files(tmp_path, "store/blobs") == []
 
 
 def test_a_writer_that_comes_late_finds_the_session_removed(tmp_path: Path) -> None:

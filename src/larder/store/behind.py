@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from larder.core.errors import Damaged
-from larder.store.chunks import spelled
+from larder.store.wording import spelled
 
 
 class Behind:

@@ -1,7 +1,5 @@
 """Which beginnings of texts are kept, found token by token.
 
-    chunks/<tenant>/<key>.json     beside the blobs: what the index can be built again from
-
 A chunk holds keys and values of `TOKENS` tokens behind one known beginning. Chunks of one tenant
 and one identity form a tree; children of a chunk are ordered by their tokens, so the one that
 shares most with a text stands next to where the text would be. A chunk belongs to its parent's
@@ -12,61 +10,20 @@ digests collide are still two.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from larder.core.errors import Damaged, Refused
 from larder.store.blobs import Ref
-from larder.store.container import canonical, parsed
+from larder.store.chunk_notes import Chunk, ChunkNotes, Shared, chunk_of, told_of
 from larder.store.deadline import Guard
-from larder.store.digests import same, seal_of
 from larder.store.manifest import Manifest
 from larder.store.places import Place
 from larder.store.sealing import Sealing, Unsealed
-from larder.store.wording import chunk_key, common, ids_of, prefix_of, spelled
+from larder.store.wording import chunk_key, common, prefix_of, spelled
 
-FOLDER = "chunks"
-SCHEMA = 1
 TOKENS = 256
 _COLUMNS = "id, parent, start, tokens, key, prefix, digest, bytes"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Keys and values of some tokens behind one beginning.
-
-    Args:
-        row: of the manifest.
-        parent: the row of the chunk that it continues; 0 for none.
-        start: true position of the first token.
-        tokens: as `spelled` spells them; masked, where the store is under a key.
-        key: what it is called beside the blobs.
-        prefix: digest of every token from the first of the text to the last of the chunk; tagged,
-            where the store is under a key.
-        ref: of its blob.
-    """
-
-    row: int
-    parent: int
-    start: int
-    tokens: bytes
-    key: str
-    prefix: str
-    ref: Ref
-
-    @property
-    def stop(self) -> int:
-        """True position behind its last token."""
-        return self.start + len(self.tokens) // 4
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A chunk, and how many of its tokens a text shares."""
-
-    chunk: Chunk
-    tokens: int
 
 
 class Chunks:
@@ -85,8 +42,8 @@ class Chunks:
         secret: bytes,
         sealing: Sealing = Unsealed(),  # noqa: B008, without state
     ) -> None:
-        self._manifest, self._place, self._guard = manifest, place, guard
-        self._secret, self._sealing = secret, sealing
+        self._manifest, self._sealing = manifest, sealing
+        self._notes = ChunkNotes(place, guard, secret)
 
     def longest(self, tenant: str, identity: str, ids: Sequence[int]) -> list[Shared]:
         """Chunks that together hold the longest beginning of a text that is kept.
@@ -113,8 +70,8 @@ class Chunks:
 
     def add(
         self, tenant: str, identity: str, parent: Chunk | None, ids: Sequence[int], ref: Ref
-    ) -> Chunk:
-        """Tell of a chunk whose blob is kept.
+    ) -> Chunk | None:
+        """Tell of a chunk whose blob is kept; None where the one that it continues is gone.
 
         Args:
             ids: every token of the text up to the chunk's last.
@@ -131,28 +88,69 @@ class Chunks:
             ref,
         )
         before = prefix_of(ids[:start]) if start else ""
-        told = self._told(made, tenant, identity, before)
-        try:
-            self._guard.call(self._place.create, path_of(tenant, made.key), told)
-        except FileExistsError:
-            pass  # told of before; or digests collide, and then other machines do without it
-        return self._insert(made, tenant, identity, before)
+        # Where digests collide, other machines do without it.
+        is_new = self._notes.tell(tenant, made.key, told_of(made, tenant, identity, before))
+        added = self._insert(made, tenant, identity, before)
+        if not is_new:
+            self._notes.share(tenant, made.key)
+        elif added is None:
+            self._notes.remove(tenant, [made.key])
+        return added
 
     def drop(self, chunk: Chunk, tenant: str) -> list[Chunk]:
         """Forget a chunk and all that continue it; the blobs are the caller's to delete."""
         with self._manifest.writing() as rows:
             found = rows(
-                "WITH RECURSIVE below(id) AS (SELECT ? UNION SELECT chunks.id FROM chunks "
+                "WITH RECURSIVE below(id) AS (SELECT id FROM chunks WHERE id = ? AND key = ? "
+                "UNION SELECT chunks.id FROM chunks "
                 f"JOIN below ON parent = below.id) SELECT {_COLUMNS} FROM chunks "
                 "WHERE id IN (SELECT id FROM below)",
-                (chunk.row,),
+                (chunk.row, chunk.key),
             )
             gone = [_chunk(row) for row in found]
             for each in gone:
                 rows("DELETE FROM chunks WHERE id = ?", (each.row,))
-        for each in gone:
-            self._guard.call(self._place.remove, path_of(tenant, each.key))
+        self._notes.remove(tenant, (each.key for each in gone))
         return gone
+
+    def unused(self, tenant: str, refs: Iterable[Ref]) -> list[Chunk]:
+        """Which chunks of these blobs no session that the index has is made of; noted with them."""
+        told = "WHERE tenant = ? AND digest = ?"
+        with self._manifest.writing() as rows:
+            found: list[Sequence[Any]] = []
+            for ref in refs:
+                if not rows("SELECT 1 FROM spans WHERE digest = ?", (ref.digest,)):
+                    own = tenant, ref.digest
+                    found += rows(f"UPDATE chunks SET uses = 0 {told} RETURNING {_COLUMNS}", own)
+        return [_chunk(row) for row in found]
+
+    def all_unused(self) -> dict[str, list[Chunk]]:
+        """Per tenant, every chunk that `unused` has noted and no session is made of since."""
+        found = defaultdict[str, list[Chunk]](list)
+        with self._manifest.reading() as rows:
+            for tenant, *row in rows(
+                f"SELECT tenant, {_COLUMNS} FROM chunks WHERE uses = 0 AND NOT EXISTS "
+                "(SELECT 1 FROM spans WHERE spans.digest = chunks.digest)"
+            ):
+                found[tenant].append(_chunk(row))
+        return found
+
+    def is_shared(self, chunk: Chunk, tenant: str) -> bool:
+        """Whether another machine than the one that wrote it uses a chunk."""
+        return self._notes.is_shared(tenant, chunk.key)
+
+    def leave(self, chunk: Chunk, tenant: str) -> None:
+        """Forget a chunk that no session is made of and none continues; the blob stays."""
+        with self._manifest.writing() as rows:
+            gone = rows(
+                "DELETE FROM chunks WHERE id = ? AND key = ? AND NOT EXISTS (SELECT 1 FROM spans "
+                "WHERE spans.digest = chunks.digest) AND NOT EXISTS (SELECT 1 FROM chunks AS next "
+                "WHERE (next.tenant, next.identity, next.parent) = "
+                "(chunks.tenant, chunks.identity, chunks.id)) RETURNING id",
+                (chunk.row, chunk.key),
+            )
+        if gone:
+            self._notes.remove(tenant, [chunk.key])
 
     def used(self, shared: Sequence[Shared]) -> None:
         """Chunks were read."""
@@ -168,21 +166,21 @@ class Chunks:
         """Tenant, chunk, last use and uses of every row, parents first."""
         with self._manifest.reading() as rows:
             found = rows(
-                f"SELECT tenant, {_COLUMNS}, last_used, uses FROM chunks ORDER BY start, id"
+                f"SELECT tenant, {_COLUMNS}, last_used, max(uses, 1) FROM chunks ORDER BY start, id"
             )
         return [(row[0], _chunk(row[1:9]), row[9], row[10]) for row in found]
 
     def rebuild(self) -> None:
         """Index what is told of beside the blobs."""
-        told = [self._read(path) for path in self._guard.call(self._paths)]
         known: dict[tuple[str, str, str], int] = {}
-        for each in sorted((t for t in told if t), key=lambda t: (t["start"], t["key"])):
+        for each in sorted(self._notes.all(), key=lambda told: (told["start"], told["key"])):
             own = each["tenant"], each["identity"]
             parent = known.get((*own, each["before"]), 0)
             if each["start"] and not parent:
                 continue  # what it continues is lost
-            made = _told_chunk(each, parent)
-            known[*own, made.prefix] = self._insert(made, *own, each["before"]).row
+            made = chunk_of(each, parent)
+            if (row := self._insert(made, *own, each["before"])) is not None:
+                known[*own, made.prefix] = row.row
 
     def _nearest(self, tenant: str, identity: str, parent: int, wanted: bytes) -> Shared | None:
         """The child that shares most tokens: one of the two that stand beside the text."""
@@ -211,19 +209,29 @@ class Chunks:
         prefix: str,
     ) -> Shared | None:
         """A chunk that another machine has kept behind the same beginning."""
-        told = self._read(path_of(tenant, self._key(tenant, identity, parent_key, wanted)))
+        told = self._notes.read(tenant, self._key(tenant, identity, parent_key, wanted))
         if told is None or told["tenant"] != tenant or told["identity"] != identity:
             return None
-        chunk = _told_chunk(told, parent)
+        chunk = chunk_of(told, parent)
         if (chunk.tokens, chunk.start, chunk.prefix) != (wanted, start, prefix):
             return None
-        return Shared(self._insert(chunk, tenant, identity, told["before"]), TOKENS)
+        self._notes.share(tenant, chunk.key)
+        inserted = self._insert(chunk, tenant, identity, told["before"])
+        return None if inserted is None else Shared(inserted, TOKENS)
 
-    def _insert(self, chunk: Chunk, tenant: str, identity: str, before: str) -> Chunk:
-        """The chunk as a row; the one that is there already, with the blob that is told of now."""
+    def _insert(self, chunk: Chunk, tenant: str, identity: str, before: str) -> Chunk | None:
+        """The chunk as a row; the one that is there already, with the blob that is told of now.
+
+        None where the row of the one that it continues is gone, or another's by now.
+        """
         tokens = self._sealing.masked(tenant, before, chunk.tokens)
         prefix = self._sealing.tagged(tenant, chunk.prefix)
+        parent = chunk.parent, self._sealing.tagged(tenant, before) if before else ""
         with self._manifest.writing() as rows:
+            if chunk.parent and not rows(
+                "SELECT 1 FROM chunks WHERE id = ? AND prefix = ?", parent
+            ):
+                return None
             rows(
                 "INSERT INTO chunks (tenant, identity, parent, tokens, start, key, prefix, digest, "
                 "bytes, last_used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT DO "
@@ -241,48 +249,11 @@ class Chunks:
     def _key(self, tenant: str, identity: str, parent: str, tokens: bytes) -> str:
         return self._sealing.tagged(tenant, chunk_key(tenant, identity, parent, tokens))
 
-    def _told(self, chunk: Chunk, tenant: str, identity: str, before: str) -> bytes:
-        told = asdict(chunk) | {"tokens": ids_of(chunk.tokens), "before": before}
-        told |= {"tenant": tenant, "identity": identity, "schema": SCHEMA}
-        text = canonical({name: told[name] for name in told if name not in ("row", "parent")})
-        return canonical({"chunk": text, "seal": seal_of(self._secret, text)}).encode()
-
-    def _read(self, path: str) -> dict[str, Any] | None:
-        """What is told of a chunk; None where nothing is, or it is not what was written."""
-        try:
-            outer = parsed(self._guard.call(self._place.read, path))
-            if not same(seal_of(self._secret, outer["chunk"]), outer["seal"]):
-                return None
-            told = parsed(outer["chunk"])
-        except (FileNotFoundError, Damaged, Refused, KeyError, TypeError):
-            return None
-        return told if told.get("schema") == SCHEMA else None
-
-    def _paths(self) -> list[str]:
-        return [entry.path for entry in self._place.listing(FOLDER)]
-
 
 def _before(prefix: Any, start: int) -> str:
     """What stands in front of a chunk, as a digest; empty for nothing."""
     return prefix.hexdigest() if start else ""
 
 
-def path_of(tenant: str, key: str) -> str:
-    """Where a chunk is told of."""
-    return f"{FOLDER}/{tenant}/{key}.json"
-
-
 def _chunk(row: Sequence[Any]) -> Chunk:
     return Chunk(*row[:6], Ref(*row[6:]))  # pyright: ignore[reportCallIssue]
-
-
-def _told_chunk(told: dict[str, Any], parent: int) -> Chunk:
-    return Chunk(
-        0,
-        parent,
-        told["start"],
-        spelled(told["tokens"]),
-        told["key"],
-        told["prefix"],
-        Ref(**told["ref"]),
-    )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from larder.core.errors import LarderError
 from larder.store.blobs import Ref
 from larder.store.candidates import Candidate, Candidates
-from larder.store.chunks import Chunk, Chunks
+from larder.store.chunk_notes import Chunk
+from larder.store.chunks import Chunks
 from larder.store.eviction.base import Eviction
 from larder.store.heads import Heads
 from larder.store.holdings import Holdings

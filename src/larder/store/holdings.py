@@ -132,6 +132,13 @@ class Holdings:
             found = rows("SELECT written FROM blobs WHERE digest = ?", (digest,))
         return found[0][0] if found else None
 
+    def put_since(self, since: float) -> set[str]:
+        """Digests of blobs that processes of this machine have put since then."""
+        with self._manifest.reading() as rows:
+            return {
+                digest for (digest,) in rows("SELECT digest FROM blobs WHERE written > ?", (since,))
+            }
+
     def _total(self, rows: Callable[..., list[Any]]) -> int:
         [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")
         return total

@@ -16,7 +16,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
 from larder.store.behind import Behind
-from larder.store.chunks import Shared
+from larder.store.chunk_notes import Shared
 from larder.store.container import peek
 from larder.store.envelopes import CHUNK, SNAPSHOT, opened
 from larder.store.identity import Identity

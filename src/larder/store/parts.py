@@ -13,6 +13,7 @@ from larder.store.chunks import Chunks
 from larder.store.counted import Counted
 from larder.store.deadline import Guard, Patience
 from larder.store.digests import key_of, tenant_of
+from larder.store.dropping import Dropping
 from larder.store.evicting import Evicting
 from larder.store.eviction.base import Eviction
 from larder.store.eviction.lru import Lru
@@ -87,6 +88,7 @@ class Parts:
         told = self.vault, self.place, self.guard, self.manifest, self.ledger
         self.shelves = Shelves(*told, written_bytes)
         Evicting(eviction, self.manifest, self.heads, self.chunks, self.shelves)
+        self.dropping = Dropping(self.chunks, self.shelves)
         self.writer = Writer(self.shelves, self.chunks)
         self.reader = Reader(self.vault, self.ledger, self.rates)
 

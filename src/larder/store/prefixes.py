@@ -8,7 +8,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
 from larder.store import chunks as chunk_index
-from larder.store.chunks import Shared
+from larder.store.chunk_notes import Shared
 from larder.store.identity import Identity
 from larder.store.ledger import Tier
 from larder.store.parts import Parts

@@ -12,7 +12,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError
 from larder.store import chunks as chunk_index
 from larder.store.blobs import Ref
-from larder.store.chunks import Chunk, Chunks, spelled
+from larder.store.chunk_notes import Chunk
+from larder.store.chunks import Chunks
 from larder.store.coding import RAW, nbytes
 from larder.store.envelopes import chunk_blob, is_lossless, owned, snapshot_blob
 from larder.store.identity import Identity
@@ -20,6 +21,7 @@ from larder.store.ledger import Tier
 from larder.store.pieces import chunk_of, is_whole, parts_of, rest_of
 from larder.store.records import Held
 from larder.store.shelves import Saving, Shelves
+from larder.store.wording import ids_of, prefix_of, spelled
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,15 @@ class Writer:
             span = {
                 "start": start,
                 "n_tokens": size,
-                "tokens": chunk_index.ids_of(spelled(ids[start:stop])),
-                "prefix": chunk_index.prefix_of(ids[:stop]),
+                "tokens": ids_of(spelled(ids[start:stop])),
+                "prefix": prefix_of(ids[:stop]),
             }
             ref = saving.put(chunk_blob(chunk_of(state, start, stop), tenant, identity, span))
             above = found[-1] if found else None
-            found.append(self._chunks.add(tenant, identity.key, above, ids[:stop], ref))
+            added = self._chunks.add(tenant, identity.key, above, ids[:stop], ref)
+            if added is None:  # what it continues has just left with the last session of it
+                break
+            found.append(added)
         return found
 
 

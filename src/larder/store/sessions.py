@@ -197,7 +197,7 @@ class Sessions:
         )
         parts.heads.commit(gone, gone.previous)
         dropped = parts.heads.prune(*own, keep=1)
-        freed = parts.shelves.drop(ref for record in dropped for ref in record.refs)
+        freed = parts.dropping.states(dropped)
         parts.shelves.settle()
         return freed
 
@@ -265,7 +265,7 @@ class Sessions:
         parts = self._parts
         parts.heads.commit(record, record.previous)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
-        parts.shelves.drop(ref for old in dropped for ref in old.refs)
+        parts.dropping.states(dropped)
         return record
 
     def _check(

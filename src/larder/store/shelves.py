@@ -158,6 +158,19 @@ class Shelves:
             self._own[digest] = now
             self.holdings.touched(digest, now)
 
+    def is_wanted(self, ref: Ref) -> bool:
+        """Whether somebody of this machine is about to need a blob, or lately was."""
+        with self._lock:
+            self._land()
+            put, own = self.holdings.put_at(ref.digest), self._own.get(ref.digest, NEVER)
+            is_others = put not in (None, own) and put > self._manifest.clock() - GRACE_SECONDS
+            return bool(self._making[ref.digest]) or is_others
+
+    def in_making(self, since: float) -> set[str]:
+        """Digests of all that somebody has put since then, or is about to need."""
+        with self._lock:
+            return {*self._making, *self.holdings.put_since(since)}
+
     def _drop(self, ref: Ref) -> int:
         with self._lock:
             if self._is_needed(ref):

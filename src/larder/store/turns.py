@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from larder.core.errors import LarderError, Refused
 from larder.store import chunks as chunk_index
-from larder.store.chunks import prefix_of
 from larder.store.envelopes import owned, token_log
 from larder.store.manifest import superseded
 from larder.store.parts import Parts
 from larder.store.records import Record, session_key
 from larder.store.saving import Snapshot, Written, check, is_chunked
+from larder.store.wording import prefix_of
 
 NOTHING: Mapping[str, str] = {}
 
@@ -214,7 +214,7 @@ class Turns:
         """Keep the newest state of a session alone; the bytes that are freed."""
         parts = self._parts
         dropped = parts.heads.prune(*self._keys(principal, name), keep=1)
-        freed = parts.shelves.drop(ref for old in dropped for ref in old.refs)
+        freed = parts.dropping.states(dropped)
         parts.shelves.settle()
         return freed
 
@@ -238,7 +238,7 @@ class Turns:
         parts = self._parts
         parts.heads.commit(record, record.previous)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
-        parts.shelves.drop(ref for old in dropped for ref in old.refs)
+        parts.dropping.states(dropped)
         return record
 
 

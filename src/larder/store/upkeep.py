@@ -55,11 +55,12 @@ class Upkeep:
         """
         parts = self._parts
         for tenant, session in {(r.tenant, r.session) for r in parts.heads.all_written()}:
-            parts.heads.prune(tenant, session, parts.kept_epochs)
+            parts.dropping.states(parts.heads.prune(tenant, session, parts.kept_epochs))
         written = parts.heads.all_written()
         live = {ref.digest for record in written for ref in record.refs}
-        live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
         before = parts.clock() - grace_seconds
+        parts.dropping.sweep(live, before)
+        live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
         for record in written:
             if record.removed and record.made <= before:
                 parts.heads.forget(record)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from larder.core.errors import Damaged, StoreError
 from larder.store.blobs import Blobs, Ref
-from larder.store.chunks import FOLDER as CHUNKS
+from larder.store.chunk_notes import FOLDER as CHUNKS
 from larder.store.container import canonical, parsed
 from larder.store.deadline import Guard
 from larder.store.envelopes import disowned, ids_of, owned

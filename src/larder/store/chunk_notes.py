@@ -1,0 +1,154 @@
+"""What is told of chunks beside the blobs, for other machines and for building the index again.
+
+chunks/<tenant>/<key>.json     a chunk, sealed
+chunks/<tenant>/<key>.shared   another machine than the one that told of it uses it as well
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from larder.core.errors import Damaged, Refused
+from larder.store.blobs import Ref
+from larder.store.container import canonical, parsed
+from larder.store.deadline import Guard
+from larder.store.digests import same, seal_of
+from larder.store.places import Place
+from larder.store.wording import ids_of, spelled
+
+FOLDER = "chunks"
+SCHEMA = 1
+TOLD, SHARED = "json", "shared"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Keys and values of some tokens behind one beginning.
+
+    Args:
+        row: of the manifest.
+        parent: the row of the chunk that it continues; 0 for none.
+        start: true position of the first token.
+        tokens: as `spelled` spells them; masked, where the store is under a key.
+        key: what it is called beside the blobs.
+        prefix: digest of every token from the first of the text to the last of the chunk; tagged,
+            where the store is under a key.
+        ref: of its blob.
+    """
+
+    row: int
+    parent: int
+    start: int
+    tokens: bytes
+    key: str
+    prefix: str
+    ref: Ref
+
+    @property
+    def stop(self) -> int:
+        """True position behind its last token."""
+        return self.start + len(self.tokens) // 4
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A chunk, and how many of its tokens a text shares."""
+
+    chunk: Chunk
+    tokens: int
+
+
+class ChunkNotes:
+    """Safe from threads and processes.
+
+    Args:
+        place: where they lie.
+    """
+
+    def __init__(self, place: Place, guard: Guard, secret: bytes) -> None:
+        self._place, self._guard, self._secret = place, guard, secret
+
+    def tell(self, tenant: str, key: str, told: dict[str, Any]) -> bool:
+        """Tell of a chunk; whether nothing of its name was told before."""
+        text = canonical(told | {"schema": SCHEMA})
+        data = canonical({"chunk": text, "seal": seal_of(self._secret, text)}).encode()
+        try:
+            self._guard.call(self._place.create, path_of(tenant, key), data)
+        except FileExistsError:
+            return False
+        return True
+
+    def read(self, tenant: str, key: str) -> dict[str, Any] | None:
+        """What is told of a chunk; None where nothing is, or it is not what was written."""
+        return self._read(path_of(tenant, key))
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        """All that is told and whole."""
+        for path in self._guard.call(self._paths):
+            if (told := self._read(path)) is not None:
+                yield told
+
+    def share(self, tenant: str, key: str) -> None:
+        """Say that another machine uses a chunk than the one that told of it."""
+        with suppress(FileExistsError):
+            self._guard.call(self._place.create, path_of(tenant, key, SHARED), b"{}")
+
+    def is_shared(self, tenant: str, key: str) -> bool:
+        """Whether another machine has said so."""
+        return self._guard.call(self._place.size, path_of(tenant, key, SHARED)) is not None
+
+    def remove(self, tenant: str, keys: Iterable[str]) -> None:
+        """Tell nothing of some chunks any more."""
+        for key in keys:
+            for kind in (TOLD, SHARED):
+                self._guard.call(self._place.remove, path_of(tenant, key, kind))
+
+    def _read(self, path: str) -> dict[str, Any] | None:
+        try:
+            outer = parsed(self._guard.call(self._place.read, path))
+            if not same(seal_of(self._secret, outer["chunk"]), outer["seal"]):
+                return None
+            told = parsed(outer["chunk"])
+        except (FileNotFoundError, Damaged, Refused, KeyError, TypeError):
+            return None
+        return told if told.get("schema") == SCHEMA else None
+
+    def _paths(self) -> list[str]:
+        found = (entry.path for entry in self._place.listing(FOLDER))
+        return [path for path in found if path.endswith(f".{TOLD}")]
+
+
+def path_of(tenant: str, key: str, kind: str = TOLD) -> str:
+    """Where a chunk is told of."""
+    return f"{FOLDER}/{tenant}/{key}.{kind}"
+
+
+def told_of(chunk: Chunk, tenant: str, identity: str, before: str) -> dict[str, Any]:
+    """What to tell of a chunk.
+
+    Args:
+        before: digest of the text in front of it; empty for nothing.
+    """
+    told = asdict(chunk) | {"tokens": ids_of(chunk.tokens), "before": before}
+    told |= {"tenant": tenant, "identity": identity}
+    return {name: told[name] for name in told if name not in ("row", "parent")}
+
+
+def chunk_of(told: dict[str, Any], parent: int) -> Chunk:
+    """A chunk as it was told of, before it has a row of its own.
+
+    Args:
+        parent: the row of the one that it continues.
+    """
+    return Chunk(
+        0,
+        parent,
+        told["start"],
+        spelled(told["tokens"]),
+        told["key"],
+        told["prefix"],
+        Ref(**told["ref"]),
+    )
