@@ -186,7 +186,7 @@ class Client:
         return {"role": "user", "content": f"I have {words}. What do I have?"}
 
     def _removed(self, name: str) -> str:
-        reply: Reply = self.own.ask("DELETE", place(name))
+        reply: Reply = self.own.ask("DELETE", f"{place(name)}?branches=true")
         if reply.status in (200, 404):
             self.held.pop(name, None)
         return str(reply.status)

@@ -130,9 +130,13 @@ class FakeHub(Hub):
             raise Refusal("No exported session.", 400, "invalid_request") from error
         return self.open(tenant, name, turns)
 
-    def remove(self, tenant: str, name: str) -> None:
+    def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
         self._turns(tenant, name)
         del self.held[tenant, name]
+        own = [each for whose, each in self.held if whose == tenant and each.startswith(f"{name}~")]
+        for each in own if branches else ():
+            del self.held[tenant, each]
+        return () if branches else tuple(own)
 
     def kept(self, tenant: str, name: str) -> Kept:
         turns = self._turns(tenant, name)

@@ -40,7 +40,9 @@ def test_every_preset_is_served_or_refused_at_the_start(deep: Loaded, name: str)
             serving(deep, name)
         assert "\n" not in str(refused.value)
         return
-    served = serving(deep, name, tokens=192 if name == "retrieval_attention" else TOKENS)
+    served = serving(
+        deep, name, tokens=192 if name in ("retrieval_attention", "arkvale") else TOKENS
+    )
     texts = {n: [user(f"My dog number {n} is called Rex and eats apples.")] for n in (1, 2)}
     for turn in range(2):
         clients = {n: served.submit(t, f"n{n}", max_new_tokens=2)[0] for n, t in texts.items()}

@@ -135,6 +135,33 @@ def test_sessions_are_managed_by_name(hub: LocalHub) -> None:
     assert caught.value.code == "session_exists"
 
 
+def test_branches_go_with_a_session_where_that_is_wanted(hub: LocalHub) -> None:
+    def branched(name: str) -> tuple[str, ...]:
+        ask(hub, told(1), name)[0].wait()
+        made = [ask(hub, told(number), name)[0].wait().session for number in (2, 3)]
+        hub.fork("a", name, f"{name} of one's own")
+        return tuple(made)
+
+    assert branched("x") == ("x~2", "x~3")
+    assert hub.remove("a", "x") == ("x~2", "x~3")
+    assert hub.remove("a", "x~2") == ()
+    assert branched("y") == ("y~2", "y~3")
+    assert hub.remove("a", "y", branches=True) == ()
+    there = {view.name for view in hub.sessions("a")}
+    assert there == {"x~3", "x of one's own", "y of one's own"}
+
+
+def test_nothing_goes_while_a_branch_that_is_to_go_is_answering(hub: LocalHub) -> None:
+    for number in (1, 2):
+        ask(hub, told(number), "x")[0].wait()
+    _, ticket = ask(hub, told(3), "x~2", new=1000)
+    with pytest.raises(Refusal) as caught:
+        hub.remove("a", "x", branches=True)
+    assert caught.value.code == "session_busy"
+    assert {"x", "x~2"} <= {view.name for view in hub.sessions("a")}
+    ticket.cancel()
+
+
 def test_looking_at_what_is_kept_moves_nothing(hub: LocalHub) -> None:
     ask(hub, told(1), "x")[0].wait()
     before, core = hub.kept("a", "x"), hub._core

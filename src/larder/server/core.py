@@ -206,9 +206,18 @@ class Core:
         self.find(tenant, name)
         return self.sessions.idle(tenant, name)
 
-    def remove(self, tenant: str, name: str) -> Future[None] | None:
-        """As `Hub.remove`; what is done once it is gone everywhere."""
-        return self._directory.remove(self.idle(tenant, name))
+    def remove(
+        self, tenant: str, name: str, branches: bool = False
+    ) -> tuple[list[Future[None]], tuple[str, ...]]:
+        """As `Hub.remove`, with what is done once they are gone everywhere."""
+        sitting = self.idle(tenant, name)
+        own = self.sessions.branches(sitting)
+        leaving = [sitting, *own] if branches else [sitting]
+        for each in leaving:
+            self.sessions.idle(tenant, each.name)
+        told = [self._directory.remove(each) for each in leaving]
+        staying = () if branches else tuple(each.name for each in own)
+        return [each for each in told if each is not None], staying
 
     def forget(self, sitting: Sitting) -> None:
         """A session is no more."""

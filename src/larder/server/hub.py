@@ -249,8 +249,19 @@ class Hub(ABC):
         """
 
     @abstractmethod
-    def remove(self, tenant: str, name: str) -> None:
-        """Forget it, in every tier."""
+    def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
+        """Forget it, in every tier; the names of its branches that stay.
+
+        A branch is what requests made that began as the session does and went on otherwise, under
+        its name with a number.
+
+        Args:
+            branches: whether they are forgotten, too.
+
+        Raises:
+            Refusal: 409 `session_busy` where it, or a branch that is to go, is answering; nothing
+                has changed.
+        """
 
     @abstractmethod
     def kept(self, tenant: str, name: str) -> Kept:

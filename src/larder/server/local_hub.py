@@ -140,16 +140,19 @@ class LocalHub(Hub):
         self._recall(tenant, name)
         return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 
-    def remove(self, tenant: str, name: str) -> None:
-        remove = self._core.remove
+    def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
         try:
             self._recall(tenant, name)
         except Refusal:  # what cannot be read can be gone
             if not self._thread.call(partial(self._has, tenant, name)):
-                remove = self._keeper.discard
-        gone = self._thread.call(partial(remove, tenant, name))
-        if gone is not None:
-            gone.result()
+                gone = self._keeper.discard(tenant, name)
+                if gone is not None:
+                    gone.result()
+                return ()
+        told, staying = self._thread.call(partial(self._core.remove, tenant, name, branches))
+        for each in told:
+            each.result()
+        return staying
 
     def kept(self, tenant: str, name: str) -> Kept:
         self._recall(tenant, name)

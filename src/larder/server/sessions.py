@@ -143,6 +143,11 @@ class Sessions:
         """All that began as one session, it among them."""
         return list(self._families.get((sitting.tenant, sitting.root), {}).values())
 
+    def branches(self, sitting: Sitting) -> list[Sitting]:
+        """Those of its family that bear its name with a number: nobody has named them."""
+        own = (each for each in self.family(sitting) if each is not sitting)
+        return [each for each in own if each.name.startswith(f"{sitting.name}~")]
+
     def sharing(self, sitting: Sitting, wanted: tuple[int, ...]) -> Sitting | None:
         """Another session of the tenant whose cache can begin a text: the one that has most of it.
 

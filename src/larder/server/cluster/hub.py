@@ -99,8 +99,8 @@ class ClusterHub(Hub):
     def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
         return self._of("import_", tenant, name, data)
 
-    def remove(self, tenant: str, name: str) -> None:
-        self._of("remove", tenant, name)
+    def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
+        return self._of("remove", tenant, name, branches)
 
     def kept(self, tenant: str, name: str) -> Kept:
         return self._of("kept", tenant, name)

@@ -121,10 +121,15 @@ def retrieve(http: HttpRequest, name: str) -> JSONResponse:
 
 
 @router.delete("/{name:path}")
-def delete(http: HttpRequest, name: str) -> JSONResponse:
-    """Forget a session, in every tier."""
-    desk_of(http).hub.remove(tenant_of(http), checked(name, "name"))
-    return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+def delete(http: HttpRequest, name: str, branches: bool = False) -> JSONResponse:
+    """Forget a session, in every tier; with `branches=true` its branches, too.
+
+    A branch came about when a request began as the session does and went on otherwise. Those that
+    stay are named.
+    """
+    staying = desk_of(http).hub.remove(tenant_of(http), checked(name, "name"), branches)
+    told = {"id": name, "object": "session.deleted", "deleted": True}
+    return JSONResponse({**told, "branches": list(staying)})
 
 
 def shown(view: SessionView) -> dict[str, Any]:
