@@ -105,6 +105,38 @@ def test_a_state_that_was_written_but_not_indexed_is_found(tmp_path: Path) -> No
     assert heads.head(*OWN) == a_record(2)
 
 
+def test_who_looks_between_a_record_and_its_index_stops_no_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = heads_at(tmp_path)
+    create = heads._place.create
+
+    def created(path: str, data: bytes) -> None:
+        create(path, data)
+        assert heads.head(*OWN) is not None  # it is taken over into the index
+
+    monkeypatch.setattr(heads._place, "create", created)
+    for epoch in (1, 2, 3):
+        heads.commit(a_record(epoch), expected=epoch - 1)
+    assert heads.head(*OWN) == a_record(3) and heads.manifest.epochs(*OWN) == [1, 2, 3]
+
+
+def test_a_session_begins_while_others_are_forgotten(tmp_path: Path) -> None:
+    heads = heads_at(tmp_path)
+    other = session_key(TENANT, "another")
+    gone = replace(a_record(7, removed=True), session=other, name="another")
+    heads._place.create(gone.path, spelled(gone, SECRET))
+    before = heads.before(TENANT, heads.newest(*OWN), None)
+    heads.forget(gone)
+    assert (before, heads.before(TENANT, heads.newest(*OWN), None)) == (0, 7)
+    with pytest.raises(Superseded):  # for all that is known it is of a session that was removed
+        heads.commit(a_record(1), expected=0)
+    heads.commit(a_record(1), expected=0, is_new=True)
+    assert heads.head(*OWN) == a_record(1)
+    with pytest.raises(Superseded):
+        heads.commit(a_record(1), expected=0, is_new=True)
+
+
 def test_old_states_are_pruned(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     for epoch in range(1, 7):

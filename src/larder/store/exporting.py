@@ -82,7 +82,7 @@ class Exchange:
                 beside=_passed_on(saving, blobs, record.beside, record, tenant),
                 made=self._parts.clock(),
             )
-            self._parts.heads.commit(made, number)
+            self._parts.heads.commit(made, number, is_new=True)
         return made
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from larder.core.errors import Damaged, Refused, StoreError
+from larder.core.errors import Damaged, Refused, StoreError, Superseded
 from larder.store.deadline import Guard
 from larder.store.manifest import Manifest, superseded
 from larder.store.places import Place
@@ -80,8 +80,12 @@ class Heads:
         """The epochs that have a record beside the blobs."""
         return self._guard.call(self._listed, folder_of(tenant, session))
 
-    def commit(self, record: Record, expected: int) -> None:
+    def commit(self, record: Record, expected: int, is_new: bool = False) -> None:
         """Make a record, whose epoch is the next one, the head.
+
+        Args:
+            is_new: it begins a session behind the epoch that `before` told: sessions that were
+                forgotten since then are no matter.
 
         Raises:
             Superseded: somebody else has written that epoch.
@@ -89,14 +93,17 @@ class Heads:
         """
         newest = self.newest(record.tenant, record.session)
         epoch = self._forgotten(record.tenant) if newest is None else newest.epoch
-        if epoch != expected:
+        if epoch != expected and not (is_new and newest is None and expected < epoch):
             raise superseded(record.name, expected, epoch)
         try:
             self._guard.call(self._place.create, record.path, spelled(record, self._secret))
         except FileExistsError as error:
             self.newest(record.tenant, record.session)  # what it needs may be what is given up now
             raise superseded(record.name, expected, record.epoch) from error
-        self.manifest.commit(record, expected)
+        try:
+            self.manifest.commit(record, expected)
+        except Superseded:  # somebody has looked at the session meanwhile, or gone on with it
+            self.manifest.adopt(record)
 
     def before(self, tenant: str, newest: Record | None, expected: int | None) -> int:
         """The epoch that a session's next state follows.

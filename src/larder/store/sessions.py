@@ -95,6 +95,7 @@ class Sessions:
         check(ids, snapshot)
         tenant, session = self._keys(principal, name)
         newest = self._parts.heads.newest(tenant, session)
+        is_new = not expected and (newest is None or newest.removed)
         expected = self._parts.heads.before(tenant, newest, expected)
         said = None if transcript is None else owned(transcript, tenant, session)
         with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
@@ -113,7 +114,7 @@ class Sessions:
                 record = self._with_cache(saving, record, ids, snapshot)
             if newest is not None and _is_again(record, newest):
                 return newest
-            return self._committed(record)
+            return self._committed(record, is_new)
 
     def load(
         self, principal: str, name: str, asking: Asking, ids: Sequence[int] | None = None
@@ -168,7 +169,7 @@ class Sessions:
         with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
             for part, data in self._parts.vault.handed_on(source, session).items():
                 own[part] = saving.put(data)
-            return self._committed(replace(source, **own, made=self._parts.clock()))
+            return self._committed(replace(source, **own, made=self._parts.clock()), is_new=True)
 
     def roll_back(self, principal: str, name: str, epoch: int) -> Record:
         """Have a session be again what it was; the states in between stay for a while.
@@ -261,9 +262,9 @@ class Sessions:
             beside=written.beside,
         )
 
-    def _committed(self, record: Record) -> Record:
+    def _committed(self, record: Record, is_new: bool = False) -> Record:
         parts = self._parts
-        parts.heads.commit(record, record.previous)
+        parts.heads.commit(record, record.previous, is_new)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
         parts.dropping.states(dropped)
         return record

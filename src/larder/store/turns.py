@@ -69,6 +69,7 @@ class Turns:
         """
         parts, (tenant, session) = self._parts, self._keys(principal, name)
         newest = parts.heads.newest(tenant, session)
+        is_new = not expected and (newest is None or newest.removed)
         expected = parts.heads.before(tenant, newest, expected)
         with parts.shelves.indexing(), parts.shelves.saving(tenant) as saving:
             record = Record(
@@ -89,7 +90,7 @@ class Turns:
                 count, prefix = newest.read_tokens, prefix_of(turn.ids[: newest.read_tokens])
                 record = record.with_cache_of(newest)
                 record = replace(record, cache_tokens=count, cache_prefix=prefix)
-            return self._committed(record)
+            return self._committed(record, is_new)
 
     @contextmanager
     def prepared(
@@ -234,9 +235,9 @@ class Turns:
     def _ids(self, record: Record) -> tuple[int, ...]:
         return self._parts.vault.ids(record)
 
-    def _committed(self, record: Record) -> Record:
+    def _committed(self, record: Record, is_new: bool = False) -> Record:
         parts = self._parts
-        parts.heads.commit(record, record.previous)
+        parts.heads.commit(record, record.previous, is_new)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
         parts.dropping.states(dropped)
         return record
