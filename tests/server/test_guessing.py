@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 
 import pytest
 
-from larder.engine.engine import Engine
 from larder.models.loading import Loaded
-from larder.server.local_hub import LocalHub
-from larder.server.persisting import Persisting
-from larder.server.request import Refusal, Request, Turn
-from larder.store.blobs import path_of
-from larder.store.ledger import Budgets, Tier
-from larder.store.store import Store
-from server_core import Client, Served, answered, characters, told
+from larder.server.request import Refusal, Turn
+from server_core import Served, answered, characters, told
+from server_hubs import ask, flip, hub_in, keeper_in
 
-SECRET = b"s" * 32
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
+pytestmark = pytest.mark.usefixtures("unflushed")
 
 
 @pytest.fixture(scope="module")
@@ -35,57 +20,11 @@ def other() -> Loaded:
     return characters(layers=3)
 
 
-def keeper_in(folder: Path, loaded: Loaded) -> Persisting:
-    store = Store(str(folder / "blobs"), folder / "home", secret=SECRET)
-    return Persisting(store, loaded.decoder.spec)
-
-
 def talk(loaded: Loaded, folder: Path) -> list[Turn]:
     """A conversation that is kept, and what would be said next."""
     served = Served(loaded, keeper=keeper_in(folder, loaded))
     turns = answered(told(1), served.ask(told(1), "x"), "Why?")
     return answered(turns, served.ask(turns, "x"), "Sure?")
-
-
-def flip(folder: Path, loaded: Loaded) -> None:
-    """Damage what was said."""
-    record = keeper_in(folder, loaded)._store.turns.of("a")[0]
-    assert record.transcript is not None
-    file = folder / "blobs" / path_of(record.transcript.digest)
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-@dataclass
-class Waiting(Client):
-    """Tells when its answer is over."""
-
-    over: Event = field(default_factory=Event)
-
-    def on_done(self, report: object) -> None:
-        super().on_done(report)  # pyright: ignore
-        self.over.set()
-
-    def on_error(self, error: Exception) -> None:
-        super().on_error(error)
-        self.over.set()
-
-
-@contextmanager
-def hub_in(folder: Path, loaded: Loaded, host: int | None = None) -> Iterator[LocalHub]:
-    budgets = Budgets({} if host is None else {Tier.HOST: host})
-    with closing(
-        LocalHub(Engine(loaded, "full"), budgets, keeper=keeper_in(folder, loaded))
-    ) as hub:
-        yield hub
-
-
-def ask(hub: LocalHub, turns: list[Turn], name: str | None = None) -> Client:
-    client = Waiting()
-    hub.submit(Request("a", tuple(turns), name, max_new_tokens=2), client)
-    assert client.over.wait(30)
-    return client
 
 
 def test_sessions_of_another_model_are_not_meant(

@@ -80,7 +80,7 @@ def kept_said(small: Loaded, folder: Path) -> list[object]:
 def test_21_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     talk(served)
-    [gone], _ = served.core.remove("a", "x")
+    [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
     again = Served(small, keeper=kept_in(tmp_path, small))
     with pytest.raises(Refusal):
@@ -125,7 +125,7 @@ def test_a_session_that_is_gone_is_not_looked_for(small: Loaded, tmp_path: Path)
     talk(served, "y")
     for each in (keeper, other):
         assert set(each.names("a", turns)) == {"x", "y"}
-    [gone], _ = served.core.remove("a", "x")
+    [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
     assert list(keeper.names("a", turns)) == ["y"]
     assert other.recall("a", "x") is None

@@ -126,7 +126,7 @@ def test_a_cancelled_answer_lets_go(two: Two) -> None:
 def test_what_is_removed_here_is_gone_there(two: Two) -> None:
     first, second = two
     first.ask(told(1))
-    [gone], _ = second.served.core.remove("a", "x")
+    [gone] = second.served.core.remove("a", "x")
     assert gone.result(30) is None
     with pytest.raises(Refusal, match="no session"):
         first.served.core.find("a", "x")

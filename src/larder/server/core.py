@@ -19,6 +19,7 @@ from larder.server.job import Job, Times
 from larder.server.keeper import Keeper
 from larder.server.manner import Manner
 from larder.server.moving import Moving
+from larder.server.naming import root_of
 from larder.server.news import News
 from larder.server.recalling import Lookup, Recalling
 from larder.server.refusals import invalid, too_long, too_many_characters, too_much
@@ -85,7 +86,7 @@ class Core:
         self.scheduler = Scheduler(*own, Waiting(waiting), rows)
         self._moving = Moving(self.tiers, news, lambda: len(self.scheduler.queue))
         rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
-        self._keeper, own = keeper, (rules, self._weighed)
+        self._keeper, self._looks, own = keeper, lookup is None, (rules, self._weighed)
         self.recalling = Recalling(decoder, self.sessions, lookup or keeper.recall, *own)
         self._refreshing = Recalling(decoder, self.sessions, keeper.recall, *own)
         self.refused: Counter[str] = Counter()
@@ -206,18 +207,11 @@ class Core:
         self.find(tenant, name)
         return self.sessions.idle(tenant, name)
 
-    def remove(
-        self, tenant: str, name: str, branches: bool = False
-    ) -> tuple[list[Future[None]], tuple[str, ...]]:
-        """As `Hub.remove`, with what is done once they are gone everywhere."""
-        sitting = self.idle(tenant, name)
-        own = self.sessions.branches(sitting)
-        leaving = [sitting, *own] if branches else [sitting]
-        for each in leaving:
-            self.sessions.idle(tenant, each.name)
+    def remove(self, tenant: str, *names: str) -> list[Future[None]]:
+        """Forget sessions, or none where one is answering; what is done once they are gone."""
+        leaving = [self.idle(tenant, name) for name in names]
         told = [self._directory.remove(each) for each in leaving]
-        staying = () if branches else tuple(each.name for each in own)
-        return [each for each in told if each is not None], staying
+        return [each for each in told if each is not None]
 
     def forget(self, sitting: Sitting) -> None:
         """A session is no more."""
@@ -229,15 +223,22 @@ class Core:
         rule = self._exact if request.exact else self.rule
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
         self._recall(request.tenant, request.session, request.follows)
-        if request.is_nameless and not self.sessions.settles(request):
-            names = self._directory.names(request.tenant, request.turns)
-            self.recalling.guess(request.tenant, *names)
+        self.recalling.guess(request.tenant, *self._names(request))
         found = self.sessions.resolve(request, rule)
         for _ in range(REFRESHED):
             if not self._is_refreshed(found.sitting):
                 break
             found = self.sessions.resolve(request, rule)
         return found
+
+    def _names(self, request: Request) -> Sequence[str]:
+        """Sessions that a request may mean, unless the one it means is in memory."""
+        if not self._looks or (request.follows is None and self.sessions.settles(request)):
+            return ()
+        if request.is_nameless:
+            return self._directory.names(request.tenant, request.turns)
+        root = root_of(str(request.session or request.follows))
+        return (root, *self._directory.branches(request.tenant, root))
 
     def _is_refreshed(self, sitting: Sitting) -> bool:
         """Whether somebody else has gone on with a session, which is had anew then."""

@@ -63,6 +63,11 @@ class Keeper:
         del tenant, turns
         return ()
 
+    def branches(self, tenant: str, root: str) -> Sequence[str]:
+        """Sessions that are kept and began as this one does; some may be gone. From any thread."""
+        del tenant, root
+        return ()
+
     def views(self, tenant: str) -> Sequence[SessionView]:
         """All that are kept, the one that was used last first. From any thread."""
         del tenant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from larder.server.counting import counted
 from larder.server.hub import Hub, Kept, Served, SessionTurns, SessionView, Stats
 from larder.server.keeper import Keeper
 from larder.server.model_thread import ModelThread
+from larder.server.naming import root_of
 from larder.server.pieces import Pieces
 from larder.server.refusals import invalid
 from larder.server.request import Listener, Refusal, Request, Ticket, Turn
@@ -65,9 +66,7 @@ class LocalHub(Hub):
         core, asked = self._core, self._core.clock()
         try:
             self._recall(request.tenant, request.session, request.follows)
-            for name in self._names(request):
-                with core.recalling.guessing(name):
-                    self._recall(request.tenant, name)
+            self._guess(request.tenant, self._names(request))
             return self._thread.call(lambda: self._taken(request, listener, asked))
         except Refusal as error:
             core.refused[error.code] += 1
@@ -122,6 +121,8 @@ class LocalHub(Hub):
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
         self._recall(tenant, name, new_name)
+        if new_name is None:
+            self._guess(tenant, self._family(tenant, name))
         return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
 
     def compact(self, tenant: str, name: str) -> SessionView:
@@ -141,18 +142,25 @@ class LocalHub(Hub):
         return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
-        try:
-            self._recall(tenant, name)
-        except Refusal:  # what cannot be read can be gone
-            if not self._thread.call(partial(self._has, tenant, name)):
-                gone = self._keeper.discard(tenant, name)
-                if gone is not None:
-                    gone.result()
-                return ()
-        told, staying = self._thread.call(partial(self._core.remove, tenant, name, branches))
-        for each in told:
-            each.result()
-        return staying
+        own = self._keeper.branches(tenant, name) if root_of(name) == name else ()
+        lost = self._guess(tenant, (name, *own))  # what cannot be read can be gone
+        core = self._core
+
+        def removed() -> tuple[list[Future[None]], list[str]]:
+            there = core.sessions.branches(tenant, name)
+            leaving = [each for each in (name, *(there if branches else ())) if each not in lost]
+            return core.remove(tenant, *leaving), [] if branches else there
+
+        gone, staying = self._thread.call(removed)
+        for each in lost:
+            if branches or each == name:
+                future = self._keeper.discard(tenant, each)
+                gone += [] if future is None else [future]
+            else:
+                staying.append(each)
+        for future in gone:
+            future.result()
+        return tuple(staying)
 
     def kept(self, tenant: str, name: str) -> Kept:
         self._recall(tenant, name)
@@ -188,30 +196,44 @@ class LocalHub(Hub):
         self._thread.wake()
 
     def _recall(self, tenant: str, *names: str | None) -> None:
-        """Have sessions be in memory, with their forks; a slow store holds nobody else up."""
-        core = self._core
+        """Have sessions be in memory; a slow store holds nobody else up."""
+        recalling = self._core.recalling
         for name in names:
-            number, tried = 1, name
-            while tried is not None and not self._thread.call(partial(self._has, tenant, tried)):
-                found = self._keeper.recall(tenant, tried)
-                if found is None:
-                    break
-                told = core.recalling.read(found.data, "session")
-                take = partial(core.recalling.take, tenant, tried, found, told)
-                root = self._thread.call(take).root
-                number += 1
-                tried = f"{root}~{number}"
+            if name is None or self._thread.call(partial(self._has, tenant, name)):
+                continue
+            found = self._keeper.recall(tenant, name)
+            if found is not None:
+                told = recalling.read(found.data, "session")
+                self._thread.call(partial(recalling.take, tenant, name, found, told))
+
+    def _guess(self, tenant: str, names: Iterable[str]) -> list[str]:
+        """The same of sessions that nobody has named; those that cannot be had."""
+        lost = list(names)
+        for name in tuple(lost):
+            with self._core.recalling.guessing(name):
+                self._recall(tenant, name)
+                lost.remove(name)
+        return lost
+
+    def _family(self, tenant: str, name: str) -> Iterator[str]:
+        """What a session began as, and all that began as that: a branch is to be new to them."""
+        root = root_of(name)
+        yield root
+        yield from self._keeper.branches(tenant, root)
 
     def _has(self, tenant: str, name: str) -> bool:
         return self._core.sessions.has(tenant, name)
 
     def _names(self, request: Request) -> Sequence[str]:
-        """Sessions that a request without a name may mean, unless the one it means is in memory."""
-        if not request.is_nameless:
+        """Sessions that a request may mean, unless the one it means is in memory."""
+        if request.follows is None:
+            if self._thread.call(lambda: self._core.sessions.settles(request)):
+                return ()
+        elif not request.exact:
             return ()
-        if self._thread.call(lambda: self._core.sessions.settles(request)):
-            return ()
-        return self._keeper.names(request.tenant, request.turns)
+        if request.is_nameless:
+            return self._keeper.names(request.tenant, request.turns)
+        return tuple(self._family(request.tenant, str(request.session or request.follows)))
 
     def _moved(self, move: Callable[[], Future[Sitting]]) -> SessionView:
         """Wait until a session has moved, while others are answered."""

@@ -31,7 +31,7 @@ from larder.server.request import Refusal, Turn
 from larder.server.sitting import ASSISTANT, Kept, Said, Sitting
 from larder.server.views import view_of_record
 from larder.store.digests import seal_of
-from larder.store.records import NO, PINNED, YES, Record
+from larder.store.records import NO, PINNED, ROOT, YES, Record
 from larder.store.store import Store
 from larder.store.turns import Prepared
 from larder.store.turns import Turn as Written
@@ -107,6 +107,13 @@ class Persisting(Keeper):
             return ()
         return known.found(*told, MOST_NAMES)
 
+    def branches(self, tenant: str, root: str) -> Sequence[str]:
+        try:
+            return self._store.turns.branches(tenant, root)
+        except StoreError as error:
+            self.failed[type(error).__name__] += 1
+            return ()
+
     def views(self, tenant: str) -> Sequence[SessionView]:
         turns = self._store.turns
         return [view_of_record(each, turns.has_cache(each)) for each in turns.of(tenant)]
@@ -142,7 +149,7 @@ class Persisting(Keeper):
             FIRST: first,
             WHOLE: whole,
             MODEL: self._fingerprint,
-            "root": told.root,
+            ROOT: told.root,
             "turns": str(sum(len(each.turns) + 1 for each in told.said)),
             "made": str(sitting.made),
             ANSWERED: str(self._store.parts.clock()),

@@ -47,16 +47,13 @@ class Recalling:
         self.passed_over: Counter[str] = Counter()
 
     def recall(self, tenant: str, *names: str | None) -> None:
-        """Have sessions be in memory that are kept elsewhere, with their forks."""
+        """Have sessions be in memory that are kept elsewhere."""
         for name in names:
-            number, tried = 1, name
-            while tried is not None and not self._sessions.has(tenant, tried):
-                found = self._lookup(tenant, tried)
-                if found is None:
-                    break
-                root = self.take(tenant, tried, found, self.read(found.data, "session")).root
-                number += 1
-                tried = f"{root}~{number}"
+            if name is None or self._sessions.has(tenant, name):
+                continue
+            found = self._lookup(tenant, name)
+            if found is not None:
+                self.take(tenant, name, found, self.read(found.data, "session"))
 
     def guess(self, tenant: str, *names: str) -> None:
         """As `recall`, of sessions that nobody has named."""
@@ -96,8 +93,7 @@ class Recalling:
         Raises:
             Refusal: there is one of that name.
         """
-        root = told.root if name.startswith(f"{told.root}~") else name
-        sitting = self._sessions.open(tenant, name, self._rules[0], root)
+        sitting = self._sessions.open(tenant, name, self._rules[0])
         sitting.opening, sitting.said, sitting.epoch = told.opening, told.said, len(told.said)
         if told.said:
             self._sessions.remember(sitting)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from larder.core.errors import UsageError
 from larder.server.matching import Matched, is_newest, matched, prompt_ids
+from larder.server.naming import branch, root_of
 from larder.server.refusals import busy, invalid, taken, unknown
 from larder.server.request import Request, Turn
 from larder.server.rule import Rule
@@ -83,7 +84,7 @@ class Sessions:
             raise busy(name)
         return found
 
-    def open(self, tenant: str, name: str | None, rule: Rule, root: str | None = None) -> Sitting:
+    def open(self, tenant: str, name: str | None, rule: Rule) -> Sitting:
         """A new session.
 
         Raises:
@@ -94,20 +95,19 @@ class Sessions:
             raise taken(name)
         self._count += 1
         now = self._clock()
-        sitting = Sitting(self._count, tenant, name, root or name, rule, now, last_used=now)
+        sitting = Sitting(self._count, tenant, name, rule, now, last_used=now)
         self._sittings[tenant, name] = sitting
         self._families[tenant, sitting.root][sitting.key] = sitting
         return sitting
 
     def fork(self, source: Sitting, name: str | None, rule: Rule, exchanges: int) -> Sitting:
-        """A session that begins as another one does."""
-        family = self._families[source.tenant, source.root]
-        number = len(family)
+        """A session that begins as another one does: a branch of it, unless it has a name."""
+        number = len(self.family(source))
         while name is None:
             number += 1
-            tried = f"{source.root}~{number}"
+            tried = branch(source.root, number)
             name = None if (source.tenant, tried) in self._sittings else tried
-        made = self.open(source.tenant, name, rule, source.root)
+        made = self.open(source.tenant, name, rule)
         made.said, made.origin = list(source.said[:exchanges]), source
         made.opening = () if exchanges else source.opening
         return made
@@ -143,10 +143,10 @@ class Sessions:
         """All that began as one session, it among them."""
         return list(self._families.get((sitting.tenant, sitting.root), {}).values())
 
-    def branches(self, sitting: Sitting) -> list[Sitting]:
-        """Those of its family that bear its name with a number: nobody has named them."""
-        own = (each for each in self.family(sitting) if each is not sitting)
-        return [each for each in own if each.name.startswith(f"{sitting.name}~")]
+    def branches(self, tenant: str, name: str) -> list[str]:
+        """Names of those that began as a session did; none of a branch."""
+        family = self._families.get((tenant, name), {}).values()
+        return [each.name for each in family if each.name != name]
 
     def sharing(self, sitting: Sitting, wanted: tuple[int, ...]) -> Sitting | None:
         """Another session of the tenant whose cache can begin a text: the one that has most of it.
@@ -220,7 +220,9 @@ class Sessions:
         exchanges = match.exchanges if best is not None else 0
         said = tuple(best.said[:exchanges]) if best is not None else ()
         wanted = self._wanted(said, match.rest)
-        if best is None or (request.session is None and not exchanges):
+        name = request.session
+        is_free = name is None or (request.tenant, name) not in self._sittings
+        if best is None or (not exchanges and is_free):
             return Resolved(self._named(request, rule), (), request.turns, wanted)
         if not is_whole or best.is_answering or best.rule is not rule:
             best = self._made(self.fork(best, None, rule, exchanges))
@@ -230,14 +232,12 @@ class Sessions:
         """Sessions that the request may mean."""
         tenant = request.tenant
         if request.session is not None:
-            known = self._sittings.get((tenant, request.session))
-            root = request.session if known is None else known.root
-            return list(self._families.get((tenant, root), {}).values())
+            return list(self._families.get((tenant, root_of(request.session)), {}).values())
         keys = ((tenant, digest) for digest in _rolling(request.turns))
         return [each for key in keys for each in self._firsts.get(key, {}).values()]
 
     def settles(self, request: Request) -> bool:
-        """Whether no session that is elsewhere can be meant by a request without a name."""
+        """Whether no other session that is elsewhere can be meant by a request."""
         return any(is_newest(each.said, request.turns) for each in self.candidates(request))
 
     def _best(

@@ -65,6 +65,9 @@ class Sharing(Keeper):
     def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
         return self._keeper.names(tenant, turns)
 
+    def branches(self, tenant: str, root: str) -> Sequence[str]:
+        return self._keeper.branches(tenant, root)
+
     def views(self, tenant: str) -> Sequence[SessionView]:
         return self._keeper.views(tenant)
 

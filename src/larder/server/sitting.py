@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from larder.cache.sequence import SequenceCache
 from larder.engine.sampling import Sampling
+from larder.server.naming import root_of
 from larder.server.request import Request, Turn
 from larder.server.rule import Held, Rule
 from larder.server.spots import AllSpots
@@ -104,7 +105,6 @@ class Sitting:
 
     Args:
         key: no other sitting has it.
-        root: the name that the client gave; forks of the session have the same.
         opening: turns that were said before the first request.
         said: the log, which everything can be computed from again.
         cache, parked: the cache, in one of two places or in none.
@@ -136,7 +136,6 @@ class Sitting:
     key: int
     tenant: str
     name: str
-    root: str
     rule: Rule
     made: float
     opening: tuple[Turn, ...] = ()
@@ -173,6 +172,11 @@ class Sitting:
     written: int = 0
     host: Reservation | None = None
     log: Reservation | None = None
+
+    @property
+    def root(self) -> str:
+        """The name that the client gave; branches of the session have the same."""
+        return root_of(self.name)
 
     @property
     def ids(self) -> array:

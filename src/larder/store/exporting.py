@@ -20,7 +20,7 @@ from larder.store.container import canonical, pack, parsed, raw_bytes, unpack
 from larder.store.digests import digest_of, same
 from larder.store.envelopes import CHUNK, SNAPSHOT, disowned, ids_of, owned, token_log
 from larder.store.parts import Parts
-from larder.store.records import SCHEMA, Record, session_key
+from larder.store.records import ROOT, SCHEMA, Record, session_key
 from larder.store.records import told_record as record_of_told
 from larder.store.shelves import Saving
 
@@ -81,7 +81,9 @@ class Exchange:
                 transcript=_passed_on(saving, blobs, record.transcript, record, tenant, session),
                 beside=_passed_on(saving, blobs, record.beside, record, tenant),
                 made=self._parts.clock(),
+                labels=record.labels if name == record.name else {**record.labels, ROOT: name},
             )
+            self._parts.families.note(made)
             self._parts.heads.commit(made, number, is_new=True)
         return made
 

@@ -17,6 +17,7 @@ from larder.store.dropping import Dropping
 from larder.store.evicting import Evicting
 from larder.store.eviction.base import Eviction
 from larder.store.eviction.lru import Lru
+from larder.store.families import Families
 from larder.store.heads import KEPT_EPOCHS, Heads
 from larder.store.ledger import Budgets, ByteLedger
 from larder.store.loading import Reader
@@ -83,6 +84,7 @@ class Parts:
         own = self.records, self.guard, self.manifest, self.secret
         self.heads = Heads(*own, self._damaged)
         self.chunks = Chunks(*own, self.sealing)
+        self.families = Families(self.records, self.guard, self.secret)
         if is_new:
             self._rebuild()
         told = self.vault, self.place, self.guard, self.manifest, self.ledger

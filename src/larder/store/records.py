@@ -22,6 +22,7 @@ FOLDER = "sessions"
 SCHEMA = 1
 MAX_NAME = 255
 PINNED, YES, NO = "pinned", "yes", "no"  # a label, and what it says
+ROOT = "root"  # the label of the session that a branch began as; of others their own name
 CACHED = (
     "identity",
     "policy",

@@ -24,7 +24,7 @@ from larder.store.identity import Identity
 from larder.store.ledger import Tier
 from larder.store.parts import Parts
 from larder.store.rates import Way
-from larder.store.records import NO, PINNED, Record, session_key
+from larder.store.records import NO, PINNED, ROOT, Record, session_key
 from larder.store.saving import Snapshot, check, is_chunked
 from larder.store.shelves import Saving
 
@@ -165,7 +165,7 @@ class Sessions:
             raise InputError(f"There is a session {new_name!r} already: take another name.")
         number = self._parts.heads.before(tenant, newest, None)
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
-        own["labels"] = {**source.labels, PINNED: NO} if source.is_pinned else source.labels
+        own["labels"] = {**source.labels, ROOT: new_name, PINNED: NO}
         with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
             for part, data in self._parts.vault.handed_on(source, session).items():
                 own[part] = saving.put(data)
@@ -197,6 +197,7 @@ class Sessions:
             *own, name, head.epoch + 1, head.tokens, 0, head.epoch, made=parts.clock(), removed=True
         )
         parts.heads.commit(gone, gone.previous)
+        parts.families.forget(head)
         dropped = parts.heads.prune(*own, keep=1)
         freed = parts.dropping.states(dropped)
         parts.shelves.settle()

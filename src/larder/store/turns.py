@@ -90,6 +90,8 @@ class Turns:
                 count, prefix = newest.read_tokens, prefix_of(turn.ids[: newest.read_tokens])
                 record = record.with_cache_of(newest)
                 record = replace(record, cache_tokens=count, cache_prefix=prefix)
+            if is_new:
+                parts.families.note(record)
             return self._committed(record, is_new)
 
     @contextmanager
@@ -210,6 +212,11 @@ class Turns:
         The index alone is asked: what another machine has written shows once it is asked for.
         """
         return self._parts.manifest.heads_of(self._parts.tenant(principal))
+
+    def branches(self, principal: str, root: str) -> list[str]:
+        """Names of sessions whose label `ROOT` names this one, of whichever machine; the one that
+        began first first. Some may be gone."""
+        return self._parts.families.of(self._parts.tenant(principal), root)
 
     def merge(self, principal: str, name: str) -> int:
         """Keep the newest state of a session alone; the bytes that are freed."""

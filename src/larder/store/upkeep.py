@@ -60,6 +60,7 @@ class Upkeep:
         live = {ref.digest for record in written for ref in record.refs}
         before = parts.clock() - grace_seconds
         parts.dropping.sweep(live, before)
+        parts.families.sweep({(r.tenant, r.session) for r in written if not r.removed}, before)
         live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
         for record in written:
             if record.removed and record.made <= before:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from larder.server.naming import root_of
 from larder.server.request import Request
 from larder.store.digests import key_of
 
 LOT_DIGITS = 16
-FORK = re.compile(r"~\d+$")
 LOT = re.compile(rf"s-([0-9a-f]{{{LOT_DIGITS}}})-[0-9a-f]+$")
 
 
 def key(tenant: str, name: str) -> str:
     """The key of a session and of all its forks."""
-    root = FORK.sub("", name)
+    root = root_of(name)
     lot = LOT.match(root)
     return lot[1] if lot else key_of("session", tenant, root)
 

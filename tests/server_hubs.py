@@ -1,0 +1,68 @@
+"""Hubs over a store in a folder, and clients that wait for their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from larder.server.local_hub import LocalHub
+from larder.server.persisting import Persisting
+from larder.server.request import Request, Turn
+from larder.store.blobs import path_of
+from larder.store.ledger import Budgets, Tier
+from larder.store.store import Store
+from server_core import Client
+
+SECRET = b"s" * 32
+
+
+def keeper_in(folder: Path, loaded: Loaded) -> Persisting:
+    store = Store(str(folder / "blobs"), folder / "home", secret=SECRET)
+    return Persisting(store, loaded.decoder.spec)
+
+
+def flip(folder: Path, loaded: Loaded, name: str = "x") -> None:
+    """Damage what was said."""
+    told = keeper_in(folder, loaded)._store.turns.of("a")
+    [record] = [each for each in told if each.name == name]
+    assert record.transcript is not None
+    file = folder / "blobs" / path_of(record.transcript.digest)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@dataclass
+class Waiting(Client):
+    """Tells when its answer is over."""
+
+    over: Event = field(default_factory=Event)
+
+    def on_done(self, report: object) -> None:
+        super().on_done(report)  # pyright: ignore
+        self.over.set()
+
+    def on_error(self, error: Exception) -> None:
+        super().on_error(error)
+        self.over.set()
+
+
+@contextmanager
+def hub_in(folder: Path, loaded: Loaded, host: int | None = None) -> Iterator[LocalHub]:
+    budgets = Budgets({} if host is None else {Tier.HOST: host})
+    with closing(
+        LocalHub(Engine(loaded, "full"), budgets, keeper=keeper_in(folder, loaded))
+    ) as hub:
+        yield hub
+
+
+def ask(hub: LocalHub, turns: list[Turn], name: str | None = None) -> Client:
+    client = Waiting()
+    hub.submit(Request("a", tuple(turns), name, max_new_tokens=2), client)
+    assert client.over.wait(30)
+    return client
