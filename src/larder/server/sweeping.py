@@ -1,4 +1,4 @@
-"""Keeping a server's store tidy while it serves, on a thread of its own."""
+"""Keeping a server's store and memory tidy while it serves, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 
 from larder.core.errors import LarderError
+from larder.server.trimming import trim
 from larder.store.shelves import GRACE_SECONDS
 from larder.store.store import Store
 from larder.store.upkeep import REMOVED_SECONDS
@@ -14,6 +15,8 @@ from larder.store.upkeep import REMOVED_SECONDS
 
 class Sweeping:
     """Forgets what was removed, often; looks for what crashes left, seldom. Used by `with`.
+
+    What the process has freed goes back to the system as often.
 
     Args:
         seconds: between two looks at what was removed.
@@ -46,6 +49,7 @@ class Sweeping:
     def _run(self) -> None:
         swept = time.monotonic()
         while not self._ended.wait(self._seconds):
+            trim()
             is_due = time.monotonic() - swept >= self._sweep_seconds
             if is_due:
                 swept = time.monotonic()
