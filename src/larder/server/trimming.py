@@ -1,5 +1,7 @@
-"""Giving back to the system what was freed: caches come and go in all sizes, and the allocator keeps
-pages between them that nobody uses."""
+"""Giving back to the system what was freed.
+
+Caches come and go in all sizes, and the allocator keeps pages between them that nobody uses.
+"""
 
 from __future__ import annotations
 
