@@ -84,7 +84,8 @@ class Exchange:
                 labels=record.labels if name == record.name else {**record.labels, ROOT: name},
             )
             self._parts.families.note(made)
-            self._parts.heads.commit(made, number, is_new=True)
+            with saving.naming():
+                self._parts.heads.commit(made, number, is_new=True)
         return made
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused, StoreError, Superseded
+from larder.store.blobs import Ref
 from larder.store.deadline import Guard
+from larder.store.digests import digest_of
 from larder.store.manifest import Manifest, superseded
 from larder.store.places import Place
 from larder.store.records import FOLDER, Record, folder_of, path_of, record_of, spelled
@@ -55,6 +57,9 @@ class Heads:
         """As `head`; of a removed session, the record that says so."""
         known = self._known(tenant, session, None)
         written = self.written(tenant, session)
+        if known is not None and not written and known.epoch < self._forgotten(tenant):
+            self.manifest.forget_session(tenant, session)  # another machine has removed it
+            return None
         if known is not None and known.epoch >= max(written, default=0):
             return known
         there = sorted({*written, *self.manifest.epochs(tenant, session)}, reverse=True)
@@ -68,7 +73,10 @@ class Heads:
                 return self.newest(tenant, session)  # it was dropped meanwhile, for a newer one
             self._guard.call(self._place.set_aside, path_of(tenant, session, epoch))
         if there:
-            raise Damaged("Every record of the session is damaged: begin it again from its text.")
+            raise Damaged(
+                "Every record of the session is damaged: remove it, and begin it again from its "
+                "text."
+            )
         return None
 
     def epoch(self, tenant: str, session: str, epoch: int) -> Record | None:
@@ -95,11 +103,7 @@ class Heads:
         epoch = self._forgotten(record.tenant) if newest is None else newest.epoch
         if epoch != expected and not (is_new and newest is None and expected < epoch):
             raise superseded(record.name, expected, epoch)
-        try:
-            self._guard.call(self._place.create, record.path, spelled(record, self._secret))
-        except FileExistsError as error:
-            self.newest(record.tenant, record.session)  # what it needs may be what is given up now
-            raise superseded(record.name, expected, record.epoch) from error
+        self._create(record)
         try:
             self.manifest.commit(record, expected)
         except Superseded:  # somebody has looked at the session meanwhile, or gone on with it
@@ -137,6 +141,21 @@ class Heads:
         with suppress(StoreError):  # what is left is one more state, until they are pruned
             self._drop(record.tenant, record.session, [record.previous])
 
+    def bury(self, tenant: str, session: str, name: str, made: float) -> None:
+        """Remove a session none of whose states can be read.
+
+        Raises:
+            Superseded: somebody else goes on with it after all.
+        """
+        lost = sorted({*self.manifest.epochs(tenant, session), *self.written(tenant, session)})
+        last, nothing = max(lost, default=0), Ref(digest_of(b""), 0)
+        own = tenant, session, name, last + 1, nothing, 0, last
+        gone = Record(*own, made=made, removed=True)
+        self._create(gone)
+        self.manifest.step_back(tenant, session, 0)
+        self.manifest.adopt(gone)
+        self._drop(tenant, session, lost)
+
     def forget(self, record: Record) -> None:
         """Drop what says that a session was removed: from now on its name is as new."""
         self._note_forgotten(record.tenant, record.epoch)
@@ -152,6 +171,15 @@ class Heads:
             except Refused as error:
                 self._damaged(str(error))
         return [record for record in found if record is not None]
+
+    def _create(self, record: Record) -> None:
+        """Raises: Superseded: that epoch was written before."""
+        try:
+            self._guard.call(self._place.create, record.path, spelled(record, self._secret))
+        except FileExistsError as error:
+            with suppress(Damaged):  # what it needs may be what is given up now
+                self.newest(record.tenant, record.session)
+            raise superseded(record.name, record.previous, record.epoch) from error
 
     def _forgotten(self, tenant: str) -> int:
         """The last epoch of any session of a tenant that was removed and forgotten; 0 of none."""

@@ -10,13 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import (
-    BudgetError,
-    InputError,
-    LarderError,
-    Refused,
-    StoreError,
-)
+from larder.core.errors import BudgetError, Damaged, InputError, LarderError, Refused, StoreError
 from larder.core.spec import ModelSpec
 from larder.store import chunks as chunk_index
 from larder.store.envelopes import owned, token_log
@@ -114,7 +108,8 @@ class Sessions:
                 record = self._with_cache(saving, record, ids, snapshot)
             if newest is not None and _is_again(record, newest):
                 return newest
-            return self._committed(record, is_new)
+            with saving.naming():
+                return self._committed(record, is_new)
 
     def load(
         self, principal: str, name: str, asking: Asking, ids: Sequence[int] | None = None
@@ -169,7 +164,9 @@ class Sessions:
         with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
             for part, data in self._parts.vault.handed_on(source, session).items():
                 own[part] = saving.put(data)
-            return self._committed(replace(source, **own, made=self._parts.clock()), is_new=True)
+            with saving.naming():
+                made = replace(source, **own, made=self._parts.clock())
+                return self._committed(made, is_new=True)
 
     def roll_back(self, principal: str, name: str, epoch: int) -> Record:
         """Have a session be again what it was; the states in between stay for a while.
@@ -191,8 +188,13 @@ class Sessions:
         Raises:
             InputError: there is no such session.
         """
-        head = self._state(principal, name, None)
-        parts, own = self._parts, (head.tenant, head.session)
+        parts = self._parts
+        try:
+            head = self._state(principal, name, None)
+        except Damaged:
+            parts.heads.bury(*self._keys(principal, name), name, parts.clock())
+            return 0
+        own = head.tenant, head.session
         gone = Record(
             *own, name, head.epoch + 1, head.tokens, 0, head.epoch, made=parts.clock(), removed=True
         )

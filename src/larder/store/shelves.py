@@ -158,6 +158,12 @@ class Shelves:
             self._own[digest] = now
             self.holdings.touched(digest, now)
 
+    def disown(self, refs: Iterable[Ref]) -> None:
+        """Leave blobs to a sweep that this process has put."""
+        with self._lock:
+            for ref in refs:
+                self._own.pop(ref.digest, None)
+
     def is_wanted(self, ref: Ref) -> bool:
         """Whether somebody of this machine is about to need a blob, or lately was."""
         with self._lock:
@@ -238,6 +244,19 @@ class Saving:
     def __init__(self, shelves: Shelves, tenant: str) -> None:
         self._shelves, self._tenant = shelves, tenant
         self.refs: list[Ref] = []
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """While a record is written that names all of this.
+
+        Where that fails it may come about later, long after its time limit: what it names stays
+        until a sweep, which sees whether it has.
+        """
+        try:
+            yield
+        except StoreError:
+            self._shelves.disown(self.refs)
+            raise
 
     def put(self, data: bytes) -> Ref:
         """Keep bytes.

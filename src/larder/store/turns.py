@@ -18,6 +18,7 @@ from larder.store.manifest import superseded
 from larder.store.parts import Parts
 from larder.store.records import Record, session_key
 from larder.store.saving import Snapshot, Written, check, is_chunked
+from larder.store.shelves import Saving
 from larder.store.wording import prefix_of
 
 NOTHING: Mapping[str, str] = {}
@@ -44,11 +45,13 @@ class Prepared:
 
     Args:
         ids: that it has read.
+        saving: of the blobs.
     """
 
     ids: tuple[int, ...]
     snapshot: Snapshot
     written: Written
+    saving: Saving
 
 
 class Turns:
@@ -92,7 +95,8 @@ class Turns:
                 record = replace(record, cache_tokens=count, cache_prefix=prefix)
             if is_new:
                 parts.families.note(record)
-            return self._committed(record, is_new)
+            with saving.naming():
+                return self._committed(record, is_new)
 
     @contextmanager
     def prepared(
@@ -112,7 +116,7 @@ class Turns:
         with shelves.saving(tenant) as saving:
             with shelves.indexing(chunks):
                 written = self._parts.writer.snapshot(saving, tenant, ids, snapshot)
-            yield Prepared(tuple(ids), snapshot, written)
+            yield Prepared(tuple(ids), snapshot, written, saving)
 
     def attach(
         self,
@@ -159,7 +163,7 @@ class Turns:
             cache_prefix=prefix_of(prepared.ids),
             labels={**head.labels, **labels},
         )
-        with parts.shelves.indexing():
+        with parts.shelves.indexing(), prepared.saving.naming():
             return self._committed(record)
 
     def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from larder.core.errors import LarderError
@@ -57,6 +58,7 @@ class Upkeep:
         for tenant, session in {(r.tenant, r.session) for r in parts.heads.all_written()}:
             parts.dropping.states(parts.heads.prune(tenant, session, parts.kept_epochs))
         written = parts.heads.all_written()
+        self._ask_for({(r.tenant, r.session) for r in written})
         live = {ref.digest for record in written for ref in record.refs}
         before = parts.clock() - grace_seconds
         parts.dropping.sweep(live, before)
@@ -77,6 +79,13 @@ class Upkeep:
             parts.heads.forget(record)
         parts.shelves.settle()
         return len(gone)
+
+    def _ask_for(self, written: Collection[tuple[str, str]]) -> None:
+        """Have the index learn of sessions that another machine has removed."""
+        for own in self._parts.manifest.sessions():
+            if own not in written:
+                with suppress(LarderError):
+                    self._parts.heads.newest(*own)
 
     def _problems(self, record: Record) -> list[str]:
         own = record.tenant

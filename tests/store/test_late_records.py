@@ -1,0 +1,131 @@
+"""Records that come about late, were lost, or were removed by somebody else."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import Damaged, InputError, Refused, StoreError, StoreSlow, Superseded
+from larder.store.deadline import Patience
+from larder.store.places import place_at
+from larder.store.turns import Turn
+from store.caches import IDS, TALK, WHO, asking, load, read, save, snapshot, store_at
+from store.places import Faulty
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+MORE = (*IDS, 5)
+PATIENCE = Patience(seconds=0.5, failures=100)
+
+
+class Hanging:
+    """A place where records are created once that is allowed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hangs, self.landed, self.go = threading.Event(), threading.Event(), threading.Event()
+        inner = place_at(str(folder / "store"))
+        self.place = Faulty(inner, before=self.before, after=self.after)
+
+    def before(self, what: str, path: str) -> None:
+        if what == "create" and path.startswith("sessions/") and self.hangs.is_set():
+            assert self.go.wait(20)
+
+    def after(self, what: str, path: str) -> None:
+        if self.go.is_set() and path.startswith("sessions/"):
+            self.landed.set()
+
+    def lands(self) -> None:
+        self.go.set()
+        assert self.landed.wait(20)
+
+
+def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
+    disk = Hanging(tmp_path)
+    store = store_at(tmp_path, disk.place, patience=PATIENCE)
+    one = store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
+    disk.hangs.set()
+    with pytest.raises(StoreSlow):
+        store.turns.append(WHO, TALK, Turn(MORE, b"one two"), one.epoch)
+    disk.lands()
+    for each in (store, store_at(tmp_path, home="another machine"), store_at(tmp_path)):
+        found = each.turns.newest(WHO, TALK)
+        assert found is not None and found[0].epoch == 2 and found[1] == b"one two"
+        assert each.parts.vault.ids(found[0]) == MORE
+    # Who did not hear that it was written says the same again, and that is one turn.
+    assert store.turns.append(WHO, TALK, Turn(MORE, b"one two"), one.epoch).epoch == 2
+
+
+def test_6_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
+    disk = Hanging(tmp_path)
+    store = store_at(tmp_path, disk.place, patience=PATIENCE)
+    one = store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
+    disk.hangs.set()
+    told = snapshot(read(IDS))
+    with pytest.raises(StoreSlow), store.turns.prepared(WHO, IDS, told) as prepared:
+        store.turns.attach(WHO, TALK, prepared, one.epoch)
+    disk.lands()
+    found = store_at(tmp_path).sessions.load(WHO, TALK, asking())
+    assert found is not None and found.record.epoch == 2 and found.cache is not None
+
+
+def test_6_what_a_record_names_goes_at_a_sweep_where_it_never_came_about(tmp_path: Path) -> None:
+    def fails(what: str, path: str) -> None:
+        if what == "create" and path.startswith("sessions/"):
+            raise OSError("The disk is not well.")
+
+    inner = place_at(str(tmp_path / "store"))
+    store = store_at(tmp_path, Faulty(inner, before=fails), patience=PATIENCE)
+    with pytest.raises(StoreError):
+        store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
+    assert list((tmp_path / "store" / "blobs").rglob("*.safetensors"))
+    later = store_at(tmp_path, clock=lambda: 4e9)
+    assert later.upkeep.sweep() > 0
+    assert not list((tmp_path / "store" / "blobs").rglob("*.safetensors"))
+
+
+def test_20_a_session_that_another_machine_has_removed_does_not_come_back(tmp_path: Path) -> None:
+    here, there = store_at(tmp_path), store_at(tmp_path, home="another machine")
+    save(here)
+    epoch = load(there).record.epoch
+    here.sessions.remove(WHO, TALK)
+    here.upkeep.forget_removed(-1.0)
+    assert there.sessions.has_moved(WHO, TALK, epoch)
+    with pytest.raises(Superseded):
+        there.turns.append(WHO, TALK, Turn(MORE, b"more"), epoch)
+    assert there.sessions.load(WHO, TALK, asking()) is None
+    assert there.turns.of(WHO) == [] and here.sessions.heads(WHO) == []
+
+
+def test_20_a_sweep_learns_of_sessions_that_others_have_removed(tmp_path: Path) -> None:
+    here, there = store_at(tmp_path), store_at(tmp_path, home="another machine")
+    save(here)
+    save(here, name="stays")
+    assert load(there).cache is not None and load(there, "stays").cache is not None
+    here.sessions.remove(WHO, TALK)
+    here.upkeep.forget_removed(-1.0)
+    there.upkeep.sweep()
+    assert [record.name for record in there.turns.of(WHO)] == ["stays"]
+
+
+def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
+    tmp_path: Path,
+) -> None:
+    store = store_at(tmp_path)
+    for ids in (IDS, MORE):
+        save(store, ids)
+    with store.parts.manifest.writing() as rows:
+        rows("UPDATE epochs SET record = ?", (b"damaged",))
+    for path in (tmp_path / "store" / "sessions").rglob("*.json"):
+        path.write_bytes(b"damaged")
+    for _ in range(2):
+        with pytest.raises(Refused, match="remove it, and begin it again"):
+            store.turns.newest(WHO, TALK)
+    with pytest.raises(Damaged):
+        store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
+    store.sessions.remove(WHO, TALK)
+    with pytest.raises(InputError):
+        store.sessions.remove(WHO, TALK)
+    assert store.turns.newest(WHO, TALK) is None
+    again = store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
+    assert again.epoch == 4 and store_at(tmp_path, home="b").turns.newest(WHO, TALK) is not None
