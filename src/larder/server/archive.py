@@ -16,8 +16,9 @@ import zstandard
 
 from larder.core.errors import InputError, LarderError
 from larder.engine.sampling import Sampling
+from larder.server.naming import NAME_CHARACTERS
 from larder.server.request import Turn
-from larder.server.sitting import ID, NAME_CHARACTERS, Asked, Said, Sitting
+from larder.server.sitting import ID, Asked, Said, Sitting
 
 FORMAT, VERSION = "larder session", 1
 MOST_BYTES = 2**26  # of the JSON: what a stranger's file may unpack to

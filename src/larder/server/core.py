@@ -11,6 +11,7 @@ from larder.core.errors import BudgetError
 from larder.engine.engine import Engine
 from larder.server.answering import Answering
 from larder.server.archive import Archived
+from larder.server.awaiting import Awaited
 from larder.server.budget import Purse
 from larder.server.chat_needs import turn_need
 from larder.server.chatting import Chatting
@@ -71,7 +72,7 @@ class Core:
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
         self.purse = Purse(self.ledger)
-        self.sessions = Sessions(engine.scribe, clock)
+        self.sessions, self.awaited = Sessions(engine.scribe, clock), Awaited()
         news = self.news = News(wake)
         rule, unload = EVICTIONS.load(eviction)(), self._unload
         self.tiers = Tiers(self.ledger, self.purse, rule, clock, vault, news, unload)
@@ -260,6 +261,8 @@ class Core:
     def _unload(self, sitting: Sitting) -> bool:
         """Have a session leave memory, with its forks, where the store has all of them; none that
         is pinned goes with one that is not."""
+        if self.awaited.has(sitting):
+            return False
         family = self.sessions.family(sitting)
         others = [each for each in family if each is not sitting]
         if any(each.is_in_memory or not each.is_safe for each in others):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -65,9 +66,11 @@ class LocalHub(Hub):
     def submit(self, request: Request, listener: Listener) -> Ticket:
         core, asked = self._core, self._core.clock()
         try:
-            self._recall(request.tenant, request.session, request.follows)
-            self._guess(request.tenant, self._names(request))
-            return self._thread.call(lambda: self._taken(request, listener, asked))
+            with self._having(request.tenant, request.session, request.follows):
+                names = self._names(request)
+                with core.awaited.these(request.tenant, *names):
+                    lost = self._guess(request.tenant, names)
+                    return self._thread.call(lambda: self._taken(request, listener, asked, lost))
         except Refusal as error:
             core.refused[error.code] += 1
             raise
@@ -98,12 +101,12 @@ class LocalHub(Hub):
         return tuple(sorted((*here, *kept), key=lambda view: -view.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTurns:
-        self._recall(tenant, name)
-        return self._thread.call(lambda: turns_of(self._core.find(tenant, name)))
+        with self._having(tenant, name):
+            return self._thread.call(lambda: turns_of(self._core.find(tenant, name)))
 
     def open(self, tenant: str, name: str, turns: Sequence[Turn] = ()) -> SessionView:
-        self._recall(tenant, name)
-        return self._thread.call(lambda: view_of(self._core.open(tenant, name, turns)))
+        with self._having(tenant, name):
+            return self._thread.call(lambda: view_of(self._core.open(tenant, name, turns)))
 
     def pin(self, tenant: str, name: str) -> SessionView:
         return self._pinned(tenant, name, True)
@@ -112,46 +115,47 @@ class LocalHub(Hub):
         return self._pinned(tenant, name, False)
 
     def release(self, tenant: str, name: str) -> SessionView:
-        self._recall(tenant, name)
-        return self._moved(lambda: self._core.release(tenant, name))
+        with self._having(tenant, name):
+            return self._moved(lambda: self._core.release(tenant, name))
 
     def prefetch(self, tenant: str, name: str) -> SessionView:
-        self._recall(tenant, name)
-        return self._moved(lambda: self._core.prefetch(tenant, name))
+        with self._having(tenant, name):
+            return self._moved(lambda: self._core.prefetch(tenant, name))
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
-        self._recall(tenant, name, new_name)
-        if new_name is None:
-            self._guess(tenant, self._family(tenant, name))
-        return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
+        with self._having(tenant, name, new_name):
+            if new_name is None:
+                self._guess(tenant, self._family(tenant, name))
+            return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
 
     def compact(self, tenant: str, name: str) -> SessionView:
-        self._recall(tenant, name)
-        view = self._moved(lambda: self._core.compact(tenant, name))
-        self._keeper.merge(tenant, name)
-        return view
+        with self._having(tenant, name):
+            view = self._moved(lambda: self._core.compact(tenant, name))
+            self._keeper.merge(tenant, name)
+            return view
 
     def export(self, tenant: str, name: str) -> bytes:
-        self._recall(tenant, name)
-        told = self._thread.call(lambda: archive.of(self._core.find(tenant, name)))
-        return archive.spelled(told, self._core.engine.loaded.decoder.spec.fingerprint)
+        with self._having(tenant, name):
+            told = self._thread.call(lambda: archive.of(self._core.find(tenant, name)))
+            return archive.spelled(told, self._core.engine.loaded.decoder.spec.fingerprint)
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
         told = self._core.recalling.read(data)
-        self._recall(tenant, name)
-        return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
+        with self._having(tenant, name):
+            return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
         own = self._keeper.branches(tenant, name) if root_of(name) == name else ()
-        lost = self._guess(tenant, (name, *own))  # what cannot be read can be gone
-        core = self._core
+        core, lost = self._core, list[str]()
 
         def removed() -> tuple[list[Future[None]], list[str]]:
             there = core.sessions.branches(tenant, name)
             leaving = [each for each in (name, *(there if branches else ())) if each not in lost]
             return core.remove(tenant, *leaving), [] if branches else there
 
-        gone, staying = self._thread.call(removed)
+        with core.awaited.these(tenant, name):
+            lost += self._guess(tenant, (name, *own))  # what cannot be read can be gone
+            gone, staying = self._thread.call(removed)
         for each in lost:
             if branches or each == name:
                 future = self._keeper.discard(tenant, each)
@@ -163,14 +167,13 @@ class LocalHub(Hub):
         return tuple(staying)
 
     def kept(self, tenant: str, name: str) -> Kept:
-        self._recall(tenant, name)
-
         def kept() -> Kept:
             sitting = self._core.find(tenant, name)
             held = kept_of(sitting)
             return replace(held, texts=self._pieces.texts(sitting.ids)) if held.tokens else held
 
-        return self._thread.call(kept)
+        with self._having(tenant, name):
+            return self._thread.call(kept)
 
     def stats(self) -> Stats:
         core = self._core
@@ -187,7 +190,10 @@ class LocalHub(Hub):
         """Set a tier's budget while serving; bytes above it that go as soon as answers are done."""
         return self._thread.call(lambda: self._core.tiers.lower(tier, count))
 
-    def _taken(self, request: Request, listener: Listener, asked: float) -> Ticket:
+    def _taken(
+        self, request: Request, listener: Listener, asked: float, lost: Sequence[str]
+    ) -> Ticket:
+        self._core.sessions.avoid(request.tenant, lost)
         ticket = self._core.submit(request, listener, asked)
         self._core.sessions.announce(request.tenant, request.steps)
         return ticket
@@ -205,6 +211,13 @@ class LocalHub(Hub):
             if found is not None:
                 told = recalling.read(found.data, "session")
                 self._thread.call(partial(recalling.take, tenant, name, found, told))
+
+    @contextmanager
+    def _having(self, tenant: str, *names: str | None) -> Iterator[None]:
+        """While sessions are in memory, where they are kept at all, and do not leave it."""
+        with self._core.awaited.these(tenant, *names):
+            self._recall(tenant, *names)
+            yield
 
     def _guess(self, tenant: str, names: Iterable[str]) -> list[str]:
         """The same of sessions that nobody has named; those that cannot be had."""
@@ -241,8 +254,6 @@ class LocalHub(Hub):
         return self._thread.call(lambda: view_of(sitting))
 
     def _pinned(self, tenant: str, name: str, is_pinned: bool) -> SessionView:
-        self._recall(tenant, name)
-
         def pin() -> tuple[Sitting, bool, Future[None] | None]:
             sitting = self._core.find(tenant, name)
             before, sitting.is_pinned = sitting.is_pinned, is_pinned
@@ -253,9 +264,10 @@ class LocalHub(Hub):
         def undo() -> None:
             sitting.is_pinned = before
 
-        sitting, before, written = self._thread.call(pin)
-        if written is not None:
-            if written.exception() is not None:
-                self._thread.call(undo)
-            written.result()
-        return self._thread.call(lambda: view_of(sitting))
+        with self._having(tenant, name):
+            sitting, before, written = self._thread.call(pin)
+            if written is not None:
+                if written.exception() is not None:
+                    self._thread.call(undo)
+                written.result()
+            return self._thread.call(lambda: view_of(sitting))

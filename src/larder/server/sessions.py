@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from larder.core.errors import UsageError
 from larder.server.matching import Matched, is_newest, matched, prompt_ids
-from larder.server.naming import branch, root_of
+from larder.server.naming import branch, checked, root_of
 from larder.server.refusals import busy, invalid, taken, unknown
 from larder.server.request import Request, Turn
 from larder.server.rule import Rule
-from larder.server.sitting import ID, NAME_CHARACTERS, Asked, Said, Sitting
+from larder.server.sitting import ID, Asked, Said, Sitting
 from larder.session.transcript import Scribe
 
 PREFIX_TOKENS = 16  # texts that differ sooner share nothing worth sharing
@@ -53,6 +53,7 @@ class Sessions:
         self._firsts: dict[tuple[str, int], dict[int, Sitting]] = defaultdict(dict)
         self._prefixes: dict[tuple[str, bytes], dict[int, Sitting]] = defaultdict(dict)
         self._indexed: dict[int, tuple[tuple[str, int], tuple[str, bytes]]] = {}
+        self._avoided: set[tuple[str, str]] = set()
         self._count = 0
 
     def __iter__(self) -> Iterator[Sitting]:
@@ -90,7 +91,7 @@ class Sessions:
         Raises:
             Refusal: the name is taken, or none.
         """
-        name = f"s-{secrets.token_hex(8)}" if name is None else _checked(name)
+        name = f"s-{secrets.token_hex(8)}" if name is None else checked(name)
         if (tenant, name) in self._sittings:
             raise taken(name)
         self._count += 1
@@ -105,8 +106,8 @@ class Sessions:
         number = len(self.family(source))
         while name is None:
             number += 1
-            tried = branch(source.root, number)
-            name = None if (source.tenant, tried) in self._sittings else tried
+            tried = source.tenant, branch(source.root, number)
+            name = None if tried in self._sittings or tried in self._avoided else tried[1]
         made = self.open(source.tenant, name, rule)
         made.said, made.origin = list(source.said[:exchanges]), source
         made.opening = () if exchanges else source.opening
@@ -119,6 +120,10 @@ class Sessions:
         keys = (tenant, list(_rolling(first.turns))[-1]), _prefix(tenant, first.prompt)
         self._indexed[sitting.key] = keys
         self._firsts[keys[0]][sitting.key] = self._prefixes[keys[1]][sitting.key] = sitting
+
+    def avoid(self, tenant: str, names: Iterable[str]) -> None:
+        """No branch is to have these names: sessions that have them cannot be had."""
+        self._avoided.update((tenant, name) for name in names)
 
     def announce(self, tenant: str, steps: Mapping[str, int]) -> None:
         """Somebody knows in how many steps of a workflow sessions are asked again, by name."""
@@ -288,13 +293,3 @@ def _leave(index: dict[tuple, dict[int, Sitting]], key: tuple, sitting: Sitting)
     index.get(key, {}).pop(sitting.key, None)
     if key in index and not index[key]:
         del index[key]
-
-
-def _checked(name: str) -> str:
-    if not 0 < len(name) <= NAME_CHARACTERS or not name.isprintable():
-        raise invalid(
-            f"A session's name has 1 to {NAME_CHARACTERS} printable characters, got "
-            f"{len(name)} characters: take a shorter or plainer one.",
-            "session",
-        )
-    return name

@@ -26,7 +26,6 @@ ID = "i"  # of an array: a token id takes four bytes
 PAUSES = 16
 OVERHEAD_BYTES = 1024  # of a session in memory, beside its texts and tokens
 ASSISTANT = "assistant"
-NAME_CHARACTERS = 255
 
 
 @dataclass(frozen=True)
