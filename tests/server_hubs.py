@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
+import pytest
+
+from larder.core.errors import StoreError, StoreSlow
 from larder.engine.engine import Engine
 from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
@@ -19,6 +22,7 @@ from larder.store.store import Store
 from server_core import Client
 
 SECRET = b"s" * 32
+SLOW = StoreSlow("The disk is slow: see to it.")
 
 
 def keeper_in(folder: Path, loaded: Loaded) -> Persisting:
@@ -66,3 +70,30 @@ def ask(hub: LocalHub, turns: list[Turn], name: str | None = None) -> Client:
     hub.submit(Request("a", tuple(turns), name, max_new_tokens=2), client)
     assert client.over.wait(30)
     return client
+
+
+@contextmanager
+def unheard(keeper: Persisting, method: str = "append") -> Iterator[None]:
+    """While what is written comes about, and nobody hears of it."""
+    turns = keeper._store.turns
+    write = getattr(turns, method)
+
+    def late(*given: object) -> None:
+        write(*given)
+        raise SLOW
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, method, late)
+        yield
+
+
+@contextmanager
+def failing(part: object, method: str, error: StoreError) -> Iterator[None]:
+    """While nothing of this comes about."""
+
+    def fail(*given: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, method, fail)
+        yield

@@ -62,17 +62,6 @@ def test_20_two_servers_do_not_both_write_a_session(small: Loaded, tmp_path: Pat
     assert len(kept_said(small, tmp_path)) == 3
 
 
-def test_a_write_that_was_given_up_and_came_about_supersedes_nothing(
-    small: Loaded, tmp_path: Path
-) -> None:
-    served = Served(small, keeper=kept_in(tmp_path, small))
-    turns = talk(served)
-    served.core.find("a", "x").written -= 1  # as if nobody had heard of the latest write
-    more = answered(turns, served.ask(turns, "x"), "Really?")
-    assert served.ask(more, "x").told.session == "x"
-    assert len(kept_said(small, tmp_path)) == 4
-
-
 def kept_said(small: Loaded, folder: Path) -> list[object]:
     return list(Served(small, keeper=kept_in(folder, small)).core.find("a", "x").said)
 

@@ -85,17 +85,6 @@ def read(data: bytes, fingerprint: str, vocabulary: int) -> Archived:
     return Archived(root, opening, said)
 
 
-def goes_on(data: bytes, other: bytes) -> bool:
-    """Whether a session begins with all that has been said in another one.
-
-    Raises:
-        InputError: either is not what was written.
-    """
-    mine, its = _document(data), _document(other)
-    said = its.pop("said")
-    return {**mine, "said": mine["said"][: len(said)]} == {**its, "said": said}
-
-
 def _document(data: bytes) -> dict[str, Any]:
     try:
         with zstandard.ZstdDecompressor().stream_reader(data) as stream:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 from larder.core.errors import (
@@ -23,6 +24,7 @@ from larder.core.errors import (
 )
 from larder.core.spec import ModelSpec
 from larder.server import archive
+from larder.server.fencing import Fencing
 from larder.server.hub import SessionView
 from larder.server.keeper import ANSWERED, PAUSES, Keeper, Recalled
 from larder.server.known import Known
@@ -51,6 +53,7 @@ class Persisting(Keeper):
 
     def __init__(self, store: Store, spec: ModelSpec) -> None:
         self._store, self._fingerprint = store, spec.fingerprint
+        self._fencing = Fencing(store)
         self._pool = ThreadPoolExecutor(1, "larder writing")  # so turns follow each other
         self._names: dict[str, Known] = defaultdict(Known)  # by tenant, once it was asked for
         self._naming = threading.Lock()
@@ -66,13 +69,12 @@ class Persisting(Keeper):
     ) -> Future[Record]:
         """Have a cache stand with its session. From any thread."""
 
-        def attached() -> Record:
-            own = sitting.tenant, sitting.name
-            record = self._store.turns.attach(*own, prepared, sitting.written, labels)
-            sitting.written = record.epoch
-            return record
+        own = sitting.tenant, sitting.name
 
-        return self._pool.submit(attached)
+        def attached(epoch: int, mark: Mapping[str, str]) -> Record:
+            return self._store.turns.attach(*own, prepared, epoch, {**labels, **mark})
+
+        return self._pool.submit(self._fencing.write, sitting, attached)
 
     def recall(self, tenant: str, name: str) -> Recalled | None:
         """A session as it was written last; None where there is none.
@@ -156,37 +158,25 @@ class Persisting(Keeper):
             **noted,
             PINNED: YES if sitting.is_pinned else NO,
         }
-        turn = Written(ids, archive.spelled(told, self._fingerprint), labels)
+        transcript = archive.spelled(told, self._fingerprint)
+
+        def appended(epoch: int, mark: Mapping[str, str]) -> Record:
+            turn = Written(ids, transcript, {**labels, **mark})
+            return self._store.turns.append(*own, turn, epoch)
+
         try:
-            record = self._appended(*own, turn, sitting.written)
+            self._fencing.write(sitting, appended)
         except Superseded as error:
             sitting.is_stale = True
             raise superseded(sitting.name) from error
         except (BudgetError, StoreError) as error:
-            self.failed[type(error).__name__] += 1
-            self._store.parts.refusals.note_error(error)
+            self._note(error)
             return
-        sitting.written, sitting.logged = record.epoch, len(told.said)
+        sitting.logged = len(told.said)
         with self._naming:
             known = self._names.get(sitting.tenant)
         if known is not None:  # else nothing was looked up, and need not be
             known.add(sitting.name, first, whole)
-
-    def _appended(self, tenant: str, name: str, turn: Written, expected: int) -> Record:
-        """Raises: Superseded: the newest state is none that this turn goes on from."""
-        turns = self._store.turns
-        try:
-            return turns.append(tenant, name, turn, expected)
-        except Superseded as error:
-            # A write that was given up as too late may have come about after all.
-            try:
-                newest, data = turns.newest(tenant, name) or (None, b"")
-                goes_on = newest is not None and archive.goes_on(turn.transcript, data)
-            except (Refused, InputError):
-                raise error from None
-            if newest is None or not goes_on:
-                raise
-            return turns.append(tenant, name, turn, newest.epoch)
 
     def _rolling(self, turns: Iterable[Turn]) -> Iterator[str]:
         """A number for each beginning of some messages, by which nobody else can tell them; equal
@@ -198,31 +188,43 @@ class Persisting(Keeper):
 
     def _pin(self, sitting: Sitting) -> None:
         """Raises: Refusal: somebody else has gone on with it meanwhile, or it cannot be written."""
-        if not sitting.written:  # it is written with the first turn
-            return
         own, said = (sitting.tenant, sitting.name), YES if sitting.is_pinned else NO
+
+        def labeled(epoch: int, mark: Mapping[str, str]) -> Record:
+            return self._store.turns.label(*own, {PINNED: said, **mark}, epoch)
+
         try:
-            record = self._store.turns.label(*own, {PINNED: said}, sitting.written)
+            if sitting.written or self._fencing.catches_up(sitting):  # else the first turn says so
+                self._fencing.write(sitting, labeled)
         except Superseded as error:
             raise superseded(sitting.name) from error
-        except (BudgetError, Refused, StoreError) as error:
-            self.failed[type(error).__name__] += 1
-            self._store.parts.refusals.note_error(error)
+        except (BudgetError, StoreError) as error:
+            self._note(error)
             raise Refusal(
                 f"Whether session {sitting.name!r} is pinned cannot be written now: try again; the "
                 "server's log says why.",
                 503,
                 "session_unwritten",
             ) from error
-        sitting.written = record.epoch
 
     def _remove(self, sitting: Sitting) -> None:
-        if sitting.written:
-            self._discard(sitting.tenant, sitting.name)
+        """Raises: BudgetError, StoreError: the store has it, or may have it."""
+        try:
+            self._fencing.remove(sitting)
+        except (BudgetError, StoreError) as error:
+            if sitting.written or sitting.tried:
+                raise
+            self._note(error)
+        self._lose(sitting.tenant, sitting.name)
 
     def _discard(self, tenant: str, name: str) -> None:
-        self._store.sessions.remove(tenant, name)
+        with suppress(InputError):  # there is none any more
+            self._store.sessions.remove(tenant, name)
         self._lose(tenant, name)
+
+    def _note(self, error: LarderError) -> None:
+        self.failed[type(error).__name__] += 1
+        self._store.parts.refusals.note_error(error)
 
     def _lose(self, tenant: str, name: str) -> None:
         with self._naming:

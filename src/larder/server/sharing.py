@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from larder.core.errors import StoreError
+from larder.server.fencing import Fencing
 from larder.server.hub import SessionView
 from larder.server.keeper import Keeper, Recalled
 from larder.server.refusals import held, superseded
@@ -37,7 +38,7 @@ class Sharing(Keeper):
     """
 
     def __init__(self, keeper: Keeper, store: Store, claims: Claims) -> None:
-        self._keeper, self._store, self._claims = keeper, store, claims
+        self._keeper, self._claims, self._fencing = keeper, claims, Fencing(store)
         self._held: dict[int, Claim] = {}
         self.failed: Counter[str] = Counter()
 
@@ -90,8 +91,7 @@ class Sharing(Keeper):
         if sitting.owed:  # what is on its way is this server's
             return False
         try:
-            own = sitting.tenant, sitting.name
-            return self._store.sessions.has_moved(*own, sitting.written)
+            return self._fencing.is_behind(sitting)
         except StoreError as error:
             self._note(error)
             return False

@@ -122,6 +122,7 @@ class Sitting:
         owed: what is on its way to the store.
         logged: how many exchanges are written there.
         written: the epoch under which it outlives the process; 0 where it does not.
+        tried: the mark of states behind that one which may have been written unheard; or nothing.
         is_new: a request has made it, and nothing was said in it yet: it goes with the request.
         is_stale: somebody else has gone on with it: what is here is not used any more.
         is_answering: a request is waiting for it, or running.
@@ -169,6 +170,7 @@ class Sitting:
     uses: int = 0
     epoch: int = 0
     written: int = 0
+    tried: str = ""
     host: Reservation | None = None
     log: Reservation | None = None
 

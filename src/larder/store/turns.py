@@ -206,6 +206,14 @@ class Turns:
             reason = parts.refusals.note_error(error)
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
 
+    def head(self, principal: str, name: str) -> Record | None:
+        """What is written of a session's newest state; None where there is none.
+
+        Raises:
+            StoreError: it cannot be told.
+        """
+        return self._parts.heads.head(*self._keys(principal, name))
+
     def has_cache(self, record: Record) -> bool:
         """Whether a session's cache was saved and has not left since."""
         return bool(record.spans) and not self._parts.shelves.holdings.has_left(record)
