@@ -14,6 +14,7 @@ from larder.store.blobs import Blobs, Ref, path_of
 from larder.store.deadline import Guard
 from larder.store.digests import digest_of
 from larder.store.places import TEMPORARY, Place, place_at
+from larder.store.remote import RemotePlace
 from store.places import FULL, READ_ONLY, Faulty, refusing
 
 DATA = b"some bytes"
@@ -137,3 +138,22 @@ def test_a_folder_that_knows_no_links(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "link", refuse)
     test_create_refuses_what_is_there(place_at(str(tmp_path)))
+
+
+class ClientError(Exception):
+    """As clients of object stores have them, which know nothing of ours."""
+
+
+@pytest.mark.parametrize("act", ["create", "replace", "read", "size", "remove", "listing"])
+def test_errors_of_a_client_are_the_disks(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    def fails(*told: object, **named: object) -> None:
+        raise ClientError("Could not connect to the endpoint.")
+
+    place = place_at(f"memory://{uuid4().hex}")
+    assert isinstance(place, RemotePlace)
+    for name in ("pipe_file", "cat_file", "size", "rm_file", "find"):
+        monkeypatch.setattr(place._system, name, fails)
+    told = {"create": ("a", b"x"), "replace": ("a", b"x"), "listing": ("a",)}
+    with pytest.raises(StoreError, match="ClientError: Could not connect to the endpoint"):
+        guard = Guard("disk")
+        guard.call(lambda: list(getattr(place, act)(*told.get(act, ("a",))) or ()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from datetime import datetime
+from types import TracebackType
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -34,26 +35,30 @@ class RemotePlace(Place):
         self._is_atomic = url.partition("://")[0] in ATOMIC
 
     def create(self, path: str, data: bytes) -> None:
-        if self._is_atomic:
-            self._system.pipe_file(self._at(path), data, mode="create")
-            return
-        if self._system.exists(self._at(path)):
-            raise FileExistsError(self._at(path))
-        self._moved(path, data)
+        with _Client():
+            if self._is_atomic:
+                self._system.pipe_file(self._at(path), data, mode="create")
+                return
+            if self._system.exists(self._at(path)):
+                raise FileExistsError(self._at(path))
+            self._moved(path, data)
 
     def replace(self, path: str, data: bytes) -> None:
-        if self._is_atomic:
-            self._system.pipe_file(self._at(path), data)
-            return
-        self._moved(path, data)
+        with _Client():
+            if self._is_atomic:
+                self._system.pipe_file(self._at(path), data)
+                return
+            self._moved(path, data)
 
     def read(self, path: str) -> bytes:
-        return self._system.cat_file(self._at(path))
+        with _Client():
+            return self._system.cat_file(self._at(path))
 
     def size(self, path: str) -> int | None:
         try:
-            self._system.invalidate_cache()
-            return int(self._system.size(self._at(path)))
+            with _Client():
+                self._system.invalidate_cache()
+                return int(self._system.size(self._at(path)))
         except FileNotFoundError:
             return None
 
@@ -63,14 +68,16 @@ class RemotePlace(Place):
 
     def remove(self, path: str) -> None:
         try:
-            self._system.rm_file(self._at(path))
+            with _Client():
+                self._system.rm_file(self._at(path))
         except FileNotFoundError:
             return
 
     def listing(self, folder: str) -> Iterator[Entry]:
-        self._system.invalidate_cache()
         try:
-            found = self._system.find(self._at(folder), detail=True)
+            with _Client():
+                self._system.invalidate_cache()
+                found = self._system.find(self._at(folder), detail=True)
         except FileNotFoundError:
             return
         for name, told in found.items():
@@ -86,6 +93,23 @@ class RemotePlace(Place):
         self._system.makedirs(self._at(path).rpartition("/")[0], exist_ok=True)
         self._system.pipe_file(temporary, data)
         self._system.mv(temporary, self._at(path))
+
+
+class _Client:
+    """While a file system's client is asked: it may have errors of its own, which are passed on as
+    the operating system's."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and kind.__module__.partition(".")[0] not in ("builtins", "larder"):
+            raise OSError(f"{kind.__name__}: {error}") from error
 
 
 def _opened(url: str) -> tuple[Any, str]:

@@ -296,13 +296,3 @@ def test_who_is_far_finds_an_open_server_closed() -> None:
     assert asyncio.run(ask("10.0.0.7")) == asyncio.run(ask("127.0.0.1", **far)) == 403
     for origin in ("https://elsewhere.example", "null"):
         assert asyncio.run(ask("127.0.0.1", origin=origin)) == 403
-
-
-def test_deleting_a_session_tells_of_its_branches(http: httpx2.Client, served: Running) -> None:
-    for name in ("x", "x~2", "y"):
-        http.post("/v1/chat/completions", json=chat(name, session_id=name))
-    assert http.delete("/v1/sessions/x").json()["branches"] == ["x~2"]
-    http.post("/v1/chat/completions", json=chat("x", session_id="x"))
-    assert http.delete("/v1/sessions/x", params={"branches": "true"}).json()["branches"] == []
-    assert [each["id"] for each in http.get("/v1/sessions").json()["data"]] == ["y"]
-    error(http.delete("/v1/sessions/y", params={"branches": "perhaps"}), 400)
