@@ -8,6 +8,7 @@ import pytest
 
 from larder.models.loading import Loaded
 from larder.server.request import Refusal, Turn
+from larder.server.web.gauges import Gauges
 from server_core import Served, answered, characters, told
 from server_hubs import ask, flip, hub_in, keeper_in
 
@@ -33,7 +34,7 @@ def test_sessions_of_another_model_are_not_meant(
     turns = talk(small, tmp_path)
     with hub_in(tmp_path, other) as hub:
         assert ask(hub, turns).told.session != "x"
-        assert not hub._core.recalling.passed_over
+        assert not hub.stats().passed_over
         with pytest.raises(Refusal, match="another model"):
             ask(hub, turns, "x")
     with hub_in(tmp_path, small) as hub:
@@ -56,11 +57,14 @@ def test_what_was_only_guessed_refuses_no_request(
     if reason == "kv_budget_exceeded":
         monkeypatch.setattr(served.core.tiers, "weigh", lambda sitting: sitting.name != "x")
     assert served.ask(turns).told.session != "x"
-    assert served.core.recalling.passed_over == {reason: 1}
+    assert served.core.recalling.passed_over.told() == {reason: 1}
     if reason != "kv_budget_exceeded":
         with hub_in(tmp_path, loaded) as hub:
             assert ask(hub, turns).told.session != "x"
-            assert hub._core.recalling.passed_over == {reason: 1}
+            assert hub.stats().passed_over == {reason: 1}
+            line = f'larder_sessions_passed_over_total{{reason="{reason}"}} 1.0'
+            assert line in Gauges(hub).text().decode().splitlines()
+            assert reason not in Gauges(hub).text_as_vllm("any").decode()
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])

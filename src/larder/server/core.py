@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from time import monotonic
@@ -15,6 +14,7 @@ from larder.server.awaiting import Awaited
 from larder.server.budget import Purse
 from larder.server.chat_needs import turn_need
 from larder.server.chatting import Chatting
+from larder.server.counts import Counts
 from larder.server.directory import Directory
 from larder.server.job import Job, Times
 from larder.server.keeper import Keeper
@@ -90,7 +90,7 @@ class Core:
         self._keeper, self._looks, own = keeper, lookup is None, (rules, self._weighed)
         self.recalling = Recalling(decoder, self.sessions, lookup or keeper.recall, *own)
         self._refreshing = Recalling(decoder, self.sessions, keeper.recall, *own)
-        self.refused: Counter[str] = Counter()
+        self.refused = Counts()
 
     @property
     def context(self) -> int:

@@ -23,6 +23,7 @@ def counted(
     tiers: Tiers,
     sittings: Iterable[Sitting],
     refused: Mapping[str, int],
+    passed_over: Mapping[str, int],
 ) -> Stats:
     """What the parts of a server have counted so far, and hold now."""
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
@@ -37,7 +38,8 @@ def counted(
         running=len(scheduler.running) + len(scheduler.ending),
         waiting=len(scheduler.queue),
         done=dict(scheduler.done),
-        refused=dict(refused),
+        refused=refused,
+        passed_over=passed_over,
         steps=scheduler.steps,
         blocks=scheduler.blocks,
         prompt_tokens=sums["prompt_tokens"],

@@ -72,7 +72,7 @@ class LocalHub(Hub):
                     lost = self._guess(request.tenant, names)
                     return self._thread.call(lambda: self._taken(request, listener, asked, lost))
         except Refusal as error:
-            core.refused[error.code] += 1
+            core.refused.note(error.code)
             raise
 
     def models(self) -> tuple[Served, ...]:
@@ -177,8 +177,9 @@ class LocalHub(Hub):
 
     def stats(self) -> Stats:
         core = self._core
-        told = core.scheduler, core.ledger, core.purse, core.tiers, core.sessions, core.refused
-        return self._thread.call(lambda: counted(*told))
+        told = core.scheduler, core.ledger, core.purse, core.tiers, core.sessions
+        others = core.refused.told(), core.recalling.passed_over.told()
+        return self._thread.call(lambda: counted(*told, *others))
 
     def is_healthy(self) -> bool:
         return self._thread.is_alive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from larder.core.errors import InputError
 from larder.models.decoder import Decoder
 from larder.server import archive
 from larder.server.archive import Archived
+from larder.server.counts import Counts
 from larder.server.keeper import ANSWERED, PAUSES, Recalled
 from larder.server.refusals import invalid
 from larder.server.request import Refusal
@@ -44,7 +44,7 @@ class Recalling:
     ) -> None:
         self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
         self._rules, self._weigh = rules, weigh
-        self.passed_over: Counter[str] = Counter()
+        self.passed_over = Counts()
 
     def recall(self, tenant: str, *names: str | None) -> None:
         """Have sessions be in memory that are kept elsewhere."""
@@ -70,7 +70,7 @@ class Recalling:
         try:
             yield
         except Refusal as error:
-            self.passed_over[error.code] += 1
+            self.passed_over.note(error.code)
             LOG.info("Session %r may be meant, and is passed over: %s", name, error)
 
     def read(self, data: bytes, param: str | None = None) -> Archived:

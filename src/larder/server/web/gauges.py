@@ -139,6 +139,8 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counter("ssd_written_bytes", "Bytes written to disk.", stats.written_bytes)
     yield _counted("request_success", "Requests by their end.", "finished_reason", stats.done)
     yield _counted("admission_rejections", "Requests refused.", "code", stats.refused)
+    told = "Sessions that may have been meant, and could not be had."
+    yield _counted("sessions_passed_over", told, "reason", stats.passed_over)
     yield _counted("kv_parked", "Caches moved to a slower tier.", "tier", stats.parked)
     yield _counted("kv_restored", "Caches brought back.", "tier", stats.restored)
     yield _counted("restore_rejected", "Saved caches not taken.", "reason", stats.rejected)
