@@ -235,7 +235,8 @@ def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage:
     assert Manifest(path, SECRET).sessions() == []
 
 
-def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", [1, 2])
+def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema: int) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     holdings, path = Holdings(heads.manifest), heads.manifest.path
@@ -244,15 +245,16 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path) -> Non
     told = holdings.totals()
     heads.manifest.close()
     before = sqlite3.connect(path, isolation_level=None)
-    before.executescript(
-        "DROP TABLE totals; DROP TRIGGER blob_came; DROP TRIGGER blob_went; PRAGMA user_version = 1"
-    )
+    before.executescript(f"DROP TABLE leaving; PRAGMA user_version = {schema};")
+    if schema == 1:
+        before.executescript("DROP TABLE totals; DROP TRIGGER blob_came; DROP TRIGGER blob_went;")
     before.close()
     again = heads_at(tmp_path)
     assert again.head(*OWN) == a_record(1)
     holdings = Holdings(again.manifest)
     assert holdings.totals() == told == {"a": 3, "b": 3}
-    assert holdings.given_up(a_ref("x").digest, 0.0, 0.0, len) == ("a", 1, 64)
+    assert holdings.given_up(a_ref("x").digest, 0.0, 0.0, 1.0)
+    assert holdings.gone(a_ref("x").digest, 1.0) == ("a", 1)
     assert holdings.totals() == {"a": 2, "b": 3}
 
 

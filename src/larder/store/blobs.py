@@ -92,30 +92,44 @@ class Blobs:
         """Bytes of what lies under a blob's name; None where nothing does."""
         return self._guard.call(self.place.size, path_of(digest))
 
-    def is_aside(self, digest: str) -> bool:
-        """Whether a damaged blob of that name lies out of the way."""
-        path = f"{ASIDE}/{path_of(digest).rpartition('/')[2]}"
-        return self._guard.call(self.place.size, path) is not None
+    def delete(self, digest: str, ended: Callable[[], None] = nothing) -> tuple[int, bool]:
+        """Remove a blob; its bytes, and whether a damaged one lies out of the way instead.
 
-    def delete(self, digest: str) -> None:
-        """Remove a blob; nothing happens where there is none."""
-        self._guard.call(self.place.remove, path_of(digest))
+        Args:
+            ended: as in `Guard.call`.
+
+        Raises:
+            StoreSlow: it took too long; the blob may go later.
+            StoreError: the disk fails.
+        """
+        return self._guard.call(self._remove, path_of(digest), ended=ended)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every blob by digest."""
         entries = self._guard.call(self._listed, FOLDER)
         return {digest: entry.bytes for entry in entries if (digest := named(entry.path))}
 
-    def sweep(self, live: Collection[str], grace_seconds: float) -> int:
+    def sweep(
+        self,
+        live: Collection[str],
+        grace_seconds: float,
+        delete: Callable[[Ref], int] | None = None,
+    ) -> int:
         """Remove blobs that nothing refers to, and temporary files; the bytes that are freed.
 
         Args:
             live: digests that are referred to.
             grace_seconds: how long what is not yet referred to may be in the making.
+            delete: by which blobs go that may go, and what that frees; None for any.
         """
         keep, before, freed = frozenset(live), self._clock() - grace_seconds, 0
         for entry in self._guard.call(self._listed, FOLDER, TEMPORARY):
-            if named(entry.path) not in keep and entry.modified <= before:
+            digest = named(entry.path)
+            if digest in keep or entry.modified > before:
+                continue
+            if digest and delete is not None:
+                freed += delete(Ref(digest, entry.bytes))
+            else:
                 self._guard.call(self.place.remove, entry.path)
                 freed += entry.bytes
         return freed
@@ -125,6 +139,14 @@ class Blobs:
             self.place.touch(path, data)  # so that a sweep leaves it until it is referred to
         else:
             self.place.replace(path, data)
+
+    def _remove(self, path: str) -> tuple[int, bool]:
+        there = self.place.size(path)
+        if there is None:
+            aside = f"{ASIDE}/{path.rpartition('/')[2]}"
+            return 0, self.place.size(aside) is not None
+        self.place.remove(path)
+        return there, False
 
     def _listed(self, *folders: str) -> list[Entry]:
         return [entry for folder in folders for entry in self.place.listing(folder)]

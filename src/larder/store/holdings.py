@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
-from larder.core.errors import BudgetError, StoreError
+from larder.core.errors import BudgetError
 from larder.store.blobs import Ref
 from larder.store.manifest import Manifest
 from larder.store.records import Record
 
-Deleted = TypeVar("Deleted")
+LEAVING_SECONDS = 600.0  # for which it is believed that a blob is being deleted, until said again
 NEEDED = "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks WHERE digest = ?"
 
 
@@ -58,6 +58,9 @@ class Holdings:
             for (digest,) in known:
                 if digest not in there:
                     rows("DELETE FROM blobs WHERE digest = ?", (digest,))
+            rows(
+                "DELETE FROM leaving WHERE since <= ?", (self._manifest.clock() - LEAVING_SECONDS,)
+            )
 
     def live(self, since: float = math.inf) -> set[str]:
         """Digests of every blob that something needs, or that somebody has put since then."""
@@ -89,8 +92,8 @@ class Holdings:
         with self._manifest.reading() as rows:
             return bool(rows(NEEDED, (digest, digest)))
 
-    def touched(self, digest: str, now: float) -> None:
-        """A blob that is there is about to be needed.
+    def touched(self, digest: str, now: float) -> bool:
+        """A blob that is there is about to be needed; False where it is being deleted.
 
         One that another machine has written has no place in this index, and is given none.
 
@@ -98,38 +101,81 @@ class Holdings:
             now: by which who says it knows later whether somebody else has said so since.
         """
         with self._manifest.writing() as rows:
+            if _is_leaving(rows, digest, now - LEAVING_SECONDS):
+                return False
+            rows("DELETE FROM leaving WHERE digest = ?", (digest,))  # of a process that is no more
             rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
+        return True
 
-    def given_up(
-        self, digest: str, own: float, before: float, delete: Callable[[str], Deleted]
-    ) -> tuple[str, int, Deleted] | None:
-        """Forget a blob and delete it; in whose name it was kept, its bytes, and what that tells.
+    def given_up(self, digest: str, own: float, before: float, now: float) -> bool:
+        """Note that a blob is about to be deleted: from then on it counts as not there.
 
-        None where that must not be: something needs it, or somebody else has put it since. Who is
-        about to need it meanwhile waits, and then finds it gone: between the two it would be there.
+        False where that must not be: something needs it, or somebody else has put it since. Its
+        bytes count until `gone` is told.
 
         Args:
             own: when who asks has put it.
             before: what others have put until then is in the making no more.
-            delete: given the digest; where it fails, the blob is not forgotten.
+            now: what the note is known by.
         """
-        try:
-            with self._manifest.writing() as rows:
-                if rows(NEEDED, (digest, digest)):
-                    return None
-                found = rows(
-                    "DELETE FROM blobs WHERE digest = ? AND (written = ? OR written <= ?) "
-                    "RETURNING tenant, bytes",
-                    (digest, own, before),
-                )
-                return (*found[0], _deleted(digest, delete)) if found else None
-        except _Failed as failed:
-            raise failed.error from failed
+        asked = "SELECT 1 FROM blobs WHERE digest = ? AND (written = ? OR written <= ?)"
+        return self._leaves(digest, now, now - LEAVING_SECONDS, asked, (digest, own, before))
+
+    def orphaned(self, digest: str, since: float, now: float) -> bool:
+        """As `given_up`, of a blob that nobody has put since then, whoever has put it before.
+
+        Nor was it noted since then that somebody else deletes it.
+        """
+        asked = "SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE digest = ? AND written > ?)"
+        noted = max(since, now - LEAVING_SECONDS)
+        return self._leaves(digest, now, noted, asked, (digest, since))
+
+    def gone(self, digest: str, noted: float) -> tuple[str, int] | None:
+        """A blob is deleted; in whose name it was kept and its bytes, if this machine has put it.
+
+        Args:
+            noted: when that was to be.
+        """
+        with self._manifest.writing() as rows:
+            if not self._over(rows, digest, noted):
+                return None  # it took so long that somebody else has settled it
+            found = rows("DELETE FROM blobs WHERE digest = ? RETURNING tenant, bytes", (digest,))
+        return found[0] if found else None
+
+    def remains(self, digest: str, noted: float) -> None:
+        """A deletion is over, whatever has become of the blob."""
+        with self._manifest.writing() as rows:
+            self._over(rows, digest, noted)
+
+    def still_leaves(self, digest: str, noted: float, now: float) -> None:
+        """A deletion that was noted is not over yet."""
+        with self._manifest.writing() as rows:
+            rows(
+                "UPDATE leaving SET since = ? WHERE digest = ? AND since = ?", (now, digest, noted)
+            )
+
+    def _leaves(
+        self, digest: str, now: float, noted: float, asked: str, given: tuple[Any, ...]
+    ) -> bool:
+        with self._manifest.writing() as rows:
+            is_needed = rows(NEEDED, (digest, digest))
+            if is_needed or _is_leaving(rows, digest, noted) or not rows(asked, given):
+                return False
+            rows("INSERT OR REPLACE INTO leaving VALUES (?, ?)", (digest, now))
+        return True
+
+    def _over(self, rows: Callable[..., list[Any]], digest: str, noted: float) -> bool:
+        own = "DELETE FROM leaving WHERE digest = ? AND since = ? RETURNING 1"
+        return bool(rows(own, (digest, noted)))
 
     def put_at(self, digest: str) -> float | None:
-        """When a process of this machine has put a blob last; None where none has."""
+        """When a process of this machine has put a blob last; None where none has, or it leaves."""
         with self._manifest.reading() as rows:
-            found = rows("SELECT written FROM blobs WHERE digest = ?", (digest,))
+            found = rows(
+                "SELECT written FROM blobs WHERE digest = ? AND NOT EXISTS "
+                "(SELECT 1 FROM leaving WHERE leaving.digest = blobs.digest)",
+                (digest,),
+            )
         return found[0][0] if found else None
 
     def put_since(self, since: float) -> set[str]:
@@ -160,15 +206,5 @@ class Holdings:
         return None
 
 
-class _Failed(Exception):
-    """A disk's failure on its way through the index, which is not to be taken for its own."""
-
-    def __init__(self, error: StoreError) -> None:
-        self.error = error
-
-
-def _deleted(digest: str, delete: Callable[[str], Deleted]) -> Deleted:
-    try:
-        return delete(digest)
-    except StoreError as error:
-        raise _Failed(error) from error
+def _is_leaving(rows: Callable[..., list[Any]], digest: str, since: float) -> bool:
+    return bool(rows("SELECT 1 FROM leaving WHERE digest = ? AND since > ?", (digest, since)))

@@ -12,10 +12,12 @@ from larder.store.account import Account
 from larder.store.blobs import Ref
 from larder.store.counted import Counted
 from larder.store.deadline import Guard
+from larder.store.deletions import Deletions
 from larder.store.digests import digest_of
 from larder.store.holdings import Holdings
 from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
 from larder.store.manifest import Manifest
+from larder.store.tables import BUSY_SECONDS
 from larder.store.vault import Vault
 
 DAY_SECONDS = 86400
@@ -46,6 +48,8 @@ class Shelves:
         self.holdings = Holdings(manifest)
         self._manifest = manifest
         self._account = Account(place, guard, manifest, self.holdings, ledger)
+        waits = min(guard.patience.seconds, BUSY_SECONDS)
+        self._deletions = Deletions(self.blobs, self.holdings, manifest.clock, waits)
         self.make_room: Callable[[str, int], None] = lambda tenant, count: None
         self._written_bytes = written_bytes
         self._lock = threading.RLock()
@@ -79,6 +83,7 @@ class Shelves:
 
     def settle(self) -> None:
         """Count what index and records have become."""
+        self._deletions.settle()
         self._account.settle()
 
     def reserved(self, tenant: str, count: int) -> Reservation:
@@ -104,10 +109,8 @@ class Shelves:
     def evict(self, refs: Iterable[Ref]) -> None:
         """Delete caches that have made room, whoever has put them: their texts are read again."""
         for ref in dict.fromkeys(refs):
-            with self._lock:
-                if not self._drop(ref) and not self._is_needed(ref) and self._is_foreign(ref):
-                    self.blobs.delete(ref.digest)
-                    self._account.goes_of_others(ref)
+            if not self._drop(ref) and self.blobs.has(ref):
+                self._drop_orphan(ref, NEVER)
 
     def sweep(self, live: Iterable[str], grace_seconds: float = GRACE_SECONDS) -> int:
         """Delete what nothing refers to, found by looking at every blob.
@@ -121,13 +124,14 @@ class Shelves:
             self._own = {digest: at for digest, at in self._own.items() if at > before}
             since = self._manifest.clock() - grace_seconds
             keep = {*live, *self.holdings.live(since), *self._making}
-            freed = self.blobs.sweep(keep, grace_seconds)
+        freed = self.blobs.sweep(keep, grace_seconds, lambda ref: self._drop_orphan(ref, since))
+        with self._lock:
             self._count(grace_seconds)
         return freed
 
     def hold(self, ref: Ref, tenant: str, data: bytes) -> None:
         """Write a blob, under its budget, unless it is there."""
-        self.touch(ref.digest)
+        self._deletions.await_end(ref.digest, self.touch)
         if self.blobs.has(ref):
             self.blobs.put(data)
             return
@@ -146,17 +150,21 @@ class Shelves:
         with self._lock:
             self._making[digest] += 1
 
-    def touch(self, digest: str) -> None:
+    def touch(self, digest: str) -> bool:
         """A blob is about to be needed: others are not to drop it meanwhile.
 
-        To be said before it is looked at: then who drops it has done so, or cannot any more.
+        To be said before it is looked at: then who drops it has done so, or cannot any more. False
+        while it is being deleted: then it is not there, whatever the disk says.
         """
         with self._lock:
             now, own = self._manifest.clock(), self._own.get(digest, NEVER)
             if own > now - GRACE_SECONDS / 2 and self.holdings.put_at(digest) == own:
-                return
-            self._own[digest] = now
-            self.holdings.touched(digest, now)
+                return True
+            self._deletions.settle()
+            is_free = self.holdings.touched(digest, now)
+            if is_free:
+                self._own[digest] = now
+        return is_free
 
     def disown(self, refs: Iterable[Ref]) -> None:
         """Leave blobs to a sweep that this process has put."""
@@ -179,35 +187,42 @@ class Shelves:
 
     def _drop(self, ref: Ref) -> int:
         with self._lock:
-            if self._is_needed(ref):
+            now, own = self._manifest.clock(), self._own.get(ref.digest, NEVER)
+            if self._is_needed(ref) or not self.holdings.given_up(
+                ref.digest, own, now - GRACE_SECONDS, now
+            ):
                 return 0
-            before, own = self._manifest.clock() - GRACE_SECONDS, self._own.get(ref.digest, NEVER)
-            gone = self.holdings.given_up(ref.digest, own, before, self._delete)
-            if gone is None:
-                return 0
-            whose, counted, (freed, is_aside) = gone
-            self._own.pop(ref.digest, None)
-            self._account.goes(whose, counted, counted if is_aside else 0)  # there it takes as much
-            return freed
+        return self._delete(ref, now)
 
-    def _delete(self, digest: str) -> tuple[int, bool]:
-        """Delete what lies under a blob's name; its bytes, and whether a damaged one lies aside."""
-        freed = self.blobs.size(digest)
-        if freed is None:
-            return 0, self.blobs.is_aside(digest)
-        self.blobs.delete(digest)
-        return freed, False
+    def _drop_orphan(self, ref: Ref, since: float) -> int:
+        """The same, whoever has put it, if nobody of this machine has since then."""
+        with self._lock:
+            now = self._manifest.clock()
+            if self._is_needed(ref) or not self.holdings.orphaned(ref.digest, since, now):
+                return 0
+        return self._delete(ref, now)
+
+    def _delete(self, ref: Ref, noted: float) -> int:
+        """Delete a blob that is noted to leave, while others go on; the bytes that are freed."""
+        own = self._own.get(ref.digest)
+        told = self._deletions.delete(ref.digest, noted)
+        with self._lock:
+            if self._own.get(ref.digest) == own:  # else it was put anew
+                self._own.pop(ref.digest, None)
+            if told.kept is None:
+                self._account.goes_of_others(ref)
+            else:
+                whose, counted = told.kept
+                self._account.goes(whose, counted, counted if told.is_aside else 0)  # as much there
+        return told.freed
 
     def _is_needed(self, ref: Ref) -> bool:
         self._land()
         return bool(self._making[ref.digest]) or self.holdings.needed(ref.digest)
 
-    def _is_foreign(self, ref: Ref) -> bool:
-        """Whether a blob is there that no process of this machine has put."""
-        return self.holdings.put_at(ref.digest) is None and self.blobs.has(ref)
-
     def _land(self) -> None:
-        """Writings that have ended, be it long after their time limit, hold nothing any more."""
+        """What has ended, be it long after its time limit, holds nothing any more."""
+        self._deletions.settle()
         while self._landed:
             self._making[self._landed.popleft()] -= 1
         self._making = +self._making
@@ -277,5 +292,4 @@ class Saving:
         """Whether a blob is there; it stays until the saving is over."""
         self._shelves.pin(ref.digest)
         self.refs.append(ref)
-        self._shelves.touch(ref.digest)
-        return self._shelves.blobs.has(ref)
+        return self._shelves.touch(ref.digest) and self._shelves.blobs.has(ref)

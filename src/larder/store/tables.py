@@ -10,7 +10,7 @@ from typing import Any
 
 from larder.core.errors import Damaged, StoreError, StoreFull, StoreSlow
 
-SCHEMA = 2
+SCHEMA = 3
 BUSY_SECONDS = 5.0
 OWNER = "PRAGMA application_id"
 
@@ -30,6 +30,7 @@ CREATE INDEX IF NOT EXISTS spans_of ON spans (tenant, session, epoch);
 CREATE TABLE IF NOT EXISTS blobs (
     digest TEXT PRIMARY KEY, bytes INTEGER, tenant TEXT, written REAL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS leaving (digest TEXT PRIMARY KEY, since REAL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS chunks (
     id INTEGER PRIMARY KEY, tenant TEXT, identity TEXT, parent INTEGER, tokens BLOB, start INTEGER,
     key TEXT, prefix TEXT, digest TEXT, bytes INTEGER, last_used REAL, uses INTEGER,
@@ -47,7 +48,7 @@ CREATE TRIGGER IF NOT EXISTS blob_went AFTER DELETE ON blobs BEGIN
     UPDATE totals SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
 END;
 """
-# From the schema before, which had no account of what tenants hold.
+# From the schemas before: the first had no account of what tenants hold.
 CARRIED_OVER = "INSERT INTO totals SELECT tenant, sum(bytes) FROM blobs GROUP BY tenant;"
 
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)

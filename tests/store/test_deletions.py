@@ -1,0 +1,175 @@
+"""Blobs whose deletion hangs or fails: others go on, and what has their name is not taken along."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreError, StoreSlow
+from larder.store.blobs import Ref, path_of
+from larder.store.deadline import Patience
+from larder.store.digests import digest_of
+from larder.store.envelopes import token_log
+from larder.store.holdings import LEAVING_SECONDS
+from larder.store.places import place_at
+from larder.store.store import Store
+from larder.store.turns import Turn
+from store.caches import IDS, TALK, WHO, is_exact, load, save, store_at
+from store.places import BROKEN, Faulty, refusing
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+LONGER = (*IDS, 5, 6, 7)
+SHORT = Patience(seconds=0.3, failures=100)
+
+
+class Hanging:
+    """A place where blobs are deleted once that is allowed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hangs, self.landed, self.go = threading.Event(), threading.Event(), threading.Event()
+        inner = place_at(str(folder / "store"))
+        self.place = Faulty(inner, before=self.before, after=self.after)
+
+    def before(self, what: str, path: str) -> None:
+        if what == "remove" and path.startswith("blobs/"):
+            self.hangs.set()
+            assert self.go.wait(60)
+
+    def after(self, what: str, path: str) -> None:
+        if what == "remove" and path.startswith("blobs/"):
+            self.landed.set()
+
+    def lands(self) -> None:
+        self.go.set()
+        assert self.landed.wait(20)
+
+
+def log(store: Store) -> tuple[str, bytes, Ref]:
+    """The tenant, and a log of tokens that no session has, as bytes and as a blob."""
+    tenant = store.parts.tenant(WHO)
+    data = token_log(IDS, tenant, "nobody's")
+    return tenant, data, Ref(digest_of(data), len(data))
+
+
+def put(store: Store) -> Ref:
+    tenant, data, _ = log(store)
+    with store.parts.shelves.saving(tenant) as saving:
+        ref = saving.put(data)
+        store.parts.shelves.disown([ref])
+    return ref
+
+
+def stays(store: Store) -> bool:
+    tenant, _, ref = log(store)
+    with store.parts.shelves.saving(tenant) as saving:
+        found = saving.stays(ref)
+        store.parts.shelves.disown([ref])
+    return found
+
+
+def _removed(store: Store) -> None:
+    store.sessions.remove(WHO, TALK)
+
+
+def _evicted(store: Store) -> None:
+    spans = load(store).record.spans
+    store.parts.shelves.holdings.release(spans)
+    for _, chunk, *_ in reversed(store.parts.chunks.all()):
+        store.parts.chunks.drop(chunk, store.parts.tenant(WHO))
+    store.parts.shelves.evict(spans)
+
+
+def _swept(store: Store) -> None:
+    store.parts.blobs.put(b"nobody refers to this")
+    store.upkeep.sweep(grace_seconds=-1.0)
+
+
+@pytest.mark.parametrize("delete", [_removed, _evicted, _swept])
+def test_6_a_deletion_that_hangs_stops_nobody_else(
+    tmp_path: Path, delete: Callable[[Store], None]
+) -> None:
+    disk, patience = Hanging(tmp_path), Patience(seconds=20.0)
+    here = store_at(tmp_path, disk.place, patience=patience)
+    there = store_at(tmp_path, patience=patience)
+    save(here, tuple(range(100, 121)))
+    here.turns.append(WHO, "other", Turn(IDS, b"said"), 0)
+    deleting = threading.Thread(target=delete, args=(here,))
+    deleting.start()
+    assert disk.hangs.wait(20)
+    for epoch, store in enumerate((here, there), 1):
+        found = store.turns.newest(WHO, "other")
+        assert found is not None and found[0].epoch == epoch
+        store.turns.append(WHO, "other", Turn((*IDS, epoch), b"more"), epoch)
+        save(store, LONGER, name=f"new {epoch}")
+        assert is_exact(load(store, f"new {epoch}"), LONGER)
+        assert deleting.is_alive() and not disk.landed.is_set()
+    disk.go.set()
+    deleting.join()
+    assert disk.landed.is_set() and is_exact(load(here, "new 1"), LONGER)
+
+
+def deleting(folder: Path, now: list[float]) -> tuple[Hanging, Store, Store]:
+    """A blob whose deletion was begun and hangs; who has begun it, and another process."""
+    disk = Hanging(folder)
+    here = store_at(folder, disk.place, patience=SHORT, clock=lambda: now[0])
+    tenant, data, _ = log(here)
+    with here.parts.shelves.saving(tenant) as saving:
+        saving.put(data)  # and it goes, as nothing names it
+    assert disk.hangs.is_set() and not disk.landed.is_set()
+    return disk, here, store_at(folder, patience=SHORT, clock=lambda: now[0])
+
+
+def test_6_what_is_being_deleted_is_written_anew_once_that_is_over(tmp_path: Path) -> None:
+    disk, here, there = deleting(tmp_path, [1e9])
+    for each in (here, there):
+        assert each.parts.blobs.has(log(each)[2]) and not stays(each)
+        with pytest.raises(StoreSlow, match="was being deleted for 0.3 s"):
+            put(each)
+    disk.lands()
+    ref = put(here)
+    assert stays(here) and stays(there) and there.parts.blobs.get(ref)
+
+
+def test_6_a_deletion_that_still_hangs_is_believed_as_long_as_its_process_lives(
+    tmp_path: Path,
+) -> None:
+    now = [1e9]
+    disk, here, there = deleting(tmp_path, now)
+    for _ in range(3):
+        now[0] += 0.6 * LEAVING_SECONDS
+        here.upkeep.forget_removed()  # as a server does all the time
+        assert not stays(there)
+    disk.lands()
+
+
+def test_3_a_process_that_was_killed_while_it_deleted_leaves_nothing_for_good(
+    tmp_path: Path,
+) -> None:
+    now = [1e9]
+    here, there = (store_at(tmp_path, patience=SHORT, clock=lambda: now[0]) for _ in range(2))
+    ref = put(here)
+    assert here.parts.shelves.holdings.given_up(ref.digest, now[0], now[0], now[0])
+    assert not stays(there)
+    now[0] += LEAVING_SECONDS
+    assert stays(there) and put(there) == ref and there.parts.blobs.has(ref)
+    now[0] += 2 * LEAVING_SECONDS
+    assert there.parts.shelves.holdings.given_up(ref.digest, now[0], now[0], now[0])
+    now[0] += LEAVING_SECONDS
+    os.utime(tmp_path / "store" / path_of(ref.digest), (0, 0))
+    assert here.upkeep.sweep(grace_seconds=-1.0) == ref.bytes
+    with here.parts.manifest.reading() as rows:
+        assert rows("SELECT * FROM leaving") == rows("SELECT * FROM blobs") == []
+
+
+def test_4_a_blob_that_a_broken_disk_does_not_delete_is_there(tmp_path: Path) -> None:
+    place = Faulty(place_at(str(tmp_path / "store")), refusing(BROKEN, "remove"))
+    here, there = store_at(tmp_path, place, patience=SHORT), store_at(tmp_path, patience=SHORT)
+    ref = put(here)
+    here.parts.shelves.holdings.touched(ref.digest, 0.0)
+    with pytest.raises(StoreError, match="disk or server is well"):
+        here.parts.shelves.drop([ref])
+    assert stays(here) and stays(there) and there.parts.blobs.has(ref)
