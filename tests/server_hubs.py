@@ -65,9 +65,9 @@ def hub_in(folder: Path, loaded: Loaded, host: int | None = None) -> Iterator[Lo
         yield hub
 
 
-def ask(hub: LocalHub, turns: list[Turn], name: str | None = None) -> Client:
+def ask(hub: LocalHub, turns: list[Turn], name: str | None = None, new: int = 2) -> Client:
     client = Waiting()
-    hub.submit(Request("a", tuple(turns), name, max_new_tokens=2), client)
+    hub.submit(Request("a", tuple(turns), name, max_new_tokens=new), client)
     assert client.over.wait(30)
     return client
 

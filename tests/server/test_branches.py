@@ -9,7 +9,7 @@ import pytest
 from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
 from larder.server.request import Refusal
-from server_core import told
+from server_core import answered, told, user
 from server_hubs import ask, flip, hub_in
 
 pytestmark = pytest.mark.usefixtures("unflushed")
@@ -79,3 +79,25 @@ def test_branches_that_stay_are_told_though_they_cannot_be_read(
         hub.remove("a", "x~3")
         assert names(hub) == set()
     assert not list((tmp_path / "blobs" / "families").rglob("*.json"))
+
+
+def test_a_branch_of_a_session_that_is_in_memory_takes_no_name_that_is_kept(
+    small: Loaded, tmp_path: Path
+) -> None:
+    branched(tmp_path, small)
+    with hub_in(tmp_path, small) as hub:
+        hub.session("a", "x")  # it alone is in memory
+        # Asked as before, but for as many tokens as never before.
+        again = ask(hub, told(1), "x", new=5)
+        assert again.told.session == "x~4"
+
+
+def test_a_branch_that_nobody_has_named_takes_no_name_that_is_kept(
+    small: Loaded, tmp_path: Path
+) -> None:
+    with hub_in(tmp_path, small) as hub:
+        first = answered(told(1), ask(hub, told(1), "x"), "Why?")
+        ask(hub, first, "x")
+        assert ask(hub, told(2), "x").told.session == "x~2"
+    with hub_in(tmp_path, small) as hub:
+        assert ask(hub, [*first[:-1], user("How?")]).told.session == "x~3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from time import monotonic
 
 from larder.core.errors import BudgetError
@@ -16,11 +17,11 @@ from larder.server.chat_needs import turn_need
 from larder.server.chatting import Chatting
 from larder.server.counts import Counts
 from larder.server.directory import Directory
+from larder.server.gathering import Gathering
 from larder.server.job import Job, Times
 from larder.server.keeper import Keeper
 from larder.server.manner import Manner
 from larder.server.moving import Moving
-from larder.server.naming import root_of
 from larder.server.news import News
 from larder.server.recalling import Lookup, Recalling
 from larder.server.refusals import invalid, too_long, too_many_characters, too_much
@@ -90,6 +91,8 @@ class Core:
         self._keeper, self._looks, own = keeper, lookup is None, (rules, self._weighed)
         self.recalling = Recalling(decoder, self.sessions, lookup or keeper.recall, *own)
         self._refreshing = Recalling(decoder, self.sessions, keeper.recall, *own)
+        own = self.sessions, keeper, self.awaited, lambda act: act(), self._recall
+        self._gathering = Gathering(*own, self.recalling.guessing)
         self.refused = Counts()
 
     @property
@@ -221,25 +224,19 @@ class Core:
 
     def _resolved(self, request: Request) -> Resolved:
         """Where a request goes on, as far as anybody has come with it."""
-        rule = self._exact if request.exact else self.rule
+        rule = self.rule_of(request)
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
-        self._recall(request.tenant, request.session, request.follows)
-        self.recalling.guess(request.tenant, *self._names(request))
-        found = self.sessions.resolve(request, rule)
-        for _ in range(REFRESHED):
-            if not self._is_refreshed(found.sitting):
-                break
+        with self._gathering.meant(request, rule) if self._looks else nullcontext():
             found = self.sessions.resolve(request, rule)
+            for _ in range(REFRESHED):
+                if not self._is_refreshed(found.sitting):
+                    break
+                found = self.sessions.resolve(request, rule)
         return found
 
-    def _names(self, request: Request) -> Sequence[str]:
-        """Sessions that a request may mean, unless the one it means is in memory."""
-        if not self._looks or (request.follows is None and self.sessions.settles(request)):
-            return ()
-        if request.is_nameless:
-            return self._directory.names(request.tenant, request.turns)
-        root = root_of(str(request.session or request.follows))
-        return (root, *self._directory.branches(request.tenant, root))
+    def rule_of(self, request: Request) -> Rule:
+        """What a request is to be answered by."""
+        return self._exact if request.exact else self.rule
 
     def _is_refreshed(self, sitting: Sitting) -> bool:
         """Whether somebody else has gone on with a session, which is had anew then."""

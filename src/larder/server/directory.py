@@ -39,9 +39,6 @@ class Directory(Keeper):
     def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:
         return self._keeper.names(tenant, turns)
 
-    def branches(self, tenant: str, root: str) -> Sequence[str]:
-        return self._keeper.branches(tenant, root)
-
     def merge(self, tenant: str, name: str) -> None:
         self._keeper.merge(tenant, name)
 

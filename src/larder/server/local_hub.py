@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +12,7 @@ from larder.engine.engine import Engine
 from larder.server import archive
 from larder.server.core import Core
 from larder.server.counting import counted
+from larder.server.gathering import Gathering
 from larder.server.hub import Hub, Kept, Served, SessionTurns, SessionView, Stats
 from larder.server.keeper import Keeper
 from larder.server.model_thread import ModelThread
@@ -62,15 +62,15 @@ class LocalHub(Hub):
         self._made = clock()
         self._pieces = Pieces(engine.scribe.decode)
         self._thread = ModelThread(self._core.step, self._core.close)
+        core = self._core
+        own = core.sessions, self._keeper, core.awaited, self._thread.call, self._recall
+        self._gathering = Gathering(*own, core.recalling.guessing)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         core, asked = self._core, self._core.clock()
         try:
-            with self._having(request.tenant, request.session, request.follows):
-                names = self._names(request)
-                with core.awaited.these(request.tenant, *names):
-                    lost = self._guess(request.tenant, names)
-                    return self._thread.call(lambda: self._taken(request, listener, asked, lost))
+            with self._gathering.meant(request, core.rule_of(request)):
+                return self._thread.call(lambda: self._taken(request, listener, asked))
         except Refusal as error:
             core.refused.note(error.code)
             raise
@@ -101,11 +101,11 @@ class LocalHub(Hub):
         return tuple(sorted((*here, *kept), key=lambda view: -view.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTurns:
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             return self._thread.call(lambda: turns_of(self._core.find(tenant, name)))
 
     def open(self, tenant: str, name: str, turns: Sequence[Turn] = ()) -> SessionView:
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             return self._thread.call(lambda: view_of(self._core.open(tenant, name, turns)))
 
     def pin(self, tenant: str, name: str) -> SessionView:
@@ -115,33 +115,33 @@ class LocalHub(Hub):
         return self._pinned(tenant, name, False)
 
     def release(self, tenant: str, name: str) -> SessionView:
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             return self._moved(lambda: self._core.release(tenant, name))
 
     def prefetch(self, tenant: str, name: str) -> SessionView:
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             return self._moved(lambda: self._core.prefetch(tenant, name))
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
-        with self._having(tenant, name, new_name):
+        with self._gathering.these(tenant, name, new_name):
             if new_name is None:
-                self._guess(tenant, self._family(tenant, name))
+                self._gathering.guess(tenant, self._gathering.family(tenant, name))
             return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
 
     def compact(self, tenant: str, name: str) -> SessionView:
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             view = self._moved(lambda: self._core.compact(tenant, name))
             self._keeper.merge(tenant, name)
             return view
 
     def export(self, tenant: str, name: str) -> bytes:
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             told = self._thread.call(lambda: archive.of(self._core.find(tenant, name)))
             return archive.spelled(told, self._core.engine.loaded.decoder.spec.fingerprint)
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
         told = self._core.recalling.read(data)
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class LocalHub(Hub):
             return core.remove(tenant, *leaving), [] if branches else there
 
         with core.awaited.these(tenant, name):
-            lost += self._guess(tenant, (name, *own))  # what cannot be read can be gone
+            lost += self._gathering.guess(tenant, (name, *own))  # what cannot be read can be gone
             gone, staying = self._thread.call(removed)
         for each in lost:
             if branches or each == name:
@@ -172,7 +172,7 @@ class LocalHub(Hub):
             held = kept_of(sitting)
             return replace(held, texts=self._pieces.texts(sitting.ids)) if held.tokens else held
 
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             return self._thread.call(kept)
 
     def stats(self) -> Stats:
@@ -191,10 +191,7 @@ class LocalHub(Hub):
         """Set a tier's budget while serving; bytes above it that go as soon as answers are done."""
         return self._thread.call(lambda: self._core.tiers.lower(tier, count))
 
-    def _taken(
-        self, request: Request, listener: Listener, asked: float, lost: Sequence[str]
-    ) -> Ticket:
-        self._core.sessions.avoid(request.tenant, lost)
+    def _taken(self, request: Request, listener: Listener, asked: float) -> Ticket:
         ticket = self._core.submit(request, listener, asked)
         self._core.sessions.announce(request.tenant, request.steps)
         return ticket
@@ -202,52 +199,18 @@ class LocalHub(Hub):
     def _wake(self) -> None:
         self._thread.wake()
 
-    def _recall(self, tenant: str, *names: str | None) -> None:
-        """Have sessions be in memory; a slow store holds nobody else up."""
+    def _recall(self, tenant: str, name: str) -> None:
+        """Have a session be in memory, if it is kept; a slow store holds nobody else up."""
         recalling = self._core.recalling
-        for name in names:
-            if name is None or self._thread.call(partial(self._has, tenant, name)):
-                continue
-            found = self._keeper.recall(tenant, name)
-            if found is not None:
-                told = recalling.read(found.data, "session")
-                self._thread.call(partial(recalling.take, tenant, name, found, told))
-
-    @contextmanager
-    def _having(self, tenant: str, *names: str | None) -> Iterator[None]:
-        """While sessions are in memory, where they are kept at all, and do not leave it."""
-        with self._core.awaited.these(tenant, *names):
-            self._recall(tenant, *names)
-            yield
-
-    def _guess(self, tenant: str, names: Iterable[str]) -> list[str]:
-        """The same of sessions that nobody has named; those that cannot be had."""
-        lost = list(names)
-        for name in tuple(lost):
-            with self._core.recalling.guessing(name):
-                self._recall(tenant, name)
-                lost.remove(name)
-        return lost
-
-    def _family(self, tenant: str, name: str) -> Iterator[str]:
-        """What a session began as, and all that began as that: a branch is to be new to them."""
-        root = root_of(name)
-        yield root
-        yield from self._keeper.branches(tenant, root)
+        if self._thread.call(partial(self._has, tenant, name)):
+            return
+        found = self._keeper.recall(tenant, name)
+        if found is not None:
+            told = recalling.read(found.data, "session")
+            self._thread.call(partial(recalling.take, tenant, name, found, told))
 
     def _has(self, tenant: str, name: str) -> bool:
         return self._core.sessions.has(tenant, name)
-
-    def _names(self, request: Request) -> Sequence[str]:
-        """Sessions that a request may mean, unless the one it means is in memory."""
-        if request.follows is None:
-            if self._thread.call(lambda: self._core.sessions.settles(request)):
-                return ()
-        elif not request.exact:
-            return ()
-        if request.is_nameless:
-            return self._keeper.names(request.tenant, request.turns)
-        return tuple(self._family(request.tenant, str(request.session or request.follows)))
 
     def _moved(self, move: Callable[[], Future[Sitting]]) -> SessionView:
         """Wait until a session has moved, while others are answered."""
@@ -265,7 +228,7 @@ class LocalHub(Hub):
         def undo() -> None:
             sitting.is_pinned = before
 
-        with self._having(tenant, name):
+        with self._gathering.these(tenant, name):
             sitting, before, written = self._thread.call(pin)
             if written is not None:
                 if written.exception() is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import UsageError
@@ -11,6 +11,8 @@ from larder.server.request import Turn
 from larder.server.sitting import ASSISTANT, ID, Said
 from larder.session.template import Turn as Told
 from larder.session.transcript import Scribe
+
+PREFIX_TOKENS = 16  # texts that differ sooner share nothing worth sharing
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,14 @@ def is_newest(said: Sequence[Said], turns: tuple[Turn, ...]) -> bool:
     return match.exchanges == len(said) - 1 and match.rest == said[-1].turns
 
 
+def rolling(turns: Iterable[Turn]) -> Iterator[int]:
+    """A number for each beginning of some messages; equal ones are compared before they count."""
+    digest = 0
+    for turn in turns:
+        digest = hash((digest, turn))
+        yield digest
+
+
 def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array:
     """Tokens that new messages add behind finished exchanges.
 
@@ -59,3 +69,8 @@ def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> ar
         raise UsageError("The last message must be one that can be answered, not the assistant's.")
     told = [Told(turn.role, turn.text) for turn in rest]
     return array(ID, scribe.going_on(told) if said else scribe.prompt(told))
+
+
+def beginning(tenant: str, ids: Sequence[int]) -> tuple[str, bytes]:
+    """By which sessions are found that may share their caches with a text."""
+    return tenant, array(ID, ids[:PREFIX_TOKENS]).tobytes()

@@ -55,12 +55,6 @@ class Recalling:
             if found is not None:
                 self.take(tenant, name, found, self.read(found.data, "session"))
 
-    def guess(self, tenant: str, *names: str) -> None:
-        """As `recall`, of sessions that nobody has named."""
-        for name in names:
-            with self.guessing(name):
-                self.recall(tenant, name)
-
     @contextmanager
     def guessing(self, name: str) -> Iterator[None]:
         """While a session is had that nobody has named: one that cannot be had is passed over.

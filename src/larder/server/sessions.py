@@ -8,21 +8,18 @@ again gets the same answer again.
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from larder.core.errors import UsageError
-from larder.server.matching import Matched, is_newest, matched, prompt_ids
+from larder.server.matching import Matched, beginning, is_newest, matched, prompt_ids, rolling
 from larder.server.naming import branch, checked, root_of
 from larder.server.refusals import busy, invalid, taken, unknown
 from larder.server.request import Request, Turn
 from larder.server.rule import Rule
-from larder.server.sitting import ID, Asked, Said, Sitting
+from larder.server.sitting import Asked, Said, Sitting
 from larder.session.transcript import Scribe
-
-PREFIX_TOKENS = 16  # texts that differ sooner share nothing worth sharing
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class Sessions:
         """A turn was added: from now on the session is found by what was said."""
         self._leave_indexes(sitting)
         first, tenant = sitting.said[0], sitting.tenant
-        keys = (tenant, list(_rolling(first.turns))[-1]), _prefix(tenant, first.prompt)
+        keys = (tenant, list(rolling(first.turns))[-1]), beginning(tenant, first.prompt)
         self._indexed[sitting.key] = keys
         self._firsts[keys[0]][sitting.key] = self._prefixes[keys[1]][sitting.key] = sitting
 
@@ -158,7 +155,7 @@ class Sessions:
 
         Only what lost nothing is shared, except inside a family of forks.
         """
-        key = _prefix(sitting.tenant, wanted)
+        key = beginning(sitting.tenant, wanted)
         told = [
             (each.usable(wanted), each.is_in_memory, each.key, each)
             for each in self._prefixes.get(key, {}).values()
@@ -225,20 +222,37 @@ class Sessions:
         exchanges = match.exchanges if best is not None else 0
         said = tuple(best.said[:exchanges]) if best is not None else ()
         wanted = self._wanted(said, match.rest)
-        name = request.session
-        is_free = name is None or (request.tenant, name) not in self._sittings
-        if best is None or (not exchanges and is_free):
+        if best is None or (not exchanges and self._is_free(request)):
             return Resolved(self._named(request, rule), (), request.turns, wanted)
         if not is_whole or best.is_answering or best.rule is not rule:
             best = self._made(self.fork(best, None, rule, exchanges))
         return Resolved(best, said, match.rest, wanted)
+
+    def branching(self, request: Request, rule: Rule) -> str | None:
+        """The root of the session that a request makes a branch of; None where it makes none."""
+        name = request.follows or request.session
+        if request.follows is not None or request.raw_prompt is not None:
+            known = None if name is None else self._sittings.get((request.tenant, name))
+            if known is None or (request.follows is not None and known.rule is rule):
+                return None
+            return known.root
+        best, match = self._best(self.candidates(request), request, rule)
+        is_first = not match.exchanges and self._is_free(request)
+        if best is None or is_first or self._is_repeated(best, match, request, rule):
+            return None
+        is_whole = match.exchanges == len(best.said) and best.rule is rule
+        return None if is_whole and not best.is_answering else best.root
+
+    def _is_free(self, request: Request) -> bool:
+        """Whether a session that a request begins has the name that it gives."""
+        return request.session is None or not self.has(request.tenant, request.session)
 
     def candidates(self, request: Request) -> list[Sitting]:
         """Sessions that the request may mean."""
         tenant = request.tenant
         if request.session is not None:
             return list(self._families.get((tenant, root_of(request.session)), {}).values())
-        keys = ((tenant, digest) for digest in _rolling(request.turns))
+        keys = ((tenant, digest) for digest in rolling(request.turns))
         return [each for key in keys for each in self._firsts.get(key, {}).values()]
 
     def settles(self, request: Request) -> bool:
@@ -275,18 +289,6 @@ class Sessions:
             raise invalid(str(error), "messages") from error
         ids = [token for each in said for part in (each.prompt, each.answer) for token in part]
         return (*ids, *new)
-
-
-def _prefix(tenant: str, ids: Sequence[int]) -> tuple[str, bytes]:
-    return tenant, array(ID, ids[:PREFIX_TOKENS]).tobytes()
-
-
-def _rolling(turns: Iterable[Turn]) -> Iterator[int]:
-    """A number for each beginning of some messages; equal ones are compared before they count."""
-    digest = 0
-    for turn in turns:
-        digest = hash((digest, turn))
-        yield digest
 
 
 def _leave(index: dict[tuple, dict[int, Sitting]], key: tuple, sitting: Sitting) -> None:
