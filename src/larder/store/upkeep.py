@@ -55,8 +55,9 @@ class Upkeep:
             the bytes of blobs that were freed.
         """
         parts = self._parts
-        for tenant, session in {(r.tenant, r.session) for r in parts.heads.all_written()}:
-            parts.dropping.states(parts.heads.prune(tenant, session, parts.kept_epochs))
+        for own, newest in _newest(parts.heads.all_written()).items():
+            kept = 1 if self._is_over(newest) else parts.kept_epochs
+            parts.dropping.states(parts.heads.prune(*own, kept))
         written = parts.heads.all_written()
         self._ask_for({(r.tenant, r.session) for r in written})
         live = {ref.digest for record in written for ref in record.refs}
@@ -64,7 +65,7 @@ class Upkeep:
         parts.dropping.sweep(live, before)
         parts.families.sweep({(r.tenant, r.session) for r in written if not r.removed}, before)
         live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
-        for record in written:
+        for record in _newest(written).values():
             if record.removed and record.made <= before:
                 parts.heads.forget(record)
         for path in parts.guard.call(self._aside, before):
@@ -86,6 +87,13 @@ class Upkeep:
             if own not in written:
                 with suppress(LarderError):
                     self._parts.heads.newest(*own)
+
+    def _is_over(self, newest: Record) -> bool:
+        """Whether a session was removed; its states are left where who did so was stopped."""
+        if not newest.removed:
+            return False
+        written = self._parts.heads.written(newest.tenant, newest.session)
+        return newest.epoch == max(written, default=0)
 
     def _problems(self, record: Record) -> list[str]:
         own = record.tenant
@@ -125,3 +133,9 @@ class Upkeep:
 
     def _aside(self, before: float) -> list[str]:
         return [e.path for e in self._parts.place.listing(ASIDE) if e.modified <= before]
+
+
+def _newest(written: Iterable[Record]) -> dict[tuple[str, str], Record]:
+    """By tenant and key of a session, the newest of its records."""
+    ordered = sorted(written, key=lambda record: record.epoch)
+    return {(record.tenant, record.session): record for record in ordered}
