@@ -2,6 +2,7 @@
 
 chunks/<tenant>/<key>.json     a chunk, sealed
 chunks/<tenant>/<key>.shared   another machine than the one that told of it uses it as well
+kept/<tenant>/<key>.json       it is kept for its own sake, whether or not a session is made of it
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from larder.store.digests import same, seal_of
 from larder.store.places import Place
 from larder.store.wording import ids_of, spelled
 
-FOLDER = "chunks"
+FOLDER, KEPT = "chunks", "kept"
 SCHEMA = 1
 TOLD, SHARED = "json", "shared"
 
@@ -87,7 +88,7 @@ class ChunkNotes:
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All that is told and whole."""
-        for path in self._guard.call(self._paths):
+        for path in self._guard.call(self._paths, FOLDER):
             if (told := self._read(path)) is not None:
                 yield told
 
@@ -100,11 +101,26 @@ class ChunkNotes:
         """Whether another machine has said so."""
         return self._guard.call(self._place.size, path_of(tenant, key, SHARED)) is not None
 
+    def keep(self, tenant: str, key: str) -> None:
+        """Say that a chunk is kept for its own sake."""
+        with suppress(FileExistsError):
+            self._guard.call(self._place.create, _kept_path(tenant, key), b"{}")
+
+    def is_kept(self, tenant: str, key: str) -> bool:
+        """Whether a machine has said so."""
+        return self._guard.call(self._place.size, _kept_path(tenant, key)) is not None
+
+    def kept(self) -> set[tuple[str, str]]:
+        """Tenant and key of every chunk of which that was said."""
+        words = (path.split("/") for path in self._guard.call(self._paths, KEPT))
+        return {(each[1], each[2].removesuffix(f".{TOLD}")) for each in words if len(each) == 3}
+
     def remove(self, tenant: str, keys: Iterable[str]) -> None:
         """Tell nothing of some chunks any more."""
         for key in keys:
-            for kind in (TOLD, SHARED):
-                self._guard.call(self._place.remove, path_of(tenant, key, kind))
+            told = (path_of(tenant, key, kind) for kind in (TOLD, SHARED))
+            for path in (_kept_path(tenant, key), *told):
+                self._guard.call(self._place.remove, path)
 
     def _read(self, path: str) -> dict[str, Any] | None:
         try:
@@ -116,14 +132,18 @@ class ChunkNotes:
             return None
         return told if told.get("schema") == SCHEMA else None
 
-    def _paths(self) -> list[str]:
-        found = (entry.path for entry in self._place.listing(FOLDER))
+    def _paths(self, folder: str) -> list[str]:
+        found = (entry.path for entry in self._place.listing(folder))
         return [path for path in found if path.endswith(f".{TOLD}")]
 
 
 def path_of(tenant: str, key: str, kind: str = TOLD) -> str:
     """Where a chunk is told of."""
     return f"{FOLDER}/{tenant}/{key}.{kind}"
+
+
+def _kept_path(tenant: str, key: str) -> str:
+    return f"{KEPT}/{tenant}/{key}.{TOLD}"
 
 
 def told_of(chunk: Chunk, tenant: str, identity: str, before: str) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from larder.store.wording import chunk_key, common, prefix_of, spelled
 
 TOKENS = 256
 _COLUMNS = "id, parent, start, tokens, key, prefix, digest, bytes"
+_UNUSED = "NOT EXISTS (SELECT 1 FROM spans WHERE spans.digest = chunks.digest)"
+_DIGESTS = "SELECT tenant, key, digest FROM chunks"
 
 
 class Chunks:
@@ -114,37 +116,55 @@ class Chunks:
         return gone
 
     def unused(self, tenant: str, refs: Iterable[Ref]) -> list[Chunk]:
-        """Which chunks of these blobs no session that the index has is made of; noted with them."""
-        told = "WHERE tenant = ? AND digest = ?"
-        with self._manifest.writing() as rows:
-            found: list[Sequence[Any]] = []
-            for ref in refs:
-                if not rows("SELECT 1 FROM spans WHERE digest = ?", (ref.digest,)):
-                    own = tenant, ref.digest
-                    found += rows(f"UPDATE chunks SET uses = 0 {told} RETURNING {_COLUMNS}", own)
+        """Which chunks of these blobs no session that the index has is made of."""
+        with self._manifest.reading() as rows:
+            found = [
+                row
+                for ref in refs
+                for row in rows(
+                    f"SELECT {_COLUMNS} FROM chunks WHERE tenant = ? AND digest = ? AND {_UNUSED}",
+                    (tenant, ref.digest),
+                )
+            ]
         return [_chunk(row) for row in found]
 
-    def all_unused(self) -> dict[str, list[Chunk]]:
-        """Per tenant, every chunk that `unused` has noted and no session is made of since."""
+    def all_unused(self, since: float) -> dict[str, list[Chunk]]:
+        """Per tenant, every chunk that no session is made of and nobody has read since then."""
         found = defaultdict[str, list[Chunk]](list)
         with self._manifest.reading() as rows:
             for tenant, *row in rows(
-                f"SELECT tenant, {_COLUMNS} FROM chunks WHERE uses = 0 AND NOT EXISTS "
-                "(SELECT 1 FROM spans WHERE spans.digest = chunks.digest)"
+                f"SELECT tenant, {_COLUMNS} FROM chunks WHERE last_used <= ? AND {_UNUSED}",
+                (since,),
             ):
                 found[tenant].append(_chunk(row))
         return found
 
-    def is_shared(self, chunk: Chunk, tenant: str) -> bool:
-        """Whether another machine than the one that wrote it uses a chunk."""
-        return self._notes.is_shared(tenant, chunk.key)
+    def keep(self, tenant: str, identity: str, ids: Sequence[int]) -> None:
+        """Have the beginning of a text stay though no session is made of it, until it is dropped.
+
+        On other machines, too.
+        """
+        for each in self.longest(tenant, identity, ids):
+            if each.tokens == TOKENS:
+                self._notes.keep(tenant, each.chunk.key)
+
+    def kept(self) -> dict[tuple[str, str], str]:
+        """By tenant and key, blobs of all chunks that are to stay; "" where none can be told."""
+        with self._manifest.reading() as rows:
+            here = {(tenant, key): digest for tenant, key, digest in rows(_DIGESTS)}
+        return {own: here.get(own) or self._digest(*own) for own in self._notes.kept()}
+
+    def stays(self, chunk: Chunk, tenant: str) -> bool:
+        """Whether a chunk is kept for its own sake, or another machine than its writer uses it."""
+        own = tenant, chunk.key
+        return self._notes.is_kept(*own) or self._notes.is_shared(*own)
 
     def leave(self, chunk: Chunk, tenant: str) -> None:
         """Forget a chunk that no session is made of and none continues; the blob stays."""
         with self._manifest.writing() as rows:
             gone = rows(
-                "DELETE FROM chunks WHERE id = ? AND key = ? AND NOT EXISTS (SELECT 1 FROM spans "
-                "WHERE spans.digest = chunks.digest) AND NOT EXISTS (SELECT 1 FROM chunks AS next "
+                f"DELETE FROM chunks WHERE id = ? AND key = ? AND {_UNUSED} AND NOT EXISTS "
+                "(SELECT 1 FROM chunks AS next "
                 "WHERE (next.tenant, next.identity, next.parent) = "
                 "(chunks.tenant, chunks.identity, chunks.id)) RETURNING id",
                 (chunk.row, chunk.key),
@@ -166,7 +186,7 @@ class Chunks:
         """Tenant, chunk, last use and uses of every row, parents first."""
         with self._manifest.reading() as rows:
             found = rows(
-                f"SELECT tenant, {_COLUMNS}, last_used, max(uses, 1) FROM chunks ORDER BY start, id"
+                f"SELECT tenant, {_COLUMNS}, last_used, uses FROM chunks ORDER BY start, id"
             )
         return [(row[0], _chunk(row[1:9]), row[9], row[10]) for row in found]
 
@@ -245,6 +265,11 @@ class Chunks:
                 (tenant, identity, chunk.parent, tokens),
             )
         return _chunk(row)
+
+    def _digest(self, tenant: str, key: str) -> str:
+        """Of the blob that is told of; empty where none can be told."""
+        told = self._notes.read(tenant, key)
+        return "" if told is None else str(told["ref"]["digest"])
 
     def _key(self, tenant: str, identity: str, parent: str, tokens: bytes) -> str:
         return self._sealing.tagged(tenant, chunk_key(tenant, identity, parent, tokens))

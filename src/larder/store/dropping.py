@@ -1,16 +1,16 @@
 """What goes with states of sessions that are dropped: their blobs, and chunks of theirs.
 
-A chunk goes once no session is made of it and no chunk continues it. Another machine may have
-sessions that are made of it as well, and says so beside what is told of it: then it goes at a
-sweep, which reads what all of them have written.
+A chunk goes once no session is made of it and no chunk continues it, unless it is kept for its own
+sake. Another machine may have sessions that are made of it as well, and says so beside what is told
+of it: then it goes at a sweep, which reads what all of them have written. So do chunks that this
+machine has only read, or learned of, and those that a crash has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import groupby
 
-from larder.store.blobs import Ref
 from larder.store.chunk_notes import Chunk
 from larder.store.chunks import Chunks
 from larder.store.records import Record
@@ -30,26 +30,32 @@ class Dropping:
         freed = 0
         for tenant, records in groupby(told, key=lambda record: record.tenant):
             refs = list(dict.fromkeys(ref for record in records for ref in record.refs))
-            self._leave(tenant, self._chunks.unused(tenant, refs))
+            unused = self._chunks.unused(tenant, refs)
+            self._leave(tenant, [chunk for chunk in unused if self._is_free(chunk, tenant)])
             freed += self._shelves.drop(refs)
         return freed
 
-    def sweep(self, needed: Collection[str], since: float) -> None:
+    def sweep(self, needed: Collection[str], since: float) -> set[str]:
         """Forget chunks that no session is made of any more, of whichever machine.
 
         Args:
             needed: digests that records name.
-            since: who has put a blob since then may be about to name it.
+            since: who has read a chunk, or put its blob, since then may be about to name it.
+
+        Returns:
+            digests of chunks that are kept for their own sake, of whichever machine.
         """
+        unused, kept = self._chunks.all_unused(since), self._chunks.kept()
         needed = {*needed, *self._shelves.in_making(since)}
-        for tenant, chunks in self._chunks.all_unused().items():
-            self._leave(tenant, [c for c in chunks if c.ref.digest not in needed], is_sole=True)
+        for tenant, chunks in unused.items():
+            free = [c for c in chunks if c.ref.digest not in needed and (tenant, c.key) not in kept]
+            self._leave(tenant, free)
+        return {digest for digest in kept.values() if digest}
 
-    def _leave(self, tenant: str, chunks: Sequence[Chunk], is_sole: bool = False) -> None:
-        """Forget chunks, those behind others first, unless they are wanted."""
+    def _leave(self, tenant: str, chunks: Iterable[Chunk]) -> None:
+        """Forget chunks, those behind others first."""
         for chunk in sorted(chunks, key=lambda chunk: -chunk.start):
-            if is_sole or (self._is_free(chunk.ref) and not self._chunks.is_shared(chunk, tenant)):
-                self._chunks.leave(chunk, tenant)
+            self._chunks.leave(chunk, tenant)
 
-    def _is_free(self, ref: Ref) -> bool:
-        return not self._shelves.is_wanted(ref)
+    def _is_free(self, chunk: Chunk, tenant: str) -> bool:
+        return not self._shelves.is_wanted(chunk.ref) and not self._chunks.stays(chunk, tenant)

@@ -27,6 +27,7 @@ class Prefixes:
     ) -> int:
         """Keep the beginning of a text for the tenant's other sessions; the tokens that are kept.
 
+        It stays, whether or not a session is made of it, until the disk must make room.
         Only a cache that holds everything it has read is good for that; of others nothing is kept.
 
         Raises:
@@ -36,7 +37,9 @@ class Prefixes:
         tenant = self._parts.tenant(principal)
         chunks = len(ids) // chunk_index.TOKENS
         with self._parts.shelves.indexing(chunks), self._parts.shelves.saving(tenant) as saving:
-            return self._parts.writer.chunks(saving, tenant, ids, cache, identity)
+            count = self._parts.writer.chunks(saving, tenant, ids, cache, identity)
+            self._parts.chunks.keep(tenant, identity.key, ids[:count])
+        return count
 
     def longest(
         self, principal: str, ids: Sequence[int], identity: Identity, spec: ModelSpec

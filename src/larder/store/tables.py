@@ -48,8 +48,12 @@ CREATE TRIGGER IF NOT EXISTS blob_went AFTER DELETE ON blobs BEGIN
     UPDATE totals SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
 END;
 """
-# From the schemas before: the first had no account of what tenants hold.
-CARRIED_OVER = "INSERT INTO totals SELECT tenant, sum(bytes) FROM blobs GROUP BY tenant;"
+# From the schemas before: the first had no account of what tenants hold, the second had chunks
+# without any use.
+CARRIED_OVER = """
+INSERT INTO totals SELECT tenant, sum(bytes) FROM blobs GROUP BY tenant;
+UPDATE chunks SET uses = 1 WHERE uses = 0;
+"""
 
 _BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
 _FULL = (

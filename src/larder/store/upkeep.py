@@ -62,7 +62,7 @@ class Upkeep:
         self._ask_for({(r.tenant, r.session) for r in written})
         live = {ref.digest for record in written for ref in record.refs}
         before = parts.clock() - grace_seconds
-        parts.dropping.sweep(live, before)
+        live |= parts.dropping.sweep(live, before)
         parts.families.sweep({(r.tenant, r.session) for r in written if not r.removed}, before)
         live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
         for record in _newest(written).values():
