@@ -57,11 +57,12 @@ class Waiting(Client):
 
 
 @contextmanager
-def hub_in(folder: Path, loaded: Loaded, host: int | None = None) -> Iterator[LocalHub]:
+def hub_in(
+    folder: Path, loaded: Loaded, host: int | None = None, policy: str = "full"
+) -> Iterator[LocalHub]:
+    engine = Engine(loaded, policy, *((None, None) if policy == "full" else ("32", 16)))
     budgets = Budgets({} if host is None else {Tier.HOST: host})
-    with closing(
-        LocalHub(Engine(loaded, "full"), budgets, keeper=keeper_in(folder, loaded))
-    ) as hub:
+    with closing(LocalHub(engine, budgets, keeper=keeper_in(folder, loaded))) as hub:
         yield hub
 
 

@@ -8,9 +8,11 @@ import pytest
 
 from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
-from larder.server.request import Refusal
-from server_core import answered, told, user
-from server_hubs import ask, flip, hub_in
+from larder.server.naming import root_of
+from larder.server.persisting import MOST_NAMES, Persisting
+from larder.server.request import Refusal, Request, Turn
+from server_core import LIMITED, answered, told, user
+from server_hubs import SLOW, Waiting, ask, failing, flip, hub_in
 
 pytestmark = pytest.mark.usefixtures("unflushed")
 
@@ -101,3 +103,83 @@ def test_a_branch_that_nobody_has_named_takes_no_name_that_is_kept(
         assert ask(hub, told(2), "x").told.session == "x~2"
     with hub_in(tmp_path, small) as hub:
         assert ask(hub, [*first[:-1], user("How?")]).told.session == "x~3"
+
+
+def ask_exactly(hub: LocalHub, turns: list[Turn], name: str) -> str:
+    client = Waiting()
+    hub.submit(Request("a", tuple(turns), name, exact=True, max_new_tokens=2), client)
+    assert client.over.wait(30)
+    return client.told.session
+
+
+def test_a_branch_under_another_rule_has_a_name_of_its_own(small: Loaded, tmp_path: Path) -> None:
+    with hub_in(tmp_path, small, policy=LIMITED) as hub:
+        first = ask(hub, told(1), "x")
+        for number, more in enumerate(("Why?", "How?"), start=2):
+            told_more = answered(told(1), first, more)
+            assert ask_exactly(hub, told_more, "x") == f"x~{number}"
+    with hub_in(tmp_path, small, policy=LIMITED) as hub:
+        hub.session("a", "x")  # it alone, without its branches
+        assert ask_exactly(hub, answered(told(1), first, "Where?"), "x") == "x~4"
+
+
+def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
+    small: Loaded, tmp_path: Path
+) -> None:
+    with hub_in(tmp_path, small) as hub:
+        first = ask(hub, told(1))
+        root = first.told.session
+        texts = [answered(told(1), first, f"Why {number}?") for number in range(MOST_NAMES + 4)]
+        made = [ask(hub, text) for text in texts]
+        assert len({each.told.session for each in made}) == len(texts)
+        for text, each in zip(texts[:MOST_NAMES], made, strict=False):  # those that began first
+            ask(hub, answered(text, each, "Sure?"))
+    with hub_in(tmp_path, small) as hub:
+        new = ask(hub, answered(told(1), first, "Where?")).told.session
+        assert root_of(new) == root and new not in {each.told.session for each in made}
+
+
+def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
+    small: Loaded, tmp_path: Path
+) -> None:
+    with hub_in(tmp_path, small) as hub:
+        first = ask(hub, told(1))
+        root = first.told.session
+        ask(hub, answered(told(1), first, "Why?"))
+        assert ask(hub, answered(told(1), first, "How?")).told.session == f"{root}~2"
+    with hub_in(tmp_path, small) as hub:
+        turns = [*hub.session("a", root).turns, user("And?")]
+        [held] = hub._core.sessions
+        held.is_answering = True  # the same question, for somebody else
+        assert ask(hub, turns).told.session == f"{root}~3"
+        held.is_answering = False
+        assert ask(hub, turns).told.session == f"{root}~3"
+
+
+@pytest.mark.parametrize("damaged", ["x~2", "x~4"])
+def test_a_fork_is_not_named_as_one_that_cannot_be_read(
+    small: Loaded, tmp_path: Path, damaged: str
+) -> None:
+    branched(tmp_path, small, 4)
+    flip(tmp_path, small, damaged)
+    with hub_in(tmp_path, small) as hub:
+        name = hub.fork("a", "x").name
+        assert name == "x~5"
+        assert ask(hub, told(7), "x").told.session == "x~6"
+    with hub_in(tmp_path, small) as hub:
+        assert hub.session("a", name).turns == hub.session("a", "x").turns
+
+
+def test_who_deletes_branches_hears_that_they_cannot_be_told(small: Loaded, tmp_path: Path) -> None:
+    branched(tmp_path, small)
+    with hub_in(tmp_path, small) as hub:
+        assert isinstance(hub._keeper, Persisting)
+        with failing(hub._keeper._store.turns, "branches", SLOW):
+            with pytest.raises(Refusal, match="Which branches") as refused:
+                hub.remove("a", "x", branches=True)
+            assert refused.value.status == 503
+            assert names(hub) == {"x", "x~2", "x~3"}
+            assert ask(hub, told(1), "y").told.session == "y"  # who asks is answered
+        assert hub.stats().passed_over == {"session_unreadable": 1}
+        assert hub.remove("a", "x", branches=True) == ()
+        assert names(hub) == {"y"}

@@ -77,9 +77,12 @@ class Gathering:
         return lost
 
     def family(self, tenant: str, name: str) -> Sequence[str]:
-        """What a session began as, and all that are kept and began as that."""
+        """What a session began as, and all that are kept and began as that, if it can be told."""
         root = root_of(name)
-        return (root, *self._keeper.branches(tenant, root))
+        found = [root]
+        with self._guessing(root):
+            found += self._keeper.branches(tenant, root)
+        return found
 
     def _names(self, request: Request) -> Sequence[str]:
         """Sessions that a request may mean, unless the one it means is in memory."""

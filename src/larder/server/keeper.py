@@ -64,7 +64,11 @@ class Keeper:
         return ()
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
-        """Sessions that are kept and began as this one does; some may be gone. From any thread."""
+        """Sessions that are kept and began as this one does; some may be gone. From any thread.
+
+        Raises:
+            Refusal: it cannot be told.
+        """
         del tenant, root
         return ()
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 
 from larder.engine.engine import Engine
 from larder.server import archive
@@ -19,6 +18,7 @@ from larder.server.model_thread import ModelThread
 from larder.server.naming import root_of
 from larder.server.pieces import Pieces
 from larder.server.refusals import invalid
+from larder.server.removals import Removals
 from larder.server.request import Listener, Refusal, Request, Ticket, Turn
 from larder.server.sitting import Sitting
 from larder.server.vault import Vault
@@ -60,6 +60,7 @@ class LocalHub(Hub):
         told = engine, budgets, eviction, rows, waiting, self._keeper, vault or Vault(), clock
         self._core = Core(*told, self._wake, lambda tenant, name: None)
         self._made = clock()
+        self._removals = Removals()
         self._pieces = Pieces(engine.scribe.decode)
         self._thread = ModelThread(self._core.step, self._core.close)
         core = self._core
@@ -123,10 +124,12 @@ class LocalHub(Hub):
             return self._moved(lambda: self._core.prefetch(tenant, name))
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
-        with self._gathering.these(tenant, name, new_name):
-            if new_name is None:
-                self._gathering.guess(tenant, self._gathering.family(tenant, name))
-            return self._thread.call(lambda: view_of(self._core.fork(tenant, name, new_name)))
+        core, gathering = self._core, self._gathering
+        with gathering.these(tenant, name, new_name):
+            family = gathering.family(tenant, name) if new_name is None else ()
+            lost = gathering.guess(tenant, family)
+            self._thread.call(lambda: core.sessions.avoid(tenant, lost))
+            return self._thread.call(lambda: view_of(core.fork(tenant, name, new_name)))
 
     def compact(self, tenant: str, name: str) -> SessionView:
         with self._gathering.these(tenant, name):
@@ -145,25 +148,30 @@ class LocalHub(Hub):
             return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
-        own = self._keeper.branches(tenant, name) if root_of(name) == name else ()
-        core, lost = self._core, list[str]()
+        core, own = self._core, [name]
+        if branches and root_of(name) == name:
+            own += self._keeper.branches(tenant, name)
+        elif root_of(name) == name:
+            own += self._gathering.family(tenant, name)
 
-        def removed() -> tuple[list[Future[None]], list[str]]:
-            there = core.sessions.branches(tenant, name)
-            leaving = [each for each in (name, *(there if branches else ())) if each not in lost]
-            return core.remove(tenant, *leaving), [] if branches else there
+        def removed() -> tuple[list[str], list[str], list[str], list[Future[None]]]:
+            away = [each for each in lost if not core.sessions.has(tenant, each)]
+            made = core.sessions.branches(tenant, name) + [each for each in away if each != name]
+            wanted = [name, *(made if branches else ())]
+            gone = core.remove(tenant, *(each for each in wanted if each not in away))
+            self._removals.begin(tenant, wanted)
+            return wanted, [] if branches else made, away, gone
 
         with core.awaited.these(tenant, name):
-            lost += self._gathering.guess(tenant, (name, *own))  # what cannot be read can be gone
-            gone, staying = self._thread.call(removed)
-        for each in lost:
-            if branches or each == name:
-                future = self._keeper.discard(tenant, each)
-                gone += [] if future is None else [future]
-            else:
-                staying.append(each)
-        for future in gone:
-            future.result()
+            lost = self._gathering.guess(tenant, own)  # what cannot be read can be gone
+            wanted, staying, away, gone = self._thread.call(removed)
+        try:
+            told = [self._keeper.discard(tenant, each) for each in wanted if each in away]
+            for future in (*gone, *told):
+                if future is not None:
+                    future.result()
+        finally:
+            self._removals.end(tenant, wanted)
         return tuple(staying)
 
     def kept(self, tenant: str, name: str) -> Kept:
@@ -201,16 +209,28 @@ class LocalHub(Hub):
 
     def _recall(self, tenant: str, name: str) -> None:
         """Have a session be in memory, if it is kept; a slow store holds nobody else up."""
-        recalling = self._core.recalling
-        if self._thread.call(partial(self._has, tenant, name)):
-            return
-        found = self._keeper.recall(tenant, name)
-        if found is not None:
-            told = recalling.read(found.data, "session")
-            self._thread.call(partial(recalling.take, tenant, name, found, told))
+        while not self._is_settled(tenant, name):
+            continue
 
-    def _has(self, tenant: str, name: str) -> bool:
-        return self._core.sessions.has(tenant, name)
+    def _is_settled(self, tenant: str, name: str) -> bool:
+        """As `_recall`; False where what was read may be what was removed meanwhile."""
+        core, removals = self._core, self._removals
+        if self._thread.call(lambda: core.sessions.has(tenant, name)):
+            return True
+        ended, found = removals.ended, self._keeper.recall(tenant, name)
+        if found is None:
+            return True
+        told = core.recalling.read(found.data, "session")
+
+        def is_settled() -> bool:
+            if removals.has(tenant, name):
+                return True
+            if removals.ended != ended:
+                return False
+            core.recalling.take(tenant, name, found, told)
+            return True
+
+        return self._thread.call(is_settled)
 
     def _moved(self, move: Callable[[], Future[Sitting]]) -> SessionView:
         """Wait until a session has moved, while others are answered."""

@@ -113,8 +113,13 @@ class Persisting(Keeper):
         try:
             return self._store.turns.branches(tenant, root)
         except StoreError as error:
-            self.failed[type(error).__name__] += 1
-            return ()
+            self._note(error)
+            raise Refusal(
+                f"Which branches session {root!r} has cannot be told now: try again; the server's "
+                "log says why.",
+                503,
+                "session_unreadable",
+            ) from error
 
     def views(self, tenant: str) -> Sequence[SessionView]:
         turns = self._store.turns

@@ -1,0 +1,71 @@
+"""Sessions that are read and deleted at a time."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, current_thread
+
+import pytest
+
+from larder.core.errors import StoreSlow
+from larder.models.loading import Loaded
+from larder.server.keeper import Recalled
+from larder.server.persisting import Persisting
+from larder.server.request import Refusal
+from larder.server.sitting import Sitting
+from server_core import told
+from server_hubs import SLOW, ask, failing, hub_in
+
+pytestmark = pytest.mark.usefixtures("unflushed")
+READER = "reader"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    """What was read arrives when the store has forgotten the session, or is about to."""
+    with hub_in(tmp_path, small) as hub:
+        ask(hub, told(1), "x")
+    with hub_in(tmp_path, small) as hub, ThreadPoolExecutor(1, READER) as reader:
+        is_read, goes_on = Event(), Event()
+        recall, remove = hub._keeper.recall, hub._keeper.remove
+
+        def late(tenant: str, name: str) -> Recalled | None:
+            found = recall(tenant, name)
+            if current_thread().name.startswith(READER) and not is_read.is_set():
+                is_read.set()
+                assert goes_on.wait(30)
+            return found
+
+        def removed(sitting: Sitting) -> None:
+            if not is_over:
+                goes_on.set()
+                assert isinstance(read.exception(30), Refusal)
+            future = remove(sitting)
+            assert future is not None
+            future.result(30)
+
+        def removing(sitting: Sitting) -> Future[None]:
+            return remover.submit(removed, sitting)
+
+        with ThreadPoolExecutor(1) as remover:
+            monkeypatch.setattr(hub._keeper, "recall", late)
+            monkeypatch.setattr(hub._keeper, "remove", removing)
+            read = reader.submit(hub.session, "a", "x")
+            assert is_read.wait(30)
+            assert hub.remove("a", "x") == ()
+            goes_on.set()
+            assert isinstance(read.exception(30), Refusal)
+        assert hub.sessions("a") == ()
+        assert ask(hub, told(1), "x").told.session == "x"
+
+
+def test_what_could_not_be_deleted_is_read_again(small: Loaded, tmp_path: Path) -> None:
+    with hub_in(tmp_path, small) as hub:
+        assert isinstance(hub._keeper, Persisting)
+        ask(hub, told(1), "x")
+        with failing(hub._keeper._store.sessions, "remove", SLOW), pytest.raises(StoreSlow):
+            hub.remove("a", "x")
+        assert len(hub.session("a", "x").turns) == 2
