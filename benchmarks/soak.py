@@ -9,8 +9,9 @@ requests that are none. Each client holds at most `--sessions` sessions and remo
 for every new one, so that nothing has a reason to grow. Every second resident memory, open files,
 threads, files of the store and their bytes are counted. After a warm-up (a third of the time) a
 line is laid through the counts: its slope with a 95 % interval. Something grows if the interval is
-above 0 and the line rises by more than a tolerance. Rows go to results/soak.jsonl; exit status 1
-where something grows, an answer is a 5xx other than 503, or the budget was exceeded.
+above 0 and the line rises by more than a tolerance. In the end every session is removed, and what
+the store holds once that is forgotten is told. Rows go to results/soak.jsonl; exit status 1 where
+something grows or is left, an answer is a 5xx other than 503, or the budget was exceeded.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ from pathlib import Path
 from typing import Any
 
 from _growth import growth
-from _server import serving
+from _server import Server, place, serving
 from _soaking import KEYS, TENANTS, Client
 from _timing import environment, write
+
+from larder.store.upkeep import REMOVED_SECONDS
 
 OUT = Path("results/soak.jsonl")
 VIOLATIONS = "larder_budget_violations_total"
 WARM_UP = 1 / 3
+FORGOTTEN_SECONDS = 2 * REMOVED_SECONDS  # in which the store forgets what was removed
+# Folders that are empty once every session is gone.
+OF_SESSIONS = ("store/blobs", "store/chunks", "store/families", "store/sessions")
 MIB = 1 << 20
 # What may come and go by chance between the first and the last sample.
 TOLERANCES = {
@@ -67,8 +73,11 @@ def sample(process: int, home: Path) -> dict[str, Any]:
     }
 
 
-def soaked(given: argparse.Namespace, home: Path) -> tuple[list[Any], Counter[str], float]:
-    """Samples with their seconds, outcomes, and how often the budget was exceeded."""
+def soaked(
+    given: argparse.Namespace, home: Path
+) -> tuple[list[Any], Counter[str], float, dict[str, int]]:
+    """Samples with their seconds, outcomes, how often the budget was exceeded, and files that are
+    left by folder."""
     options = ["--policy", given.policy, *(["--budget", given.budget] if given.budget else [])]
     options += ["--kv-budget", given.kv_budget, "--host-budget", given.host_budget]
     with serving(home, options, KEYS) as server:
@@ -87,15 +96,21 @@ def soaked(given: argparse.Namespace, home: Path) -> tuple[list[Any], Counter[st
         while any(thread.is_alive() for thread in threads):
             samples.append((time.monotonic() - begun, sample(server.process, home)))
             time.sleep(given.seconds)
+        for key in TENANTS:
+            owner = Server(server.url, server.process, key)
+            for session in owner.sessions():
+                owner.ask("DELETE", place(session["id"]))
+        time.sleep(FORGOTTEN_SECONDS)
+        left = {name: sample(server.process, home)["written"].get(name, 0) for name in OF_SESSIONS}
         violations = server.metrics()[VIOLATIONS]
     outcomes: Counter[str] = sum((each.outcomes for each in clients), Counter())
-    return samples, outcomes, violations
+    return samples, outcomes, violations, left
 
 
 def main() -> int:
     given = _given()
     with tempfile.TemporaryDirectory() as folder:
-        samples, outcomes, violations = soaked(given, Path(folder))
+        samples, outcomes, violations, left = soaked(given, Path(folder))
     kept = [each for each in samples if each[0] >= WARM_UP * samples[-1][0]]
     seconds, rows, grown = [at for at, _ in kept], [], []
     for name, tolerance in TOLERANCES.items():
@@ -111,14 +126,14 @@ def main() -> int:
         )
     told = {"minutes": given.minutes, "clients": given.clients, "policy": given.policy}
     told |= {"outcomes": dict(outcomes), "violations": violations, "environment": environment()}
-    told["written"] = samples[-1][1]["written"]
+    told["written"], told["left"] = samples[-1][1]["written"], left
     write(given.out, [row | told for row in rows])
-    print(told["written"])
+    print(f"at the end {told['written']}\nonce every session is removed {left}")
     broken = sum(count for what, count in outcomes.items() if _is_broken(what))
     for what, count in sorted(outcomes.items()):
         print(f"{count:7} {what}")
     print(f"{sum(outcomes.values())} acts, {broken} broken, {violations:.0f} budget violations")
-    return 1 if grown or broken or violations else 0
+    return 1 if grown or broken or violations or any(left.values()) else 0
 
 
 def _is_broken(outcome: str) -> bool:
