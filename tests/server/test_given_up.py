@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Turn
 from larder.server.sharing import Sharing
 from larder.store.claims import Claims
-from larder.store.deadline import Patience
 from larder.store.places import place_at
 from larder.store.store import Store
 from server_core import Served, answered, told
@@ -134,31 +133,36 @@ def test_21_a_session_that_is_deleted_does_not_come_back(
     assert len(said_in(tmp_path, small)) == 1
 
 
+class Late(Faulty):
+    """Creates a record only when it is told to, after everybody has given it up."""
+
+    is_slow = False
+    given: tuple[str, bytes] = "", b""
+
+    def create(self, path: str, data: bytes) -> None:
+        if self.is_slow and path.startswith("sessions/"):
+            self.is_slow, self.given = False, (path, data)
+            raise SLOW
+        super().create(path, data)
+
+    def go_on(self) -> None:
+        with suppress(FileExistsError):
+            super().create(*self.given)
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 def test_21_a_session_stays_deleted_whose_writing_goes_on(
     small: Loaded, tmp_path: Path, turns: int
 ) -> None:
-    """The disk creates a record only after everybody has given it up, and the session is gone."""
-    hangs, goes_on = threading.Event(), threading.Event()
-
-    def before(what: str, path: str) -> None:
-        if what == "create" and path.startswith("sessions/") and hangs.is_set():
-            hangs.clear()
-            assert goes_on.wait(30)
-
-    place = Faulty(place_at(str(tmp_path / "blobs")), before=before)
-    patience = Patience(seconds=0.5, rest_seconds=0.0)
-    store = Store(place, tmp_path / "home", patience=patience)
+    place = Late(place_at(str(tmp_path / "blobs")))
+    store = Store(place, tmp_path / "home")
     served = Served(small, keeper=Persisting(store, small.decoder.spec))
     text = begun(served) if turns == 2 else told(1)
-    hangs.set()
+    place.is_slow = True
     served.ask(text, "x")
     [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
-    goes_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "larder-store":
-            thread.join(30)
+    place.go_on()
     for home in ("home", "another"):
         found = Persisting(Store(place, tmp_path / home), small.decoder.spec)
         assert found.recall("a", "x") is None and found.views("a") == []
