@@ -235,6 +235,20 @@ def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
     assert len(said_in(tmp_path, small)) == 1
 
 
+def test_20_what_another_has_made_of_what_was_given_up_supersedes(
+    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
+) -> None:
+    text = begun(served)
+    with unheard(keeper):
+        text = answered(text, served.ask(text, "x"), "Really?")
+    other = keeper_in(tmp_path, small)._store.turns
+    other.label("a", "x", {"pinned": "yes"}, 2)
+    late, _ = served.submit(text, "x")
+    served.run()
+    assert isinstance(late.error, Refusal) and late.error.code == "session_superseded"
+    assert served.core.find("a", "x").is_pinned
+
+
 def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
     small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
 ) -> None:
