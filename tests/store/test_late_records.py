@@ -129,3 +129,17 @@ def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
     assert store.turns.newest(WHO, TALK) is None
     again = store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
     assert again.epoch == 4 and store_at(tmp_path, home="b").turns.newest(WHO, TALK) is not None
+
+
+def test_21_a_state_that_comes_about_behind_its_removal_goes_with_it(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    one = store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
+    [path] = (tmp_path / "store" / "sessions").rglob("1.json")
+    late = path.read_bytes()
+    store.sessions.remove(WHO, TALK)
+    path.write_bytes(late)
+    assert store.turns.newest(WHO, TALK) is None
+    store.upkeep.forget_removed(-1.0)
+    assert not path.exists()
+    assert store.turns.newest(WHO, TALK) is None and store.turns.of(WHO) == []
+    assert store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0).epoch > one.epoch

@@ -159,8 +159,11 @@ class Heads:
     def forget(self, record: Record) -> None:
         """Drop what says that a session was removed: from now on its name is as new."""
         self._note_forgotten(record.tenant, record.epoch)
-        self.manifest.forget_session(record.tenant, record.session)
-        self._guard.call(self._place.remove, record.path)
+        own = record.tenant, record.session
+        self.manifest.forget_session(*own)
+        for epoch in self.written(*own):  # earlier ones that came about late, too
+            if epoch <= record.epoch:
+                self._guard.call(self._place.remove, path_of(*own, epoch))
 
     def all_written(self) -> list[Record]:
         """Every record beside the blobs that is whole and can be read."""
