@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from larder.core.errors import StoreSlow
 from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
 from larder.server.naming import root_of
@@ -183,3 +185,73 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(small: Loaded, tmp_
         assert hub.stats().passed_over == {"session_unreadable": 1}
         assert hub.remove("a", "x", branches=True) == ()
         assert names(hub) == {"y"}
+
+
+def calls(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the model's thread is asked from now on."""
+    made, call = list[object](), hub._thread.call
+
+    def counted(work: Callable[[], object]) -> object:
+        made.append(work)
+        return call(work)
+
+    monkeypatch.setattr(hub._gathering, "_call", counted)
+    monkeypatch.setattr(hub._thread, "call", counted)
+    return made
+
+
+def test_requests_wait_for_no_more_steps_than_they_must(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_in(tmp_path, small) as hub:
+        first = ask(hub, told(1), "x")
+        made = calls(hub, monkeypatch)
+        for name, turns, most in (
+            ("x", answered(told(1), first, "Why?"), 1),  # it goes on
+            ("new", told(1), 4),
+            ("x", told(3), 4),  # a branch
+            (None, told(4), 4),
+        ):
+            made.clear()
+            ask(hub, turns, name)
+            assert len(made) <= most, (name, len(made))
+
+
+def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
+    small: Loaded, tmp_path: Path
+) -> None:
+    branched(tmp_path, small, count=14)
+    with hub_in(tmp_path, small) as hub:
+        assert ask(hub, told(99), "x").told.session == "x~15"
+        assert len(hub._core.sessions) <= 10
+        assert ask(hub, told(12), "x").told.session == "x~12"
+
+
+def test_branches_go_though_what_they_began_as_is_gone(small: Loaded, tmp_path: Path) -> None:
+    branched(tmp_path, small)
+    with hub_in(tmp_path, small) as hub:
+        assert hub.remove("a", "x") == ("x~2", "x~3")
+        assert hub.remove("a", "x", branches=True) == ()
+        assert names(hub) == set()
+        with pytest.raises(Refusal, match="no session"):
+            hub.remove("a", "x", branches=True)
+
+
+def test_a_removal_that_fails_ends_once_all_of_it_has(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branched(tmp_path, small)
+    with hub_in(tmp_path, small) as hub:
+        store = hub._keeper._store  # pyright: ignore[reportAttributeAccessIssue]
+        remove, gone = store.sessions.remove, list[str]()
+
+        def removed(tenant: str, name: str) -> int:
+            if name == "x":
+                raise StoreSlow("The disk sleeps.")
+            gone.append(name)
+            return remove(tenant, name)
+
+        monkeypatch.setattr(store.sessions, "remove", removed)
+        with pytest.raises(StoreSlow):
+            hub.remove("a", "x", branches=True)
+        assert gone == ["x~2", "x~3"] and not hub._removals.has("a", "x~3")

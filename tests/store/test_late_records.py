@@ -143,3 +143,12 @@ def test_21_a_state_that_comes_about_behind_its_removal_goes_with_it(tmp_path: P
     assert not path.exists()
     assert store.turns.newest(WHO, TALK) is None and store.turns.of(WHO) == []
     assert store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0).epoch > one.epoch
+
+
+def test_a_sweep_passes_over_what_is_not_ours(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.turns.append(WHO, "x~2", Turn(IDS, b"one", {"root": "x"}), 0)
+    stray = tmp_path / "store" / "families" / ".DS_Store"
+    stray.write_bytes(b"")
+    store.upkeep.sweep(0.0)
+    assert stray.exists() and store.turns.branches(WHO, "x") == ["x~2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from functools import partial
 from time import monotonic
 
 from larder.core.errors import BudgetError
@@ -226,12 +226,15 @@ class Core:
         """Where a request goes on, as far as anybody has come with it."""
         rule = self.rule_of(request)
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
-        with self._gathering.meant(request, rule) if self._looks else nullcontext():
+        resolve = partial(self._resolve, request, rule)
+        return self._gathering.having(request, rule, resolve) if self._looks else resolve()
+
+    def _resolve(self, request: Request, rule: Rule) -> Resolved:
+        found = self.sessions.resolve(request, rule)
+        for _ in range(REFRESHED):
+            if not self._is_refreshed(found.sitting):
+                break
             found = self.sessions.resolve(request, rule)
-            for _ in range(REFRESHED):
-                if not self._is_refreshed(found.sitting):
-                    break
-                found = self.sessions.resolve(request, rule)
         return found
 
     def rule_of(self, request: Request) -> Rule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from larder.server.awaiting import Awaited
 from larder.server.keeper import Keeper
@@ -12,6 +12,9 @@ from larder.server.naming import root_of
 from larder.server.request import Request
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
+
+Taken = TypeVar("Taken")
+MOST_NAMES = 8  # of a family, that are brought to memory whatever was said in them
 
 
 class Gathering:
@@ -45,31 +48,47 @@ class Gathering:
             Refusal: one is kept, and cannot be had.
         """
         with self._awaited.these(tenant, *names):
-            for name in names:
-                if name is not None:
-                    self._recall(tenant, name)
+            for name in self._lacking(tenant, names):
+                self._recall(tenant, name)
             yield
 
-    @contextmanager
-    def meant(self, request: Request, rule: Rule) -> Iterator[None]:
-        """While all sessions are there that a request may mean; if it makes a branch, its family.
+    def having(self, request: Request, rule: Rule, take: Callable[[], Taken]) -> Taken:
+        """What `take` returns, which is called once all sessions are there that a request may mean.
 
-        A branch is to have a name that none has, be it in memory or not.
+        Where the request makes a branch it gets a name that none has, be it in memory or not.
+
+        Args:
+            take: takes the request where sessions are at home.
+
+        Raises:
+            Refusal: a session that the request names is kept, and cannot be had.
         """
         tenant, sessions = request.tenant, self._sessions
-        with self.these(tenant, request.session, request.follows):
+        named = [name for name in (request.session, request.follows) if name is not None]
+        with self._awaited.these(tenant, *named):
+            made = list[Taken]()  # nobody waits for the model's thread twice where all is there
+            for name in self._call(lambda: self._begun(request, rule, named, take, made)):
+                self._recall(tenant, name)
+            if made:
+                return made[0]
             names = self._names(request)
             with self._awaited.these(tenant, *names):
                 self.guess(tenant, names)
-                root = self._call(lambda: sessions.branching(request, rule))
+                root = self._call(lambda: self._root_or(request, rule, take, made))
+                if root is None:
+                    return made[0]
                 with self._awaited.these(tenant, root):
-                    lost = [] if root is None else self.guess(tenant, self.family(tenant, root))
-                    self._call(lambda: sessions.avoid(tenant, lost))
-                    yield
+                    family = self.family(tenant, root)
+
+                    def branched() -> Taken:
+                        sessions.avoid(tenant, root, family)
+                        return take()
+
+                    return self._call(branched)
 
     def guess(self, tenant: str, names: Iterable[str]) -> list[str]:
         """Have sessions be in memory that nobody has named; those that cannot be had."""
-        lost = list(dict.fromkeys(names))
+        lost = self._lacking(tenant, names)
         for name in tuple(lost):
             with self._guessing(name):
                 self._recall(tenant, name)
@@ -84,12 +103,46 @@ class Gathering:
             found += self._keeper.branches(tenant, root)
         return found
 
+    def _lacking(self, tenant: str, names: Iterable[str | None]) -> list[str]:
+        """Those that are not in memory."""
+        told, has = [each for each in dict.fromkeys(names) if each is not None], self._sessions.has
+        return self._call(lambda: [e for e in told if not has(tenant, e)]) if told else []
+
+    def _begun(
+        self,
+        request: Request,
+        rule: Rule,
+        named: Sequence[str],
+        take: Callable[[], Any],
+        made: list[Any],
+    ) -> list[str]:
+        """Take a request that goes on with a session that is there, or begins one; else those that
+        it names and that are not there. Where sessions are at home."""
+        sessions = self._sessions
+        lacking = [name for name in named if not sessions.has(request.tenant, name)]
+        is_looked_for = request.is_nameless or request.session is not None
+        if lacking or (is_looked_for and not sessions.settles(request)):
+            return lacking
+        self._root_or(request, rule, take, made)
+        return []
+
+    def _root_or(
+        self, request: Request, rule: Rule, take: Callable[[], Any], made: list[Any]
+    ) -> str | None:
+        """The root of what a request makes a branch of; else it is taken. Where sessions are at
+        home."""
+        root = self._sessions.branching(request, rule)
+        if root is None:
+            made.append(take())
+        return root
+
     def _names(self, request: Request) -> Sequence[str]:
-        """Sessions that a request may mean, unless the one it means is in memory."""
-        if not (request.is_nameless or request.session):
+        """Sessions that a request may mean."""
+        if request.is_nameless:
+            return self._keeper.names(request.tenant, request.turns)
+        if request.session is None:
             return ()
-        if self._call(lambda: self._sessions.settles(request)):
-            return ()
-        if request.session is not None:
-            return self.family(request.tenant, request.session)
-        return self._keeper.names(request.tenant, request.turns)
+        family = self.family(request.tenant, request.session)
+        if len(family) <= MOST_NAMES:
+            return family
+        return (family[0], *self._keeper.names(request.tenant, request.turns))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 
 from larder.engine.engine import Engine
 from larder.server import archive
@@ -70,8 +71,8 @@ class LocalHub(Hub):
     def submit(self, request: Request, listener: Listener) -> Ticket:
         core, asked = self._core, self._core.clock()
         try:
-            with self._gathering.meant(request, core.rule_of(request)):
-                return self._thread.call(lambda: self._taken(request, listener, asked))
+            take = partial(self._taken, request, listener, asked)
+            return self._gathering.having(request, core.rule_of(request), take)
         except Refusal as error:
             core.refused.note(error.code)
             raise
@@ -125,11 +126,15 @@ class LocalHub(Hub):
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionView:
         core, gathering = self._core, self._gathering
+        family = gathering.family(tenant, name) if new_name is None else ()
+
+        def forked() -> SessionView:
+            if family:
+                core.sessions.avoid(tenant, root_of(name), family)
+            return view_of(core.fork(tenant, name, new_name))
+
         with gathering.these(tenant, name, new_name):
-            family = gathering.family(tenant, name) if new_name is None else ()
-            lost = gathering.guess(tenant, family)
-            self._thread.call(lambda: core.sessions.avoid(tenant, lost))
-            return self._thread.call(lambda: view_of(core.fork(tenant, name, new_name)))
+            return self._thread.call(forked)
 
     def compact(self, tenant: str, name: str) -> SessionView:
         with self._gathering.these(tenant, name):
@@ -158,6 +163,8 @@ class LocalHub(Hub):
             away = [each for each in lost if not core.sessions.has(tenant, each)]
             made = core.sessions.branches(tenant, name) + [each for each in away if each != name]
             wanted = [name, *(made if branches else ())]
+            if len(wanted) > 1 and not (name in away or core.sessions.has(tenant, name)):
+                wanted.remove(name)  # it has gone before them
             gone = core.remove(tenant, *(each for each in wanted if each not in away))
             self._removals.begin(tenant, wanted)
             return wanted, [] if branches else made, away, gone
@@ -165,13 +172,12 @@ class LocalHub(Hub):
         with core.awaited.these(tenant, name):
             lost = self._gathering.guess(tenant, own)  # what cannot be read can be gone
             wanted, staying, away, gone = self._thread.call(removed)
-        try:
-            told = [self._keeper.discard(tenant, each) for each in wanted if each in away]
-            for future in (*gone, *told):
-                if future is not None:
-                    future.result()
-        finally:
-            self._removals.end(tenant, wanted)
+        told = (self._keeper.discard(tenant, each) for each in wanted if each in away)
+        gone += [future for future in told if future is not None]
+        wait(gone)
+        self._removals.end(tenant, wanted)
+        for future in gone:
+            future.result()
         return tuple(staying)
 
     def kept(self, tenant: str, name: str) -> Kept:
@@ -215,8 +221,6 @@ class LocalHub(Hub):
     def _is_settled(self, tenant: str, name: str) -> bool:
         """As `_recall`; False where what was read may be what was removed meanwhile."""
         core, removals = self._core, self._removals
-        if self._thread.call(lambda: core.sessions.has(tenant, name)):
-            return True
         ended, found = removals.ended, self._keeper.recall(tenant, name)
         if found is None:
             return True

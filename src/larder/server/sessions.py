@@ -50,7 +50,7 @@ class Sessions:
         self._firsts: dict[tuple[str, int], dict[int, Sitting]] = defaultdict(dict)
         self._prefixes: dict[tuple[str, bytes], dict[int, Sitting]] = defaultdict(dict)
         self._indexed: dict[int, tuple[tuple[str, int], tuple[str, bytes]]] = {}
-        self._avoided: set[tuple[str, str]] = set()
+        self._avoided: dict[tuple[str, str], frozenset[str]] = {}
         self._count = 0
 
     def __iter__(self) -> Iterator[Sitting]:
@@ -100,11 +100,12 @@ class Sessions:
 
     def fork(self, source: Sitting, name: str | None, rule: Rule, exchanges: int) -> Sitting:
         """A session that begins as another one does: a branch of it, unless it has a name."""
-        number = len(self.family(source))
+        number, avoided = len(self.family(source)), self._avoided.get((source.tenant, source.root))
         while name is None:
             number += 1
-            tried = source.tenant, branch(source.root, number)
-            name = None if tried in self._sittings or tried in self._avoided else tried[1]
+            tried = branch(source.root, number)
+            is_taken = self.has(source.tenant, tried) or tried in (avoided or ())
+            name = None if is_taken else tried
         made = self.open(source.tenant, name, rule)
         made.said, made.origin = list(source.said[:exchanges]), source
         made.opening = () if exchanges else source.opening
@@ -118,9 +119,9 @@ class Sessions:
         self._indexed[sitting.key] = keys
         self._firsts[keys[0]][sitting.key] = self._prefixes[keys[1]][sitting.key] = sitting
 
-    def avoid(self, tenant: str, names: Iterable[str]) -> None:
-        """No branch is to have these names: sessions that have them cannot be had."""
-        self._avoided.update((tenant, name) for name in names)
+    def avoid(self, tenant: str, root: str, names: Iterable[str]) -> None:
+        """No branch of a session is to have these names, whether or not they are in memory."""
+        self._avoided[tenant, root] = frozenset(names)
 
     def announce(self, tenant: str, steps: Mapping[str, int]) -> None:
         """Somebody knows in how many steps of a workflow sessions are asked again, by name."""
@@ -132,7 +133,9 @@ class Sessions:
     def forget(self, sitting: Sitting) -> None:
         """It is no more."""
         self._sittings.pop((sitting.tenant, sitting.name), None)
-        _leave(self._families, (sitting.tenant, sitting.root), sitting)
+        _leave(self._families, own := (sitting.tenant, sitting.root), sitting)
+        if own not in self._families:
+            self._avoided.pop(own, None)
         self._leave_indexes(sitting)
 
     def _leave_indexes(self, sitting: Sitting) -> None:

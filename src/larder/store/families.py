@@ -64,8 +64,11 @@ class Families:
             before: seconds since 1970; what was noted since then may be about to be written.
         """
         for entry in self._guard.call(self._listed, FOLDER):
-            _, tenant, _, name = entry.path.split("/")
-            if entry.modified <= before and (tenant, name.removesuffix(".json")) not in there:
+            words = entry.path.split("/")
+            if len(words) != 4 or not words[3].endswith(".json"):
+                continue  # nothing of ours
+            own = words[1], words[3].removesuffix(".json")
+            if entry.modified <= before and own not in there:
                 self._guard.call(self._place.remove, entry.path)
 
     def _read(self, path: str) -> str:
