@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import Damaged, InputError, Refused, StoreError, StoreSlow, Superseded
+from larder.store.at_once import at_once
 from larder.store.deadline import Patience
 from larder.store.places import place_at
 from larder.store.turns import Turn
@@ -152,3 +153,32 @@ def test_a_sweep_passes_over_what_is_not_ours(tmp_path: Path) -> None:
     stray.write_bytes(b"")
     store.upkeep.sweep(0.0)
     assert stray.exists() and store.turns.branches(WHO, "x") == ["x~2"]
+
+
+@pytest.mark.parametrize("tidies", ["note_branches", "sweep"])
+def test_branches_that_were_written_before_they_were_noted_are_noted(
+    tmp_path: Path, tidies: str
+) -> None:
+    store = store_at(tmp_path)
+    for name in ("x", "x~2", "x~3"):
+        store.turns.append(WHO, name, Turn(IDS, b"one", {"root": "x"}), 0)
+    for path in (tmp_path / "store" / "families").rglob("*.json"):
+        path.unlink()
+    assert store.turns.branches(WHO, "x") == []
+    getattr(store.upkeep, tidies)()
+    assert set(store.turns.branches(WHO, "x")) == {"x~2", "x~3"}
+
+
+def test_calls_at_once_are_all_made_though_one_fails() -> None:
+    made = list[int]()
+
+    def call(number: int) -> int:
+        if number == 3:
+            raise StoreSlow("The disk sleeps.")
+        made.append(number)
+        return 2 * number
+
+    with pytest.raises(StoreSlow):
+        at_once(call, range(20))
+    assert sorted(made) == [number for number in range(20) if number != 3]
+    assert at_once(call, (number for number in (5, 4))) == [10, 8] and at_once(call, ()) == []

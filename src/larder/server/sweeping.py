@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from larder.core.errors import LarderError
@@ -48,14 +49,18 @@ class Sweeping:
 
     def _run(self) -> None:
         swept = time.monotonic()
+        self._do(self._store.upkeep.note_branches)
         while not self._ended.wait(self._seconds):
             trim()
             is_due = time.monotonic() - swept >= self._sweep_seconds
             if is_due:
                 swept = time.monotonic()
-            try:
-                self._store.upkeep.forget_removed()
-                if is_due:
-                    self._store.upkeep.sweep()
-            except LarderError as error:  # a disk that is full or slow today is looked at tomorrow
-                self._store.parts.refusals.note_error(error)
+            self._do(self._store.upkeep.forget_removed)
+            if is_due:
+                self._do(self._store.upkeep.sweep)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except LarderError as error:  # a disk that is full or slow today is looked at tomorrow
+            self._store.parts.refusals.note_error(error)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from larder.store.at_once import at_once
 from larder.store.blobs import Ref
 from larder.store.chunk_notes import Chunk, ChunkNotes, Shared, chunk_of, told_of
 from larder.store.deadline import Guard
@@ -26,6 +27,11 @@ TOKENS = 256
 _COLUMNS = "id, parent, start, tokens, key, prefix, digest, bytes"
 _UNUSED = "NOT EXISTS (SELECT 1 FROM spans WHERE spans.digest = chunks.digest)"
 _DIGESTS = "SELECT tenant, key, digest FROM chunks"
+_LEAVE = (
+    f"DELETE FROM chunks WHERE id = ? AND key = ? AND {_UNUSED} AND NOT EXISTS (SELECT 1 FROM "
+    "chunks AS next WHERE (next.tenant, next.identity, next.parent) = "
+    "(chunks.tenant, chunks.identity, chunks.id)) RETURNING id"
+)
 
 
 class Chunks:
@@ -159,18 +165,13 @@ class Chunks:
         own = tenant, chunk.key
         return self._notes.is_kept(*own) or self._notes.is_shared(*own)
 
-    def leave(self, chunk: Chunk, tenant: str) -> None:
-        """Forget a chunk that no session is made of and none continues; the blob stays."""
+    def leave(self, tenant: str, chunks: Iterable[Chunk]) -> None:
+        """Forget chunks that no session is made of and none continues that stays; the blobs do."""
+        gone: list[str] = []
         with self._manifest.writing() as rows:
-            gone = rows(
-                f"DELETE FROM chunks WHERE id = ? AND key = ? AND {_UNUSED} AND NOT EXISTS "
-                "(SELECT 1 FROM chunks AS next "
-                "WHERE (next.tenant, next.identity, next.parent) = "
-                "(chunks.tenant, chunks.identity, chunks.id)) RETURNING id",
-                (chunk.row, chunk.key),
-            )
-        if gone:
-            self._notes.remove(tenant, [chunk.key])
+            for chunk in sorted(chunks, key=lambda chunk: -chunk.start):
+                gone += [chunk.key] if rows(_LEAVE, (chunk.row, chunk.key)) else []
+        at_once(lambda key: self._notes.remove(tenant, [key]), gone)
 
     def used(self, shared: Sequence[Shared]) -> None:
         """Chunks were read."""

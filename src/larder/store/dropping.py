@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import groupby
 
+from larder.store.at_once import at_once
 from larder.store.chunk_notes import Chunk
 from larder.store.chunks import Chunks
 from larder.store.records import Record
@@ -31,7 +32,8 @@ class Dropping:
         for tenant, records in groupby(told, key=lambda record: record.tenant):
             refs = list(dict.fromkeys(ref for record in records for ref in record.refs))
             unused = self._chunks.unused(tenant, refs)
-            self._leave(tenant, [chunk for chunk in unused if self._is_free(chunk, tenant)])
+            free = at_once(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
+            self._chunks.leave(tenant, (c for c, goes in zip(unused, free, strict=True) if goes))
             freed += self._shelves.drop(refs)
         return freed
 
@@ -49,13 +51,8 @@ class Dropping:
         needed = {*needed, *self._shelves.in_making(since)}
         for tenant, chunks in unused.items():
             free = [c for c in chunks if c.ref.digest not in needed and (tenant, c.key) not in kept]
-            self._leave(tenant, free)
+            self._chunks.leave(tenant, free)
         return {digest for digest in kept.values() if digest}
-
-    def _leave(self, tenant: str, chunks: Iterable[Chunk]) -> None:
-        """Forget chunks, those behind others first."""
-        for chunk in sorted(chunks, key=lambda chunk: -chunk.start):
-            self._chunks.leave(chunk, tenant)
 
     def _is_free(self, chunk: Chunk, tenant: str) -> bool:
         return not self._shelves.is_wanted(chunk.ref) and not self._chunks.stays(chunk, tenant)

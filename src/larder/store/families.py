@@ -8,7 +8,7 @@ forgotten when it is removed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused
@@ -39,6 +39,13 @@ class Families:
         data = canonical({"name": record.name, "seal": self._seal(path, record.name)}).encode()
         with suppress(FileExistsError):
             self._guard.call(self._place.create, path, data)
+
+    def note_all(self, records: Iterable[Record]) -> None:
+        """The same for many, most of which are noted."""
+        noted = {None, *(entry.path for entry in self._guard.call(self._listed, FOLDER))}
+        for record in records:
+            if _path(record) not in noted:
+                self.note(record)
 
     def forget(self, record: Record) -> None:
         """Note a session no more."""

@@ -11,7 +11,7 @@ from larder.store.blobs import Ref
 from larder.store.manifest import Manifest
 from larder.store.records import Record
 
-LEAVING_SECONDS = 600.0  # for which it is believed that a blob is being deleted, until said again
+LEAVING_SECONDS = 120.0  # for which it is believed that a blob is being deleted, until said again
 NEEDED = "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks WHERE digest = ?"
 
 

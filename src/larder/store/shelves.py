@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from larder.core.errors import BudgetError, StoreError
 from larder.store.account import Account
+from larder.store.at_once import at_once
 from larder.store.blobs import Ref
 from larder.store.counted import Counted
 from larder.store.deadline import Guard
@@ -104,7 +105,7 @@ class Shelves:
 
         What other machines have put they may need, too: a sweep knows that, which looks at all.
         """
-        return sum(self._drop(ref) for ref in dict.fromkeys(refs))
+        return sum(at_once(self._drop, dict.fromkeys(refs)))
 
     def evict(self, refs: Iterable[Ref]) -> None:
         """Delete caches that have made room, whoever has put them: their texts are read again."""

@@ -63,7 +63,9 @@ class Upkeep:
         live = {ref.digest for record in written for ref in record.refs}
         before = parts.clock() - grace_seconds
         live |= parts.dropping.sweep(live, before)
-        parts.families.sweep({(r.tenant, r.session) for r in written if not r.removed}, before)
+        there = [record for record in written if not record.removed]
+        parts.families.sweep({(r.tenant, r.session) for r in there}, before)
+        parts.families.note_all(there)
         live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
         for record in _newest(written).values():
             if record.removed and record.made <= before:
@@ -71,6 +73,12 @@ class Upkeep:
         for path in parts.guard.call(self._aside, before):
             parts.guard.call(parts.place.remove, path)
         return parts.shelves.sweep(live, grace_seconds)
+
+    def note_branches(self) -> None:
+        """Note branches that were written before that was done, of which the index knows."""
+        parts = self._parts
+        tenants = {tenant for tenant, _ in parts.manifest.sessions()}
+        parts.families.note_all(r for each in tenants for r in parts.manifest.heads_of(each))
 
     def forget_removed(self, grace_seconds: float = REMOVED_SECONDS) -> int:
         """Drop what says of sessions that they were removed; how many. Cheap, unlike a sweep."""
