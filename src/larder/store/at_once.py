@@ -17,4 +17,5 @@ def at_once(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     if len(told) < 2:
         return [function(each) for each in told]
     with ThreadPoolExecutor(min(MOST, len(told))) as pool:
-        return list(pool.map(function, told))
+        futures = [pool.submit(function, each) for each in told]
+    return [future.result() for future in futures]
