@@ -41,7 +41,8 @@ def test_a_branch_behind_one_that_is_gone_is_gone_on_with(
         new = ask(hub, told(4), "x").told.session
         assert new == (gone if gone == "x" else "x~4")
     with hub_in(tmp_path, small) as hub:
-        assert ask(hub, told(5), "x").told.session == "x~5" if gone == "x~2" else "x~4"
+        expected = "x~5" if gone == "x~2" else "x~4"
+        assert ask(hub, told(5), "x").told.session == expected
         assert ask(hub, told(3), "x").told.session == "x~3"
 
 
