@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from larder.store.places import Entry, Place
+from larder.store.places import Entry, Place, place_at
 
 
 class Faulty(Place):
@@ -72,3 +74,35 @@ def refusing(number: int, *changes: str) -> Callable[[str, str], None]:
 
 
 FULL, BROKEN, READ_ONLY, QUOTA = errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT
+
+
+class Hanging:
+    """A folder where one kind of change, once that is `armed`, waits until it may go on.
+
+    Args:
+        what: the change, as `Faulty` tells it.
+        under: how the paths begin that it is made at.
+    """
+
+    def __init__(self, folder: Path, what: str, under: str) -> None:
+        self._told = what, under
+        self.armed, self.hangs = threading.Event(), threading.Event()
+        self.landed, self.go = threading.Event(), threading.Event()
+        inner = place_at(str(folder / "store"))
+        self.place = Faulty(inner, before=self._before, after=self._after)
+
+    def _is_meant(self, what: str, path: str) -> bool:
+        return what == self._told[0] and path.startswith(self._told[1]) and self.armed.is_set()
+
+    def _before(self, what: str, path: str) -> None:
+        if self._is_meant(what, path):
+            self.hangs.set()
+            assert self.go.wait(60)
+
+    def _after(self, what: str, path: str) -> None:
+        if self._is_meant(what, path):
+            self.landed.set()
+
+    def lands(self) -> None:
+        self.go.set()
+        assert self.landed.wait(20)

@@ -19,33 +19,18 @@ from larder.store.places import place_at
 from larder.store.store import Store
 from larder.store.turns import Turn
 from store.caches import IDS, TALK, WHO, is_exact, load, save, store_at
-from store.places import BROKEN, Faulty, refusing
+from store.places import BROKEN, Faulty, Hanging, refusing
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 LONGER = (*IDS, 5, 6, 7)
 SHORT = Patience(seconds=0.3, failures=100)
 
 
-class Hanging:
+def hanging(folder: Path) -> Hanging:
     """A place where blobs are deleted once that is allowed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.hangs, self.landed, self.go = threading.Event(), threading.Event(), threading.Event()
-        inner = place_at(str(folder / "store"))
-        self.place = Faulty(inner, before=self.before, after=self.after)
-
-    def before(self, what: str, path: str) -> None:
-        if what == "remove" and path.startswith("blobs/"):
-            self.hangs.set()
-            assert self.go.wait(60)
-
-    def after(self, what: str, path: str) -> None:
-        if what == "remove" and path.startswith("blobs/"):
-            self.landed.set()
-
-    def lands(self) -> None:
-        self.go.set()
-        assert self.landed.wait(20)
+    disk = Hanging(folder, "remove", "blobs/")
+    disk.armed.set()
+    return disk
 
 
 def log(store: Store) -> tuple[str, bytes, Ref]:
@@ -92,7 +77,7 @@ def _swept(store: Store) -> None:
 def test_6_a_deletion_that_hangs_stops_nobody_else(
     tmp_path: Path, delete: Callable[[Store], None]
 ) -> None:
-    disk, patience = Hanging(tmp_path), Patience(seconds=20.0)
+    disk, patience = hanging(tmp_path), Patience(seconds=20.0)
     here = store_at(tmp_path, disk.place, patience=patience)
     there = store_at(tmp_path, patience=patience)
     save(here, tuple(range(100, 121)))
@@ -114,7 +99,7 @@ def test_6_a_deletion_that_hangs_stops_nobody_else(
 
 def deleting(folder: Path, now: list[float]) -> tuple[Hanging, Store, Store]:
     """A blob whose deletion was begun and hangs; who has begun it, and another process."""
-    disk = Hanging(folder)
+    disk = hanging(folder)
     here = store_at(folder, disk.place, patience=SHORT, clock=lambda: now[0])
     tenant, data, _ = log(here)
     with here.parts.shelves.saving(tenant) as saving:

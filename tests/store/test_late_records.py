@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,39 +12,18 @@ from larder.store.deadline import Patience
 from larder.store.places import place_at
 from larder.store.turns import Turn
 from store.caches import IDS, TALK, WHO, asking, load, read, save, snapshot, store_at
-from store.places import Faulty
+from store.places import Faulty, Hanging
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 MORE = (*IDS, 5)
 PATIENCE = Patience(seconds=0.5, failures=100)
 
 
-class Hanging:
-    """A place where records are created once that is allowed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.hangs, self.landed, self.go = threading.Event(), threading.Event(), threading.Event()
-        inner = place_at(str(folder / "store"))
-        self.place = Faulty(inner, before=self.before, after=self.after)
-
-    def before(self, what: str, path: str) -> None:
-        if what == "create" and path.startswith("sessions/") and self.hangs.is_set():
-            assert self.go.wait(20)
-
-    def after(self, what: str, path: str) -> None:
-        if self.go.is_set() and path.startswith("sessions/"):
-            self.landed.set()
-
-    def lands(self) -> None:
-        self.go.set()
-        assert self.landed.wait(20)
-
-
 def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
-    disk = Hanging(tmp_path)
+    disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, patience=PATIENCE)
     one = store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
-    disk.hangs.set()
+    disk.armed.set()
     with pytest.raises(StoreSlow):
         store.turns.append(WHO, TALK, Turn(MORE, b"one two"), one.epoch)
     disk.lands()
@@ -58,10 +36,10 @@ def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) 
 
 
 def test_6_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
-    disk = Hanging(tmp_path)
+    disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, patience=PATIENCE)
     one = store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
-    disk.hangs.set()
+    disk.armed.set()
     told = snapshot(read(IDS))
     with pytest.raises(StoreSlow), store.turns.prepared(WHO, IDS, told) as prepared:
         store.turns.attach(WHO, TALK, prepared, one.epoch)
