@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from larder.server.request import Refusal, Report, Turn
-from larder.server.web.archive import CONVERSATION, RESPONSE, Item
+from larder.server.web.archive import ANSWERED, CONVERSATION, RESPONSE, Item
 from larder.server.web.asking import Asked, Message, Text, Tokens, input_usage, kv
 from larder.server.web.conversations import Metadata, found, items_of, shown_item
 from larder.server.web.desk import Desk
@@ -20,6 +20,7 @@ from larder.server.web.naming import checked, new_id
 from larder.server.web.refusing import invalid, missing
 
 LONGEST_CHAIN = 10_000
+KEY = "idempotency-key"  # the header by which a client knows its request
 
 
 class Input(Message):
@@ -62,6 +63,7 @@ class Exchange:
         session: that holds the past; None where there is none yet.
         conversation: its document; None without one.
         digest: of what was asked: the same again is a repetition.
+        key: by which the client knows its request, as the archive has it; None without one.
     """
 
     desk: Desk
@@ -72,6 +74,7 @@ class Exchange:
     session: str | None
     conversation: dict[str, Any] | None
     digest: str
+    key: str | None
     id: str = field(default_factory=lambda: new_id("resp_"))
     answer: str = field(default_factory=lambda: new_id("msg_"))
     created: float = field(default_factory=time.time)
@@ -135,31 +138,39 @@ class Exchange:
         return told
 
     def _keep(self, told: dict[str, Any], answer: Item, session: str) -> None:
+        """Write the turn, the response and by what a retry is known: all of it, or nothing."""
         archive, tenant = self.desk.archive, self.tenant
         items = (*self.inputs, answer)
-        if self.conversation is not None:
-            name = self.conversation["id"]
-            newest = found(self.desk, tenant, name)  # what was noted of it meanwhile stays
-            archive.append(tenant, name, items, expected=len(self.past))
-            sessions = dict.fromkeys([*newest["sessions"], session])
-            last = {"sessions": list(sessions), "last": [self.digest, self.id]}
-            last["session"] = session
-            archive.put(tenant, CONVERSATION, name, newest | last)
-        if self.asked.store:
-            document = {
-                "told": told,
-                "items": [[item.id, item.turn.role, item.turn.text] for item in items],
-                "previous": self.asked.previous_response_id,
-                "session": session,
-            }
-            archive.put(tenant, RESPONSE, self.id, document)
+        with archive.together():
+            if self.conversation is not None:
+                name = self.conversation["id"]
+                newest = found(self.desk, tenant, name)  # what was noted of it meanwhile stays
+                archive.append(tenant, name, items, expected=len(self.past))
+                sessions = dict.fromkeys([*newest["sessions"], session])
+                last = {"sessions": list(sessions), "last": [self.digest, told]}
+                last["session"] = session
+                archive.put(tenant, CONVERSATION, name, newest | last)
+            if self.asked.store:
+                document = {
+                    "told": told,
+                    "items": [[item.id, item.turn.role, item.turn.text] for item in items],
+                    "previous": self.asked.previous_response_id,
+                    "session": session,
+                }
+                archive.put(tenant, RESPONSE, self.id, document)
+            if self.key is not None:
+                own = {"digest": self.digest, "told": told}
+                archive.put(tenant, ANSWERED, self.key, own)
 
 
-def exchange(desk: Desk, tenant: str, asked: ResponseAsked, session: str | None) -> Exchange:
+def exchange(
+    desk: Desk, tenant: str, asked: ResponseAsked, session: str | None, key: str | None = None
+) -> Exchange:
     """Find what a request goes on from.
 
     Args:
         session: that the request names besides.
+        key: the request's idempotency key.
 
     Raises:
         Refusal: 400, if it goes on from two things; 404, if from none that is there.
@@ -172,24 +183,40 @@ def exchange(desk: Desk, tenant: str, asked: ResponseAsked, session: str | None)
             "previous_response_id",
         )
     asked.check()
-    inputs, digest = items_of(asked.messages()), _digest(asked)
+    inputs, own = items_of(asked.messages()), (_digest(asked), _hidden(key))
     if name is not None:
         document = found(desk, tenant, checked(name, "conversation"))
         past = tuple(item.turn for item in desk.archive.items(tenant, name))
-        return Exchange(desk, tenant, asked, past, inputs, document["session"], document, digest)
+        return Exchange(desk, tenant, asked, past, inputs, document["session"], document, *own)
     if asked.previous_response_id is not None:
         past, before = _chain(desk, tenant, asked.previous_response_id)
-        return Exchange(desk, tenant, asked, past, inputs, before, None, digest)
-    return Exchange(desk, tenant, asked, (), inputs, session, None, digest)
+        return Exchange(desk, tenant, asked, past, inputs, before, None, *own)
+    return Exchange(desk, tenant, asked, (), inputs, session, None, *own)
 
 
-def repeated(what: Exchange) -> dict[str, Any] | None:
-    """What was answered to just this in this conversation the last time; None if it is new."""
+def repeated(what: Exchange, is_retry: bool) -> dict[str, Any] | None:
+    """What was answered to this very request before; None if it is new.
+
+    It is the same request if it has the same idempotency key; without one, if its client says that
+    it asks once more and its conversation was asked just this last.
+
+    Raises:
+        Refusal: 422 `idempotency_key_reused`, if another request had that key.
+    """
+    if what.key is not None:
+        document = what.desk.archive.get(what.tenant, ANSWERED, what.key)
+        if document is not None and document["digest"] != what.digest:
+            raise Refusal(
+                f"Another request had this {KEY}: take a new key for each request, and the same "
+                "one for a retry alone.",
+                422,
+                "idempotency_key_reused",
+            )
+        return None if document is None else document["told"]
     last = None if what.conversation is None else what.conversation.get("last")
-    if last is None or last[0] != what.digest:
+    if not is_retry or last is None or last[0] != what.digest:
         return None
-    document = what.desk.archive.get(what.tenant, RESPONSE, last[1])
-    return None if document is None else document["told"]
+    return last[1] if isinstance(last[1], dict) else None  # earlier larders have noted an id
 
 
 def kept(desk: Desk, tenant: str, name: str) -> dict[str, Any]:
@@ -226,3 +253,8 @@ def _chain(desk: Desk, tenant: str, name: str) -> tuple[tuple[Turn, ...], str]:
 def _digest(asked: ResponseAsked) -> str:
     text = json.dumps(asked.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def _hidden(key: str | None) -> str | None:
+    """An idempotency key as the archive has it: of one length, whatever it says."""
+    return None if key is None else hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()

@@ -26,6 +26,8 @@ CREATE INDEX IF NOT EXISTS by_parent ON documents (tenant, kind, parent, place);
 CREATE INDEX IF NOT EXISTS by_age ON documents (tenant, kind, made);
 """
 RESPONSE, CONVERSATION, ITEM = "response", "conversation", "item"
+ANSWERED = "answered"  # what was answered to a request with an idempotency key
+LEAVING = (RESPONSE, ANSWERED)  # kinds that make room
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ class Archive:
     """JSON documents of tenants, in one SQLite file. Safe from threads.
 
     Every document belongs to a tenant, and is as unknown to others as one that never was. What is
-    written is on the disk when the method returns. Responses leave, the oldest first, when a
-    tenant's take more than `limit_bytes`; conversations stay until they are deleted.
+    written is on the disk when the method returns, or the block of `together`. Responses and what
+    was answered to idempotency keys leave, the oldest first, when a tenant's take more than
+    `limit_bytes`; conversations stay until they are deleted.
 
     Args:
         path: of the file; None keeps everything in memory.
-        limit_bytes: of responses, per tenant.
+        limit_bytes: of responses and of what was answered to keys, per tenant.
         sealing: how documents are hidden; those that were written open are still read.
 
     Raises:
@@ -62,7 +65,7 @@ class Archive:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._base = sqlite3.connect(
             ":memory:" if path is None else path, timeout=30, check_same_thread=False
         )
@@ -145,6 +148,16 @@ class Archive:
                 (tenant, ITEM, conversation, name),
             )
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One transaction of all that this thread reads and writes meanwhile.
+
+        If the block is left by an error, or the process ends in it, nothing of it was written.
+        """
+        with self._using() as base:
+            base.execute("BEGIN IMMEDIATE")
+            yield
+
     def close(self) -> None:
         """Close the file."""
         with self._lock:
@@ -176,22 +189,25 @@ class Archive:
     @contextmanager
     def _using(self) -> Iterator[sqlite3.Connection]:
         try:
-            with self._lock, self._base:
-                yield self._base
+            with self._lock:
+                if self._base.in_transaction:  # begun by `together`, which ends it
+                    yield self._base
+                    return
+                with self._base:
+                    yield self._base
         except sqlite3.OperationalError as error:
             raise StoreFull(f"The archive of responses cannot be used ({error}).") from error
         except sqlite3.DatabaseError as error:
             raise Damaged(f"The archive is damaged ({error}): move it away.") from error
 
     def _shrink(self, base: sqlite3.Connection, tenant: str) -> None:
-        where = "WHERE tenant = ? AND kind = ?"
+        where, own = "WHERE tenant = ? AND kind IN (?, ?)", (tenant, *LEAVING)
         (held,) = base.execute(
-            f"SELECT coalesce(sum(bytes), 0) FROM documents {where}", (tenant, RESPONSE)
+            f"SELECT coalesce(sum(bytes), 0) FROM documents {where}", own
         ).fetchone()
         while held > self._limit_bytes:
-            name, size = base.execute(
-                f"SELECT id, bytes FROM documents {where} ORDER BY made, rowid LIMIT 1",
-                (tenant, RESPONSE),
+            row, size = base.execute(
+                f"SELECT rowid, bytes FROM documents {where} ORDER BY made, rowid LIMIT 1", own
             ).fetchone()
-            base.execute(f"DELETE FROM documents {where} AND id = ?", (tenant, RESPONSE, name))
+            base.execute("DELETE FROM documents WHERE rowid = ?", (row,))
             held -= size

@@ -63,8 +63,9 @@ def create(http: HttpRequest, begun: Begun | None = None) -> JSONResponse:
         "session": name,
         "sessions": [name],
     }
-    desk.archive.put(tenant, CONVERSATION, name, document)
-    desk.archive.append(tenant, name, items_of(wanted.items or ()))
+    with desk.archive.together():
+        desk.archive.put(tenant, CONVERSATION, name, document)
+        desk.archive.append(tenant, name, items_of(wanted.items or ()))
     return JSONResponse(_shown(document))
 
 
@@ -78,8 +79,9 @@ def retrieve(http: HttpRequest, name: str) -> JSONResponse:
 def update(http: HttpRequest, name: str, told: Told) -> JSONResponse:
     """Note something else about a conversation."""
     desk, tenant = desk_of(http), tenant_of(http)
-    document = {**found(desk, tenant, name), "metadata": told.metadata or {}}
-    desk.archive.put(tenant, CONVERSATION, name, document)
+    with desk.archive.together():
+        document = {**found(desk, tenant, name), "metadata": told.metadata or {}}
+        desk.archive.put(tenant, CONVERSATION, name, document)
     return JSONResponse(_shown(document))
 
 
@@ -117,9 +119,10 @@ def list_items(
 def add_items(http: HttpRequest, name: str, added: Added) -> JSONResponse:
     """Add messages to a conversation."""
     desk, tenant = desk_of(http), tenant_of(http)
-    found(desk, tenant, name)
     items = items_of(added.items)
-    desk.archive.append(tenant, name, items)
+    with desk.archive.together():
+        found(desk, tenant, name)
+        desk.archive.append(tenant, name, items)
     return JSONResponse(page(items, len(items), None))
 
 

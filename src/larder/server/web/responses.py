@@ -14,7 +14,7 @@ from pydantic import Field
 
 from larder.core.errors import LarderError
 from larder.server.request import Report, Turn
-from larder.server.web.answers import Exchange, ResponseAsked, exchange, kept, repeated
+from larder.server.web.answers import KEY, Exchange, ResponseAsked, exchange, kept, repeated
 from larder.server.web.archive import RESPONSE, Item
 from larder.server.web.asking import hinted, request
 from larder.server.web.conversations import page
@@ -38,8 +38,9 @@ RETRIES = "x-stainless-retry-count"  # what OpenAI's clients say of how often th
 async def create(http: HttpRequest, asked: ResponseAsked) -> Response:
     """Answer, in one piece or as it comes, and remember it."""
     desk, hint = desk_of(http), hinted(http, desk_of(http), asked)
-    what = await run_in_threadpool(exchange, desk, tenant_of(http), asked, hint.name)
-    again = await run_in_threadpool(repeated, what) if _is_retry(http) else None
+    key = http.headers.get(KEY)
+    what = await run_in_threadpool(exchange, desk, tenant_of(http), asked, hint.name, key)
+    again = await run_in_threadpool(repeated, what, _is_retry(http))
     if again is not None:
         frames = _repetition(again)
         return EventStream(frames) if asked.stream else JSONResponse(again)
