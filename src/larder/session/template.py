@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import groupby
+from types import CodeType
 from typing import Any
 
 from larder.core.errors import ModelError
 
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 MARK = "0mark0"  # stands for an answer; no template changes it
+# What a template's own code can run into; `rendered` says the rest.
+FAILURES = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,8 @@ class Template:
         """The text of a conversation.
 
         Raises:
-            ModelError: the template fails even on plain alternating turns.
+            ModelError: the template fails even on plain alternating turns, or exceeds a bound of
+                output or time.
         """
         if not self.tokenizer.chat_template:
             return _plain(turns, end)
@@ -81,10 +94,22 @@ class Template:
         return rest
 
     def _apply(self, turns: Sequence[Turn], end: End) -> str:
+        from jinja2 import TemplateError
+
+        from larder.session.template_sandbox import rendered
+
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=end is End.ANSWER
-        )
+        named = self.tokenizer.special_tokens_map
+        try:
+            return rendered(self._code, messages, add_generation_prompt=end is End.ANSWER, **named)
+        except FAILURES as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+    @cached_property
+    def _code(self) -> CodeType:
+        from larder.session.template_sandbox import compiled
+
+        return compiled(self.tokenizer.get_chat_template())
 
 
 def _plain(turns: Sequence[Turn], end: End) -> str:

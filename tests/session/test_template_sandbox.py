@@ -1,0 +1,119 @@
+"""Chat templates: rendered as transformers renders them, within bounds of output and time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from larder.core.errors import ModelError
+from larder.models.loading import seed_tokenizer
+from larder.session.template import End, Template, Turn
+from larder.session.template_sandbox import compiled, rendered
+
+TURNS = [
+    Turn("system", "Be brief."),
+    Turn("user", "What is 2 + 2?\nSay it."),
+    Turn("assistant", "  <|4|>  "),
+    Turn("user", "100% sure, {really}?"),
+]
+MESSAGES = [{"role": turn.role, "content": turn.content} for turn in TURNS]
+
+CHATML = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+MACROS = """
+{%- macro header(role, mark='#') -%}{{ mark * 3 ~ ' ' ~ role | upper }}{%- endmacro -%}
+{%- set ns = namespace(count=0, found=false) -%}
+{%- for message in messages -%}
+    {%- if loop.first and message.role == 'system' -%}{%- continue -%}{%- endif -%}
+    {%- set ns.count = ns.count + message.content | length -%}
+    {{ header(message.role) }} {{ message.content.split('\\n')[-1].strip().replace('a', 'AA') }}
+    {%- if message.role == 'assistant' %}
+    {%- generation %}{{ message.content }}{% endgeneration %}
+    {%- endif %}
+{%- endfor -%}
+{{ ns.count }} {{ '%s-%03d' | format('x', 7) }} {{ messages | tojson(indent=2) }}
+{{ messages | map(attribute='role') | join(', ') }} {{ 'a{}b'.format(3) }} {{ bos_token }}
+{%- if messages[1:] | selectattr('role', 'equalto', 'tool') | list %}tools{% endif -%}
+{{ dict(a=1) | tojson }}{{ (range(5) | list)[::-1] }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ 'a' < 'b' }}
+{%- for n in range(10) %}{% if n > 2 %}{% break %}{% endif %}{{ n }}{% endfor %}
+"""
+
+
+def tokenizer(template: str) -> Any:
+    own = seed_tokenizer()
+    own.chat_template = template
+    return own
+
+
+@pytest.mark.parametrize("template", [None, CHATML, MACROS], ids=["seed", "chatml", "macros"])
+@pytest.mark.parametrize("end", End)
+def test_the_text_is_that_of_transformers(template, end) -> None:
+    own = tokenizer(template or seed_tokenizer().chat_template)
+    expected = own.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=end is End.ANSWER
+    )
+    assert Template(own).render(TURNS, end) == expected
+
+
+HOSTILE = {
+    "repeated": "{{ 'a' * 10**9 }}",
+    "repeated list": "{{ [0] * 10**9 }}",
+    "joined to itself": (
+        "{% set ns = namespace(t='ab') %}"
+        "{% for n in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}{{ ns.t }}"
+    ),
+    "added to itself": (
+        "{% set ns = namespace(t='ab') %}"
+        "{% for n in range(60) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}"
+    ),
+    "list of lists": (
+        "{% set ns = namespace(t=['ab']) %}"
+        "{% for n in range(60) %}{% set ns.t = [ns.t, ns.t] %}{% endfor %}{{ ns.t }}"
+    ),
+    "padded": "{{ 'a' | center(10**9) }}",
+    "padded by a method": "{{ 'a'.ljust(10**9) }}",
+    "a wide field": "{{ '%0999999999d' % 1 }}",
+    "a wide field by a filter": "{{ '%*d' | format(999999999, 1) }}",
+    "a wide field by a method": "{{ '{:>999999999}'.format(1) }}",
+    "a nested field": "{{ '{:>{}}'.format(1, 999999999) }}",
+    "replaced": "{% set t = 'a' * 10**6 %}{{ t.replace('a', t) }}",
+    "replaced by a filter": "{% set t = 'a' * 10**6 %}{{ t | replace('a', t) }}",
+    "joined": "{% set t = 'a' * 10**6 %}{{ range(1000) | list | join(t) }}",
+    "joined by a method": "{% set t = 'a' * 10**6 %}{{ t.join(['b'] * 1000) }}",
+    "joined lazily": "{% set t = 'a' * 10**6 %}{{ range(1000) | map('string') | join(t) }}",
+    "indented": "{% set t = '\\n' * 10**5 %}{{ t | indent(9999) }}",
+    "large number": "{{ 10 ** (10 ** 8) }}",
+    "long output": "{% for n in range(10**6) %}{{ 'abcdefghij' }}{% endfor %}",
+    "long range": "{{ range(10**9) | list }}",
+    "loops in loops": (
+        "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}"
+    ),
+    "no end": "{% macro again(n) %}{{ again(n) }}{{ again(n) }}{% endmacro %}{{ again(1) }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_stopped(name) -> None:
+    began = time.thread_time()
+    with pytest.raises((ModelError, RecursionError), match="chat template|recursion"):
+        rendered(compiled(HOSTILE[name]), MESSAGES, seconds=0.3)
+    assert time.thread_time() - began < 5  # 'a' * 10**9 alone took 64 s with what follows
+
+
+def test_an_engine_says_what_is_wrong_with_the_template() -> None:
+    with pytest.raises(ModelError, match="more than .* characters.*plain chat template"):
+        Template(tokenizer("{{ 'a' * 10**9 }}")).render(TURNS, End.CLOSED)
+    with pytest.raises(ModelError, match="refuses the conversation: ZeroDivisionError"):
+        Template(tokenizer("{{ 1 / 0 }}")).render(TURNS, End.CLOSED)
+
+
+def test_a_long_document_is_no_attack() -> None:
+    text = "word " * 2_000_000
+    said = Template(tokenizer(CHATML)).render([Turn("user", text)], End.ANSWER)
+    assert len(said) > len(text)
