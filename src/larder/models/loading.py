@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from larder.core.errors import BadParameter, ModelError
@@ -17,6 +20,23 @@ from larder.models.verification import check_rope, own_logits, verify
 
 SEED = "seed"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What damaged or hostile files make transformers, torch and tokenizers raise while they load.
+LOAD_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    SafetensorError,
+    StrictDataclassError,
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,9 +72,12 @@ def _load(name: str, source: str, device: str, dtype: str | None) -> Loaded:
     kind = torch_dtype(dtype, device)
     config = _guarded(name, _read_config, source)
     check_rope(config)
-    module = _guarded(name, AutoModelForCausalLM.from_pretrained, source, **_dtype_option(kind))
+    if not Path(source).is_dir():
+        _check_hub_indexes(source)
+    options = {"trust_remote_code": False, **_dtype_option(kind)}
+    module = _guarded(name, AutoModelForCausalLM.from_pretrained, source, **options)
     module = move(module, device).eval()
-    tokenizer = _guarded(name, AutoTokenizer.from_pretrained, source)
+    tokenizer = _guarded(name, AutoTokenizer.from_pretrained, source, trust_remote_code=False)
     return Loaded(adopt(module), tokenizer, name)
 
 
@@ -100,14 +123,51 @@ def _check_folder(source: str) -> None:
         raise ModelError(
             f"{source} has a config.json but no weights (*.safetensors): download them into it."
         )
+    for index in (folder / name for name in INDEX_NAMES):
+        if index.is_file():
+            _check_weight_map(index)
+
+
+def _check_hub_indexes(name: str) -> None:
+    """Check the indexes of a model by name before its weights are fetched."""
+    from transformers.utils import cached_file
+
+    for index in INDEX_NAMES:
+        try:
+            found = cached_file(name, index)
+        except OSError:  # most models have no such file, and what is missing is told later
+            continue
+        _check_weight_map(Path(str(found)))
+
+
+def _check_weight_map(index: Path) -> None:
+    """Raises: ModelError: an index of weights names files outside the model's folder."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        outside = sorted(shard for shard in set(shards) if _leaves(shard))
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{index} does not map weights to files ({type(error).__name__}): download it again."
+        ) from error
+    if outside:
+        raise ModelError(
+            f"{index} names the weight file {outside[0]!r}, which is outside the model's folder: "
+            "a weight_map may only name files beside it. Do not trust this model."
+        )
+
+
+def _leaves(shard: Any) -> bool:
+    """Whether a relative file name leads out of the folder that it is relative to."""
+    kinds = PurePosixPath(shard), PureWindowsPath(shard)
+    return any(path.is_absolute() or path.drive or ".." in path.parts for path in kinds)
 
 
 def _guarded(name: str, function: Any, *args: Any, **options: Any) -> Any:
     """Call into transformers and turn its refusals into one line of ours."""
     try:
         return function(*args, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        said = " ".join(str(error).split()).split(". ")[0]
+    except LOAD_FAILURES as error:
+        said = " ".join(str(error).split()).split(". ")[0] or type(error).__name__
         raise ModelError(
             f"The model {name!r} cannot be loaded: {said}. Give a local folder, a Hugging Face "
             f"name that this machine can reach, or leave --model out for the bundled one."
@@ -117,7 +177,7 @@ def _guarded(name: str, function: Any, *args: Any, **options: Any) -> Any:
 def _read_config(source: str) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(source)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
 def _device(device: str) -> torch.device:
