@@ -26,7 +26,7 @@ from larder.server.news import News
 from larder.server.recalling import Lookup, Recalling
 from larder.server.refusals import invalid, too_long, too_many_characters, too_much
 from larder.server.repeating import repeat
-from larder.server.request import Listener, Request, Ticket, Turn
+from larder.server.request import Listener, Request, Ticket, Turn, Unreadable
 from larder.server.rule import Rule
 from larder.server.scheduler import Scheduler
 from larder.server.sessions import Resolved, Sessions
@@ -92,7 +92,7 @@ class Core:
         self.recalling = Recalling(decoder, self.sessions, lookup or keeper.recall, *own)
         self._refreshing = Recalling(decoder, self.sessions, keeper.recall, *own)
         own = self.sessions, keeper, self.awaited, lambda act: act(), self._recall
-        self._gathering = Gathering(*own, self.recalling.guessing)
+        self._gathering = Gathering(*own, self.recalling)
         self.refused = Counts()
 
     @property
@@ -232,8 +232,11 @@ class Core:
     def _resolve(self, request: Request, rule: Rule) -> Resolved:
         found = self.sessions.resolve(request, rule)
         for _ in range(REFRESHED):
-            if not self._is_refreshed(found.sitting):
-                break
+            try:
+                if not self._is_refreshed(found.sitting):
+                    break
+            except Unreadable as error:
+                self.recalling.begin_again(error, request)
             found = self.sessions.resolve(request, rule)
         return found
 

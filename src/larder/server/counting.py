@@ -24,6 +24,7 @@ def counted(
     sittings: Iterable[Sitting],
     refused: Mapping[str, int],
     passed_over: Mapping[str, int],
+    begun_again: Mapping[str, int],
 ) -> Stats:
     """What the parts of a server have counted so far, and hold now."""
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
@@ -40,6 +41,7 @@ def counted(
         done=dict(scheduler.done),
         refused=refused,
         passed_over=passed_over,
+        begun_again=begun_again,
         steps=scheduler.steps,
         blocks=scheduler.blocks,
         prompt_tokens=sums["prompt_tokens"],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from larder.server.awaiting import Awaited
 from larder.server.keeper import Keeper
 from larder.server.naming import root_of
-from larder.server.request import Request
+from larder.server.recalling import Recalling
+from larder.server.request import Request, Unreadable
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
 
@@ -25,7 +26,7 @@ class Gathering:
         awaited: what is to stay in memory.
         call: has a function be called where sessions are at home.
         recall: has a tenant's session be in memory, if it is kept.
-        guessing: a block in which a session is had that nobody has named.
+        recalling: says what becomes of sessions that cannot be had.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class Gathering:
         awaited: Awaited,
         call: Callable[[Callable[[], Any]], Any],
         recall: Callable[[str, str], object],
-        guessing: Callable[[str], AbstractContextManager[None]],
+        recalling: Recalling,
     ) -> None:
         self._sessions, self._keeper, self._awaited = sessions, keeper, awaited
-        self._call, self._recall, self._guessing = call, recall, guessing
+        self._call, self._recall, self._recalling = call, recall, recalling
 
     @contextmanager
     def these(self, tenant: str, *names: str | None) -> Iterator[None]:
@@ -67,11 +68,11 @@ class Gathering:
         named = [name for name in (request.session, request.follows) if name is not None]
         with self._awaited.these(tenant, *named):
             made = list[Taken]()  # nobody waits for the model's thread twice where all is there
-            for name in self._call(lambda: self._begun(request, rule, named, take, made)):
-                self._recall(tenant, name)
+            lacking = self._call(lambda: self._begun(request, rule, named, take, made))
+            lost = [name for name in lacking if not self._is_had(request, name)]
             if made:
                 return made[0]
-            names = self._names(request)
+            names = [name for name in self._names(request) if name not in lost]
             with self._awaited.these(tenant, *names):
                 self.guess(tenant, names)
                 root = self._call(lambda: self._root_or(request, rule, take, made))
@@ -86,11 +87,24 @@ class Gathering:
 
                     return self._call(branched)
 
+    def _is_had(self, request: Request, name: str) -> bool:
+        """Have a session be in memory that a request names; False where it is to be begun again.
+
+        Raises:
+            Refusal: it is kept, and cannot be had.
+        """
+        try:
+            self._recall(request.tenant, name)
+        except Unreadable as error:
+            self._recalling.begin_again(error, request)
+            return False
+        return True
+
     def guess(self, tenant: str, names: Iterable[str]) -> list[str]:
         """Have sessions be in memory that nobody has named; those that cannot be had."""
         lost = self._lacking(tenant, names)
         for name in tuple(lost):
-            with self._guessing(name):
+            with self._recalling.guessing(name):
                 self._recall(tenant, name)
                 lost.remove(name)
         return lost
@@ -99,7 +113,7 @@ class Gathering:
         """What a session began as, and all that are kept and began as that, if it can be told."""
         root = root_of(name)
         found = [root]
-        with self._guessing(root):
+        with self._recalling.guessing(root):
             found += self._keeper.branches(tenant, root)
         return found
 

@@ -126,6 +126,7 @@ class Stats:
         done: requests by how they ended: `stop`, `length`, `cancelled`, `error`.
         refused: requests by code.
         passed_over: sessions that may have been meant and could not be had, by code.
+        begun_again: sessions whose saved text is damaged, gone on with from that of a request.
         steps: passes through the model that generate; `blocks` those that read.
         prompt_tokens, ..., merged_tokens: sums over the reports of all requests.
         parked, restored: caches that were moved to and from slower tiers, by tier.
@@ -143,6 +144,7 @@ class Stats:
     done: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, int] = field(default_factory=dict)
     passed_over: Mapping[str, int] = field(default_factory=dict)
+    begun_again: Mapping[str, int] = field(default_factory=dict)
     steps: int = 0
     blocks: int = 0
     prompt_tokens: int = 0

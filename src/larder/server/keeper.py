@@ -55,7 +55,12 @@ class Keeper:
         """A session that never had a turn, or is not the newest, need not be in memory."""
 
     def recall(self, tenant: str, name: str) -> Recalled | None:
-        """What is kept of a session; None where there is none."""
+        """What is kept of a session; None where there is none. From any thread.
+
+        Raises:
+            Unreadable: what is kept of it is damaged.
+            Refusal: it cannot be had now.
+        """
         del tenant, name
 
     def names(self, tenant: str, turns: Sequence[Turn]) -> Sequence[str]:

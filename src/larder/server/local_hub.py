@@ -66,7 +66,7 @@ class LocalHub(Hub):
         self._thread = ModelThread(self._core.step, self._core.close)
         core = self._core
         own = core.sessions, self._keeper, core.awaited, self._thread.call, self._recall
-        self._gathering = Gathering(*own, core.recalling.guessing)
+        self._gathering = Gathering(*own, core.recalling)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         core, asked = self._core, self._core.clock()
@@ -192,7 +192,8 @@ class LocalHub(Hub):
     def stats(self) -> Stats:
         core = self._core
         told = core.scheduler, core.ledger, core.purse, core.tiers, core.sessions
-        others = core.refused.told(), core.recalling.passed_over.told()
+        recalling = core.recalling
+        others = core.refused.told(), recalling.passed_over.told(), recalling.begun_again.told()
         return self._thread.call(lambda: counted(*told, *others))
 
     def is_healthy(self) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from larder.core.errors import (
     BudgetError,
+    Damaged,
     InputError,
     LarderError,
     Refused,
@@ -29,7 +30,7 @@ from larder.server.hub import SessionView
 from larder.server.keeper import ANSWERED, PAUSES, Keeper, Recalled
 from larder.server.known import Known
 from larder.server.refusals import superseded
-from larder.server.request import Refusal, Turn
+from larder.server.request import Refusal, Turn, Unreadable
 from larder.server.sitting import ASSISTANT, Kept, Said, Sitting
 from larder.server.views import view_of_record
 from larder.store.digests import seal_of
@@ -57,6 +58,7 @@ class Persisting(Keeper):
         self._pool = ThreadPoolExecutor(1, "larder writing")  # so turns follow each other
         self._names: dict[str, Known] = defaultdict(Known)  # by tenant, once it was asked for
         self._naming = threading.Lock()
+        self._damaged: set[tuple[str, str]] = set()  # sessions that may have to be begun again
         self.failed: Counter[str] = Counter()
 
     def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
@@ -80,7 +82,9 @@ class Persisting(Keeper):
         """A session as it was written last; None where there is none.
 
         Raises:
-            Refusal: it cannot be had, for what else would be served might be another one.
+            Unreadable: what is written of it is damaged. If it is begun again under its name, that
+                takes the place of what is damaged.
+            Refusal: it cannot be had now, for what else would be served might be another one.
         """
         try:
             found = self._store.turns.newest(tenant, name)
@@ -89,10 +93,14 @@ class Persisting(Keeper):
                 return None
             record, data = found
             kept = kept_in(record) if self._store.turns.has_cache(record) else None
+        except Damaged as error:
+            self.failed[type(error).__name__] += 1
+            self._damaged.add((tenant, name))
+            raise Unreadable(name) from error
         except (Refused, StoreError) as error:
             self.failed[type(error).__name__] += 1
             raise Refusal(
-                f"Session {name!r} cannot be read back: the server's log says why.",
+                f"Session {name!r} cannot be read back now: the server's log says why.",
                 503,
                 "session_unreadable",
             ) from error
@@ -170,7 +178,10 @@ class Persisting(Keeper):
             return self._store.turns.append(*own, turn, epoch)
 
         try:
+            if not sitting.written and own in self._damaged:
+                sitting.written = self._store.turns.damaged(*own)
             self._fencing.write(sitting, appended)
+            self._damaged.discard(own)
         except Superseded as error:
             sitting.is_stale = True
             raise superseded(sitting.name) from error

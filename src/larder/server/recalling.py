@@ -13,7 +13,7 @@ from larder.server.archive import Archived
 from larder.server.counts import Counts
 from larder.server.keeper import ANSWERED, PAUSES, Recalled
 from larder.server.refusals import invalid
-from larder.server.request import Refusal
+from larder.server.request import Refusal, Request, Unreadable
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
 from larder.server.sitting import Sitting
@@ -26,7 +26,8 @@ Lookup = Callable[[str, str], Recalled | None]
 class Recalling:
     """For the model's thread.
 
-    `passed_over` counts sessions that may have been meant and could not be had, by the code of why.
+    `passed_over` counts sessions that may have been meant and could not be had, by the code of why;
+    `begun_again` those whose saved text is damaged, and that go on from the text of a request.
 
     Args:
         lookup: finds what is kept of a tenant's session.
@@ -44,7 +45,7 @@ class Recalling:
     ) -> None:
         self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
         self._rules, self._weigh = rules, weigh
-        self.passed_over = Counts()
+        self.passed_over, self.begun_again = Counts(), Counts()
 
     def recall(self, tenant: str, *names: str | None) -> None:
         """Have sessions be in memory that are kept elsewhere."""
@@ -66,6 +67,18 @@ class Recalling:
         except Refusal as error:
             self.passed_over.note(error.code)
             LOG.info("Session %r may be meant, and is passed over: %s", name, error)
+
+    def begin_again(self, error: Unreadable, request: Request) -> None:
+        """Have a session whose saved text is damaged go on from what a request says. From any
+        thread.
+
+        Raises:
+            Unreadable: that is not all of it.
+        """
+        if request.follows is not None:
+            raise error
+        self.begun_again.note("damaged")
+        LOG.warning("Session %r goes on from the text of a request: %s", request.session, error)
 
     def read(self, data: bytes, param: str | None = None) -> Archived:
         """What `archive.told` has told. From any thread: it takes as long as the session is.

@@ -150,3 +150,15 @@ class Refusal(LarderError):
         super().__init__(message)
         self.status, self.code = status, code
         self.param, self.retry_after = param, retry_after
+
+
+class Unreadable(Refusal):
+    """What the store has of a session is damaged: only who sends its text can go on with it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"Session {name!r} cannot be read back, for what the store has of it is damaged: send "
+            "the whole conversation, and it goes on from that, or delete the session.",
+            503,
+            "session_unreadable",
+        )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from larder.core.errors import LarderError, Refused
+from larder.core.errors import Damaged, LarderError, Refused
 from larder.store import chunks as chunk_index
 from larder.store.envelopes import owned, token_log
 from larder.store.manifest import superseded
@@ -194,7 +194,8 @@ class Turns:
         """A session as it was written last, without its cache; None where there is none.
 
         Raises:
-            Refused: it cannot be had; the reason says why.
+            Damaged: its text, or every record of it, is not what was written.
+            Refused: it cannot be had for another reason, which it names.
         """
         parts = self._parts
         try:
@@ -202,9 +203,32 @@ class Turns:
             if record is None or record.transcript is None:
                 return None
             return record, parts.vault.transcript(record)
+        except Damaged as error:
+            parts.refusals.note_error(error)
+            raise
         except LarderError as error:
             reason = parts.refusals.note_error(error)
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
+
+    def damaged(self, principal: str, name: str) -> int:
+        """The epoch that a session's next state follows for who begins it again, since its text is
+        damaged; 0 where it can be read, or there is none.
+
+        Where every record is damaged, they are taken out of the way of a new session.
+        """
+        parts, own = self._parts, self._keys(principal, name)
+        try:
+            record = parts.heads.head(*own)
+        except Damaged:
+            parts.heads.bury(*own, name, parts.clock())
+            return 0
+        if record is None or record.transcript is None:
+            return 0
+        try:
+            parts.vault.transcript(record)
+        except Damaged:
+            return record.epoch
+        return 0
 
     def head(self, principal: str, name: str) -> Record | None:
         """What is written of a session's newest state; None where there is none.
@@ -249,7 +273,11 @@ class Turns:
             return False
         if record.cache_prefix:
             return record.cache_prefix == prefix_of(ids[:count])
-        return self._ids(record)[:count] == tuple(ids[:count])
+        try:
+            return self._ids(record)[:count] == tuple(ids[:count])
+        except (Damaged, Refused) as error:
+            self._parts.refusals.note_error(error)
+            return False
 
     def _ids(self, record: Record) -> tuple[int, ...]:
         return self._parts.vault.ids(record)

@@ -141,6 +141,8 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counted("admission_rejections", "Requests refused.", "code", stats.refused)
     told = "Sessions that may have been meant, and could not be had."
     yield _counted("sessions_passed_over", told, "reason", stats.passed_over)
+    told = "Sessions whose saved text is damaged, gone on with from the text of a request."
+    yield _counted("sessions_begun_again", told, "reason", stats.begun_again)
     yield _counted("kv_parked", "Caches moved to a slower tier.", "tier", stats.parked)
     yield _counted("kv_restored", "Caches brought back.", "tier", stats.restored)
     yield _counted("restore_rejected", "Saved caches not taken.", "reason", stats.rejected)
