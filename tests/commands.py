@@ -23,7 +23,7 @@ QUESTIONS = [
     {"question": "When is the repair of the attic window?", "answer": "July 5", "kind": "dates"},
 ]
 CAT, WINDOW = (entry["question"] for entry in QUESTIONS)
-SMALL = ("--policy", "snapkv", "--budget", "48", "--max-new-tokens", "8")
+SMALL = ("--policy", "snapkv_blockwise", "--budget", "48", "--max-new-tokens", "8")
 
 Run = Callable[..., Result]
 

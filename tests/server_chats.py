@@ -26,7 +26,7 @@ KINDS = {
     "epicache": EPICACHE,
     "icecache": PARKING,
     "d2o": "d2o",
-    "snapkv": "snapkv_whole",
+    "snapkv": "snapkv",
     "int4": "whole() > snapkv() > uniform() > quantized(bits=4)",
     "rebuilt": "kv_direct",
 }

@@ -112,7 +112,11 @@ def test_studies_are_found_by_name() -> None:
 
 
 def test_a_preset_has_twins() -> None:
-    assert str(case("h2o:whole").policy) == str(case("h2o").policy).replace("blockwise", "whole")
+    assert str(case("h2o_blockwise:whole").policy) == str(case("h2o").policy)
+    assert str(case("h2o:blockwise").policy) == str(case("h2o_blockwise").policy)
+    both = case("kivi:blockwise:exact")
+    assert both.name == "kivi:blockwise:exact"
+    assert "> blockwise() >" in str(both.policy) and "quantized" not in str(both.policy)
     assert str(case("d2o:whole").policy) == str(case("d2o_whole").policy)
     with pytest.raises(UnknownName, match="Did you mean 'whole'"):
         case("h2o:hole")

@@ -14,7 +14,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from commands import CAT, Run, complaint, document, write
 
-SNAPKV = ("--policy", "snapkv")
+SNAPKV = ("--policy", "snapkv_blockwise")
 SEED_FOLDER = str(files("larder.models") / "seed")  # not taken for the model loaded once
 
 

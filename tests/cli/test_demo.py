@@ -12,7 +12,7 @@ from larder.core.conversation import Conversation
 from larder.engine import engine
 from larder.engine.engine import Engine
 
-NAMES = ["full", "streaming_llm", "snapkv", "kvzip", "epicache"]
+NAMES = ["full", "streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache"]
 WHOLE = command._conversation
 
 

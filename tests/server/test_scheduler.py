@@ -176,7 +176,7 @@ def test_24_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
     served.check()
 
 
-@pytest.mark.parametrize("policy", ["kivi", "sirllm", "cam", "kvzip"])
+@pytest.mark.parametrize("policy", ["kivi_blockwise", "sirllm", "cam", "kvzip_blockwise"])
 def test_no_policy_holds_more_than_was_spoken_for(small: Loaded, policy: str) -> None:
     served = Served(small, policy, tokens=48)
     turns = told(1, 6)
@@ -208,7 +208,7 @@ def test_layers_that_slide_a_window_are_never_taken_back() -> None:
     [
         ("icecache", "raise --budget"),
         ("exact_question", "question"),
-        ("snapkv", "raise --budget"),
+        ("snapkv_blockwise", "raise --budget"),
     ],
 )
 def test_a_policy_that_cannot_be_served_is_refused_at_the_start(

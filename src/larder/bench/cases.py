@@ -2,7 +2,9 @@
 
 `NAME:drop` is a preset that drops what it would merge, `NAME:exact` one that holds fewer entries
 but in full, `NAME:fold` one that merges as D2O does what it would drop, `NAME:whole` one that reads
-everything before it decides. A policy that is written out goes by what it is written as.
+everything before it decides, `NAME:blockwise` one that decides block by block. Several twists may
+follow each other, as in `NAME:blockwise:exact`. A policy that is written out goes by what it is
+written as.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from larder.core.family import unknown
 from larder.policy.compensation.drop import Drop
 from larder.policy.compensation.fold_ema import FoldEma
 from larder.policy.storage.exact import Exact
+from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
@@ -25,6 +28,7 @@ TWISTS: Mapping[str, Mapping[str, Any]] = {
     "exact": {"storage": Exact()},
     "fold": {"compensation": FoldEma()},
     "whole": {"schedule": Whole()},
+    "blockwise": {"schedule": Blockwise()},
 }
 
 
@@ -52,19 +56,20 @@ def case(name: str) -> Case:
     Raises:
         UnknownName: no such twist; else as `Policy.parse`.
     """
-    base, colon, twist = name.partition(":")
-    if not colon or base not in PRESETS:
+    base, *twists = name.split(":")
+    if not twists or base not in PRESETS:
         return Case(name, Policy.parse(name))
-    if twist not in TWISTS:
-        raise UnknownName(unknown("twist of a preset", twist, sorted(TWISTS)))
-    return twisted(base, twist)
+    if strange := [twist for twist in twists if twist not in TWISTS]:
+        raise UnknownName(unknown("twist of a preset", strange[0], sorted(TWISTS)))
+    return twisted(base, *twists)
 
 
-def twisted(name: str, twist: str) -> Case:
-    """A preset with another part in one slot.
+def twisted(name: str, *twists: str) -> Case:
+    """A preset with another part in one slot or more.
 
     Raises:
         UsageError: its parts do not go together then.
     """
-    policy = replace(Policy.parse(name), **TWISTS[twist])
-    return Case(f"{name}:{twist}", Policy.parse(str(policy)))
+    parts = {slot: part for twist in twists for slot, part in TWISTS[twist].items()}
+    policy = replace(Policy.parse(name), **parts)
+    return Case(":".join((name, *twists)), Policy.parse(str(policy)))

@@ -27,7 +27,7 @@ def report(
         typer.Option(
             metavar="NAME",
             help="Compare all policies with this one; give it several times.  "
-            "Default: random and h2o, where RESULTS have them.",
+            "Default: random, h2o and h2o_blockwise, where RESULTS have them.",
         ),
     ] = None,
 ) -> None:

@@ -26,7 +26,7 @@ from larder.plots.papers import paper_table
 from larder.plots.style import FAINT, INK, LINE, PAPER, SOFT, Drawing, Format
 from larder.plots.tables import group_tables, markup
 
-BASELINES = ("random", "h2o")
+BASELINES = ("random", "h2o", "h2o_blockwise")
 # What stands in for each color of a figure on the page.
 _PAGE = {
     INK: "--ink",

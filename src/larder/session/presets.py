@@ -1,5 +1,13 @@
 """Published methods by name, each a sentence of parts. Budgets and blocks are left open.
 
+The bare name of a paper is the paper's method. Methods that attend to the whole prompt before they
+drop, merge or round anything read `whole()`; `NAME_blockwise` bounds memory while it reads. Papers
+that decide while they read are block-wise by themselves: StreamingLLM, KeyDiff, InfiniPot, CAOTE,
+RoCo (strides of the prompt in its released code), SirLLM, LaCache, DuoAttention.
+`snapkv_blockwise`, `kvzip_blockwise`, `infinipot_summarize` and `oraclekv` are the forms that
+EpiCache compares with: block by block, with heads that share a budget. `snapkv_pooled` is SnapKV
+with such heads. A sentence that spells no protection keeps 4 sinks and 32 recent tokens.
+
 `epicache` reads as many episodes together as an accelerator's memory holds, and one after the other
 on a CPU, where that is faster and holds least; `epicache_batched` reads all of them together.
 
@@ -41,19 +49,23 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > protect(sinks=4, recent=0) > sinks_and_window() > uniform() > compact() > "
         "every_step()"
     ),
-    "snapkv": "blockwise() > snapkv() > pooled()",
-    "snapkv_whole": "whole() > snapkv() > pooled()",
+    "snapkv": "whole() > snapkv() > uniform()",
+    "snapkv_pooled": "whole() > snapkv() > pooled()",
+    "snapkv_blockwise": "blockwise() > snapkv() > pooled()",
     "keydiff": "blockwise() > keydiff() > uniform()",
-    "kvzip": "blockwise() > reconstruct() > pooled()",
-    "kvzip_whole": "whole() > reconstruct() > global()",
-    "infinipot": 'blockwise() > patched(prompt="summarize") > pooled()',
-    "infinipot_novelty": "blockwise() > infinipot() > uniform()",
+    "kvzip": "whole() > reconstruct() > global()",
+    "kvzip_blockwise": "blockwise() > reconstruct() > pooled()",
+    "infinipot": ("blockwise() > protect(sinks=0, recent=0) > infinipot() > uniform() > compact()"),
+    "infinipot_summarize": 'blockwise() > patched(prompt="summarize") > pooled()',
     "oraclekv": 'blockwise() > patched(prompt="guidance") > pooled()',
     "sirllm": "blockwise() > protect(sinks=4, recent=0) > novelty() > uniform()",
     "laq": 'whole() > lookahead(prompt="guidance") > uniform()',
     "dapq": "whole() > positions_first() > uniform()",
     "exact_question": 'blockwise() > patched(prompt="question") > pooled()',
-    "h2o": "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()",
+    "h2o": "whole() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()",
+    "h2o_blockwise": (
+        "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
+    ),
     "d2o": (
         "blockwise() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
         "fold_ema() > every_step()"
@@ -73,24 +85,23 @@ PRESETS: Mapping[str, str] = {
         "uniform() > split()"
     ),
     "leverage": "blockwise() > leverage() > uniform()",
-    "expected": "blockwise() > expected() > ada()",
-    "expected_whole": "whole() > expected() > ada()",
+    "expected": "whole() > expected() > ada()",
     "lagkv": "blockwise() > protect(sinks=0, recent=0) > lagkv() > uniform()",
     "keynorm": "blockwise() > keynorm() > uniform()",
-    "chunkkv": "blockwise() > snapkv() > chunk() > uniform()",
-    "chunkkv_reuse": "blockwise() > snapkv() > layer_mean() > chunk(layers=2) > uniform()",
+    "chunkkv": "whole() > snapkv() > chunk() > uniform()",
+    "chunkkv_reuse": "whole() > snapkv() > layer_mean() > chunk(layers=2) > uniform()",
     "defensivekv": "blockwise() > snapkv() > defensive() > group_mean() > pooled()",
-    "criticalkv": "blockwise() > snapkv() > criticality() > pooled()",
+    "criticalkv": "whole() > snapkv() > criticality() > uniform()",
     "caote": "blockwise() > snapkv() > caote() > uniform()",
-    "pyramidkv": "blockwise() > snapkv(window=8) > pyramid()",
-    "adakv": "blockwise() > snapkv() > ada()",
+    "pyramidkv": "whole() > snapkv(window=8) > pyramid()",
+    "adakv": "whole() > snapkv() > ada()",
     "cake": "blockwise() > snapkv(kernel=5) > mean_variance() > group_mean() > cake()",
-    "prefixkv": "blockwise() > snapkv() > mean() > layer_mean() > prefixkv()",
+    "prefixkv": "whole() > snapkv() > mean() > layer_mean() > prefixkv()",
     "dynamickv": "blockwise() > snapkv() > dynamic()",
     "headkv": "blockwise() > snapkv() > headkv()",
     "compresskv": "blockwise() > snapkv(window=8, kernel=5) > retrieval() > eviction_error()",
     "razor_attention": (
-        "blockwise() > protect(sinks=4, recent=0.4) > snapkv() > retrieval_heads() > razor()"
+        "whole() > protect(sinks=4, recent=0.4) > snapkv() > retrieval_heads() > razor()"
     ),
     "duo_attention": (
         "blockwise() > protect(sinks=4, recent=0.25) > snapkv() > "
@@ -104,7 +115,7 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > squeeze() > every_step()"
     ),
     "kvcompose": "whole() > reconstruct() > group_and_layer() > composite()",
-    "windowkv": "blockwise() > snapkv() > layer_mean() > window() > pyramid()",
+    "windowkv": "whole() > snapkv() > layer_mean() > window() > pyramid()",
     "kvmerger": "blockwise() > column_mass() > uniform() > kvmerger()",
     "cam": (
         "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > cam() > "
@@ -115,12 +126,15 @@ PRESETS: Mapping[str, str] = {
     "lacache": (
         "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > ladder() > every_step()"
     ),
-    "kivi": "blockwise() > sinks_and_window() > uniform() > quantized(bits=2) > every_step()",
-    "mikv": "blockwise() > snapkv() > uniform() > mikv() > every_step()",
-    "arkv": "blockwise() > snapkv(kernel=5) > mean_variance() > group_mean() > uniform() > arkv()",
+    "kivi": "whole() > sinks_and_window() > uniform() > quantized(bits=2) > every_step()",
+    "kivi_blockwise": (
+        "blockwise() > sinks_and_window() > uniform() > quantized(bits=2) > every_step()"
+    ),
+    "mikv": "whole() > snapkv() > uniform() > mikv() > every_step()",
+    "arkv": "whole() > snapkv(kernel=5) > mean_variance() > group_mean() > uniform() > arkv()",
     "qaq": "blockwise() > sinks_and_window() > uniform() > qaq() > every_step()",
-    "think": "blockwise() > snapkv() > uniform() > think()",
-    "minicache": "blockwise() > sinks_and_window() > uniform() > minicache()",
+    "think": "whole() > snapkv() > uniform() > think()",
+    "minicache": "whole() > sinks_and_window() > uniform() > minicache()",
     "icecache": (
         "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
         "park() > dci() > lagged(tokens=16)"

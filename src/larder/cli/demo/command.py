@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from larder.engine.engine import Engine
 
 FULL = "full"
-POLICIES = ("streaming_llm", "snapkv", "kvzip", "epicache")
+POLICIES = ("streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache")
 SHARE = 6  # the budget is the context over this, where nothing else is asked for
 MAX_NEW_TOKENS = 32  # the answers are names, dates and numbers
 

@@ -1,0 +1,81 @@
+"""A preset that bears a paper's bare name is the paper's method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from larder.bench.cases import case
+from larder.bench.study import CHECKOUT
+from larder.core.spelling import parse
+from larder.prefill.schedules.blockwise import Blockwise
+from larder.prefill.schedules.whole import Whole
+from larder.session.policy import Policy
+from larder.session.presets import PRESETS
+
+READ_WHOLE = (
+    *("snapkv", "adakv", "pyramidkv", "chunkkv", "chunkkv_reuse", "criticalkv", "prefixkv"),
+    *("windowkv", "kvzip", "kvcompose", "expected", "h2o", "tova", "laq", "dapq"),
+    *("razor_attention", "kivi", "mikv", "arkv", "think", "minicache"),
+)
+READ_IN_BLOCKS = ("streaming_llm", "keydiff", "infinipot", "caote", "roco", "sirllm", "lacache")
+RENAMED = frozenset(
+    {*READ_WHOLE, "infinipot", "infinipot_summarize", "snapkv_pooled"}
+    | {f"{name}_blockwise" for name in ("snapkv", "kvzip", "h2o", "kivi")}
+)
+
+
+def part_names(sentence: str) -> list[str]:
+    return [call.name for call in parse(sentence)]
+
+
+@pytest.mark.parametrize("name", READ_WHOLE)
+def test_what_a_paper_decides_after_the_whole_prompt_is_decided_then(name: str) -> None:
+    assert isinstance(Policy.parse(name).schedule, Whole)
+
+
+@pytest.mark.parametrize("name", READ_IN_BLOCKS)
+def test_what_a_paper_decides_while_it_reads_is_decided_then(name: str) -> None:
+    assert isinstance(Policy.parse(name).schedule, Blockwise)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("snapkv", "whole() > snapkv() > uniform()"),
+        ("adakv", "whole() > snapkv() > ada(safeguard=0.2)"),
+        ("kvzip", "whole() > reconstruct() > global()"),
+        (
+            "infinipot",
+            "blockwise() > protect(sinks=0, recent=0) > infinipot() > uniform() > compact()",
+        ),
+    ],
+)
+def test_the_bare_name_is_the_paper(name: str, sentence: str) -> None:
+    assert str(Policy.parse(name)) == str(Policy.parse(sentence))
+
+
+def test_forms_that_bound_memory_while_reading_say_so() -> None:
+    forms = [name for name in PRESETS if name.endswith("_blockwise")]
+    assert forms == ["snapkv_blockwise", "kvzip_blockwise", "h2o_blockwise", "kivi_blockwise"]
+    for name in forms:
+        assert isinstance(Policy.parse(name).schedule, Blockwise)
+        assert isinstance(Policy.parse(name.removesuffix("_blockwise")).schedule, Whole)
+
+
+def committed() -> Iterator[tuple[str, str]]:
+    """The policies of committed rows, and their sentences."""
+    for path in sorted((CHECKOUT / "studies" / "results").glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if {"policy", "spelling"} <= row.keys():
+                yield row["policy"], row["spelling"]
+
+
+def test_no_committed_row_claims_what_its_name_means_now() -> None:
+    rows = {(name, told) for name, told in committed() if name.partition(":")[0] in RENAMED}
+    assert len(rows) > 20
+    for name, told in sorted(rows):
+        assert part_names(told) == part_names(str(case(name).policy)), name
