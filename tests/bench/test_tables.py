@@ -40,6 +40,13 @@ def test_means_and_differences() -> None:
     assert "0.25 [0.00, 0.50] (0.240)" in shown and "(1 refused)" in shown
 
 
+def test_the_share_of_dense_layers_is_told() -> None:
+    row = {"task": "text()", "tokens": 64, "seed": 0, "budget": "25%", "policy": "icecache"}
+    bytes_of = {"bytes_share": 0.504, "full_kv_bytes": 600, "dense_kv_bytes": 204}
+    told = entry(row | bytes_of | {"items": list(items(True))})
+    assert "(0.504, 0.340 in dense layers)" in report({"group": [told]})
+
+
 def test_items_that_one_has_no_number_for_are_in_no_difference() -> None:
     blank: dict[str, Any] = {"exact": None, "counts": True}
     [exact] = Table(ENTRIES).held(SCALES)

@@ -21,6 +21,7 @@ ONE_FILE = {
     "full_kv_bytes",
     "kv_bytes",
     "active_kv_bytes",
+    "layers",
     "peak_kv_bytes",
     "prefill_seconds",
     "setup_seconds",
@@ -54,12 +55,30 @@ def test_document(run: Run, talk: Path) -> None:
 
 
 def test_what_is_parked_is_not_in_use_and_what_is_recalled_is_told(run: Run, talk: Path) -> None:
-    policy = "protect(sinks=2, recent=4) > uniform() > park() > flat(page=4, dense=0) > lagged()"
+    policy = (
+        "protect(sinks=2, recent=4) > uniform() > park() > flat(page=4, dense=0) > lagged(tokens=4)"
+    )
     told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "16", "--json"))
     assert told["active_kv_bytes"] < told["kv_bytes"]
     [answer] = told["answers"]
     assert answer["pages_recalled"] > 0 and 0 <= answer["page_hit_rate"] < 1
     assert told["summary"]["pages_recalled"] == answer["pages_recalled"]
+
+
+def test_layers_that_the_budget_does_not_cover_are_told(run: Run, talk: Path) -> None:
+    parts = "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform() > park()"
+    policy = f"{parts} > flat(page=4, dense=2) > lagged(tokens=4)"
+    told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "25%", "--json"))
+    layers, full = told["layers"], told["full_kv_bytes"]
+    dense = [each for each in layers if each["coverage"] == "dense"]
+    assert [each["layer"] for each in dense] == [0, 1]
+    assert {each["coverage"] for each in layers[2:]} == {"budget"}
+    assert sum(each["active_kv_bytes"] for each in layers) == told["active_kv_bytes"]
+    assert sum(each["full_kv_bytes"] for each in layers) == full
+    assert told["active_kv_bytes"] > 0.4 * full  # of which the dense layers take
+    assert all(each["active_kv_bytes"] >= each["full_kv_bytes"] for each in dense)
+    held = sum(each["active_kv_bytes"] for each in layers[2:])
+    assert held <= 0.3 * sum(each["full_kv_bytes"] for each in layers[2:])
 
 
 def test_answers_of_episodes_name_theirs(run: Run, talk: Path) -> None:

@@ -90,6 +90,15 @@ def test_tables(run: Run, talk: Path, folder: Path) -> None:
         assert word in several
 
 
+def test_tables_tell_what_dense_layers_take(run: Run, talk: Path, folder: Path) -> None:
+    parts = "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform() > park()"
+    policy = ("--policy", f"{parts} > flat(page=4, dense=2) > lagged(tokens=4)", "--budget", "25%")
+    one = run("eval", talk, *policy).stdout
+    assert "the budget does not cover layers 0, 1, which are dense: " in one
+    assert "in dense layers" in run("eval", folder, *policy).stdout
+    assert "does not cover" not in run("eval", talk, *SMALL).stdout
+
+
 def test_scores_are_those_of_the_metrics(
     run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,9 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
+WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer")  # no room in TOKENS
+
+
 def serving(loaded: Loaded, policy: str, tokens: int = TOKENS, **options: int | None) -> Served:
     return Served(loaded, **asked(policy, tokens), **options)  # pyright: ignore
 
@@ -40,9 +43,7 @@ def test_every_preset_is_served_or_refused_at_the_start(deep: Loaded, name: str)
             serving(deep, name)
         assert "\n" not in str(refused.value)
         return
-    served = serving(
-        deep, name, tokens=192 if name in ("retrieval_attention", "arkvale") else TOKENS
-    )
+    served = serving(deep, name, tokens=192 if name in WIDE else TOKENS)
     texts = {n: [user(f"My dog number {n} is called Rex and eats apples.")] for n in (1, 2)}
     for turn in range(2):
         clients = {n: served.submit(t, f"n{n}", max_new_tokens=2)[0] for n, t in texts.items()}

@@ -72,6 +72,16 @@ def taken_bytes(matched: Matched) -> Callable[[Figures], int]:
     return lambda figures: figures.active_kv_bytes
 
 
+def dense_figures(figures: Figures) -> Row:
+    """What a line tells of layers that the budget does not cover; nothing where there are none."""
+    if not figures.dense:
+        return {}
+    return {
+        "dense_layers": [each.layer for each in figures.dense],
+        "dense_kv_bytes": figures.dense_kv_bytes,
+    }
+
+
 def figures_of(figures: Figures) -> Row:
     """What a line tells of the caches."""
     return {
@@ -79,6 +89,7 @@ def figures_of(figures: Figures) -> Row:
         "budget_tokens": figures.budget_tokens,
         "bytes_share": round(figures.active_kv_bytes / figures.full_kv_bytes, 5),
         "active_kv_bytes": figures.active_kv_bytes,
+        **dense_figures(figures),
         "kv_bytes": figures.kv_bytes,
         "peak_kv_bytes": figures.peak_kv_bytes,
         "full_kv_bytes": figures.full_kv_bytes,

@@ -36,7 +36,8 @@ class Entry:
     Args:
         source: what was read, by which policies are compared in pairs.
         items: those that count; empty where it was refused.
-        bytes_share: of the full cache that was really held.
+        bytes_share: of the full cache that was really held, dense layers included.
+        dense_share: of the full cache, what layers held that the budget does not cover.
         why: it was refused.
         seconds: what it took, by the names of `TIMES`.
         budget_tokens: entries per kv head that it was given; 0 where nothing was to choose.
@@ -51,6 +52,7 @@ class Entry:
     why: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     budget_tokens: int = 0
+    dense_share: float = 0.0
 
 
 # Names of what took seconds, with their titles.
@@ -99,7 +101,8 @@ def entry(row: Row) -> Entry:
     why = row.get("refused", "")
     share = row.get("bytes_share", 0.0)
     tokens = row.get("budget_tokens", 0)
-    return Entry(*head, items, share, "refused" in row, why, seconds_of(row), tokens)
+    dense = row["dense_kv_bytes"] / row["full_kv_bytes"] if "dense_kv_bytes" in row else 0.0
+    return Entry(*head, items, share, "refused" in row, why, seconds_of(row), tokens, dense)
 
 
 def seconds_of(row: Row) -> dict[str, float]:
@@ -216,6 +219,15 @@ class Table:
         """Of the full cache, the mean over what was not refused."""
         return _average([one.bytes_share for one in self._scored(name, budget)])
 
+    def dense_share(self, name: str, budget: str) -> float:
+        """Of the full cache, what dense layers hold: the mean over what was not refused."""
+        return _average([one.dense_share for one in self._scored(name, budget)])
+
+    def shares(self, name: str, budget: str) -> str:
+        """Both, as tables show them."""
+        dense, share = self.dense_share(name, budget), f"{self.bytes_share(name, budget):.3f}"
+        return f"{share}, {dense:.3f} in dense layers" if dense else share
+
     def budget_tokens(self, name: str, budget: str) -> int:
         """Entries per kv head that a policy was given, the mean over what was not refused."""
         return round(_average([float(one.budget_tokens) for one in self._scored(name, budget)]))
@@ -231,7 +243,7 @@ class Table:
             return "refused" if refused else ""
         note = f" ({refused} refused)" if refused else ""
         shown = _shown(interval, scale.digits)
-        return f"{shown} ({self.bytes_share(name, budget):.3f}){note}"
+        return f"{shown} ({self.shares(name, budget)}){note}"
 
     def _scored(self, name: str, budget: str) -> list[Entry]:
         return [self._entries[name, budget, source] for source in self._items(name, budget)]

@@ -31,6 +31,12 @@ def is_slow(name: str) -> bool:
     return name.partition(".")[2].startswith((SLOW, INDEX, OBSERVED, PARKING))
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor of a sequence's state belongs to; None for one of no layer."""
+    index = name.partition(".")[0]
+    return int(index) if index.isdecimal() else None
+
+
 def handed_over(
     stores: list[Store], makeup: Makeup, spec: ModelSpec, place: torch.device
 ) -> dict[str, Tensor]:

@@ -138,12 +138,14 @@ def _tell_errors(sitting: Sitting) -> None:
 
 
 def _tell_figures(sitting: Sitting) -> None:
+    from larder.cli.tables import dense_line
+
     figures, asked = sitting.memory.figures, sitting.asked
     lines = asides()
     lines.print(
         f"read {figures.context_tokens:,} tokens in {seconds(figures.prefill_seconds)}; "
         f"KV cache {size(figures.active_kv_bytes)} in use, {size(figures.kv_bytes)} in all, "
-        f"{size(figures.full_kv_bytes)} without a budget"
+        f"{size(figures.full_kv_bytes)} without a budget{dense_line(figures)}"
     )
     for one in asked:
         if one.answer is not None:

@@ -64,6 +64,7 @@ def _results(entries: Sequence[Entry], rows: Sequence[Row]) -> list[Row]:
                 "spelling": mine[0]["spelling"],
                 "budget": place[1],
                 "bytes_share": round(table.bytes_share(*place), 5),
+                "dense_bytes_share": round(table.dense_share(*place), 5),
                 "files": len(mine),
                 "refused": [row["refused"] for row in mine if "refused" in row],
             }

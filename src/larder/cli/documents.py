@@ -28,6 +28,7 @@ def document(sitting: Sitting) -> dict[str, Any]:
         "full_kv_bytes": figures.full_kv_bytes,
         "kv_bytes": figures.kv_bytes,
         "active_kv_bytes": figures.active_kv_bytes,
+        "layers": [asdict(each) | {"coverage": each.coverage.value} for each in figures.layers],
         "peak_kv_bytes": sitting.peak_kv_bytes,
         "prefill_seconds": figures.prefill_seconds,
         "setup_seconds": figures.setup_seconds,

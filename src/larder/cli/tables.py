@@ -11,8 +11,21 @@ from larder.cli.documents import METRICS, differences, expecting, interval_of_me
 from larder.cli.examining import Examination, Examined
 from larder.cli.showing import results, seconds, share, size, table
 from larder.cli.sitting import Asked, Sitting
+from larder.session.memory import Coverage, Figures
 
 MISSING = "-"
+FILE_COLUMNS = (
+    "file",
+    "tokens",
+    "budget",
+    "questions",
+    "exact",
+    "F1",
+    "F1 stemmed",
+    "KV",
+    "in dense layers",
+    "read",
+)
 
 
 def show(examination: Examination) -> None:
@@ -48,6 +61,22 @@ def figures_line(sitting: Sitting) -> str:
         f"read in {seconds(figures.prefill_seconds)}\n"
         f"KV cache {size(figures.active_kv_bytes)} active, {size(figures.kv_bytes)} in all, "
         f"{size(sitting.peak_kv_bytes)} at the peak, {size(figures.full_kv_bytes)} without a budget"
+        f"{dense_line(figures)}"
+    )
+
+
+def dense_line(figures: Figures) -> str:
+    """A line on the layers that the budget does not cover; empty where there are none."""
+    dense = figures.dense
+    if not dense:
+        return ""
+    covered = [each for each in figures.layers if each.coverage is Coverage.BUDGET]
+    held = sum(each.active_kv_bytes for each in covered)
+    full = sum(each.full_kv_bytes for each in covered)
+    return (
+        f"\nthe budget does not cover layers {', '.join(str(each.layer) for each in dense)}, which "
+        f"are dense: {size(figures.dense_kv_bytes)} of the active cache; the {len(covered)} that "
+        f"it covers hold {size(held)} of {size(full)}"
     )
 
 
@@ -91,10 +120,10 @@ def _show_files(console: Console, examination: Examination) -> None:
 
 
 def _files(files: Sequence[Examined]) -> object:
-    made = table("file", "tokens", "budget", "questions", "exact", "F1", "F1 stemmed", "KV", "read")
+    made = table(*FILE_COLUMNS)
     for one in files:
         if one.sitting is None:
-            made.add_row(f"{one.path}: {one.error}", *[MISSING] * 8)
+            made.add_row(f"{one.path}: {one.error}", *[MISSING] * (len(FILE_COLUMNS) - 1))
             continue
         figures = one.sitting.memory.figures
         made.add_row(
@@ -104,6 +133,7 @@ def _files(files: Sequence[Examined]) -> object:
             str(len(expecting(one.asked))),
             *_means(one.asked),
             size(figures.active_kv_bytes),
+            size(figures.dense_kv_bytes) if figures.dense else MISSING,
             seconds(figures.prefill_seconds),
         )
     return made

@@ -41,6 +41,11 @@ class LayerSpec:
         """Bytes of keys and values that one token takes in this layer, all kv heads together."""
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
+    def full_bytes(self, dtype: torch.dtype, tokens: int) -> int:
+        """Key and value bytes of `tokens` tokens in this layer, its window respected."""
+        window = tokens if self.sliding_window is None else self.sliding_window
+        return self.bytes_per_token(dtype) * min(tokens, window)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -67,8 +72,4 @@ class ModelSpec:
 
     def full_bytes(self, tokens: int) -> int:
         """Key and value bytes of a plain cache that holds `tokens` tokens, windows respected."""
-        return sum(
-            layer.bytes_per_token(self.dtype)
-            * (tokens if layer.sliding_window is None else min(tokens, layer.sliding_window))
-            for layer in self.layers
-        )
+        return sum(layer.full_bytes(self.dtype, tokens) for layer in self.layers)

@@ -84,7 +84,7 @@ def _mean(table: Table, scale: Scale, name: str, budget: str, across: int = 1) -
         return f"{start} class=none>{'refused' if refused else ''}</td>"
     note = f", {refused} refused" if refused else ""
     tokens = f", {table.budget_tokens(name, budget):,} tokens" if budget != WHOLE else ""
-    share = f"bytes {table.bytes_share(name, budget):.3f}{tokens}{note}"
+    share = f"bytes {table.shares(name, budget)}{tokens}{note}"
     shown = _signed(interval.mean, scale.digits)
     ends = _ends(interval, scale.digits)
     return f"{start}><b>{shown}</b> <i>{ends}</i><small>{share}</small></td>"

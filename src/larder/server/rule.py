@@ -38,8 +38,8 @@ from larder.session.rooms import (
     empty_cache,
     entries_of,
     governed,
-    pages_of,
     tokens_of,
+    unparked_of,
 )
 from larder.session.sizes import HEAD_BYTES, NUMBER_BYTES, resolve_open
 
@@ -149,7 +149,7 @@ class Rule:
         """What reads a text that will be `length` tokens long."""
         reading = self.policy.timing.reading_tokens(self.tokens)
         planner, quotas = readied(self.desk, self.policy, reading, max(length, self.tokens))
-        told = planner, reading, quotas, Meter(), pages_of(self.policy)
+        told = planner, reading, quotas, Meter(), unparked_of(self.policy)
         return Reader(self.desk.decoder, *told)
 
     @property

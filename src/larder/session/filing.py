@@ -103,7 +103,8 @@ class Cabinet:
         """L x K x (M + M_block): entries, pages included, beyond which a cache is refreshed."""
         spec, policy = self._desk.decoder.spec, self.state.memory.policy
         heads = sum(layer.kv_heads for layer in governed(policy, spec))
-        return heads * (entries_of(policy, spec) + pages_of(policy) + block_of(policy))
+        tokens = entries_of(policy, spec) + pages_of(policy) + policy.lag
+        return heads * (tokens + block_of(policy))
 
     @property
     def finest_bound(self) -> int | None:

@@ -191,7 +191,7 @@ class Policy:
         own = blocked(schedule, tokens, block)
         settled = self.compensation.under(tokens), self._recalling(tokens)
         if (recall := settled[1]) is not None:
-            staying = (budget.tokens or tokens) - (recall.tokens or 0)
+            staying = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
             check_corrected(self.protect, recall, max(0, staying))
         return replace(
             self, budget=budget, schedule=own, compensation=settled[0], recall=settled[1]
@@ -202,14 +202,23 @@ class Policy:
         if self.recall is None or self.recall.tokens is not None:
             return self.recall
         least = max(1, self.protect.least(tokens).joined(self.scorer.least()).tokens)
-        fitting = (tokens - least) // self.recall.page * self.recall.page
+        fitting = (tokens - least - self.lag) // self.recall.page * self.recall.page
         if fitting < 1:
             raise BudgetError(
                 f"The budget of {tokens} tokens has no room for a page of {self.recall.page} "
                 f"beside the {least} that {spell(self.protect)} and {spell(self.scorer)} always "
-                "keep: raise --budget, protect fewer, or take smaller pages."
+                f"keep and the {self.lag} that {spell(self.timing)} lets pile up: raise --budget, "
+                "protect fewer, lag less, or take smaller pages."
             )
         return replace(self.recall, tokens=fitting)
+
+    @property
+    def lag(self) -> int:
+        """Entries per kv head that pile up between two plans, the newest token included, for which
+        a policy that recalls has room inside its budget; 0 for all others.
+        """
+        excess = self.timing.excess()
+        return 0 if self.recall is None or excess is None else excess + 1
 
     @property
     def rebuilding(self) -> Rebuilding | None:

@@ -136,15 +136,15 @@ PRESETS: Mapping[str, str] = {
     "think": "whole() > snapkv() > uniform() > think()",
     "minicache": "whole() > sinks_and_window() > uniform() > minicache()",
     "icecache": (
-        "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
+        "blockwise() > protect(sinks=32, recent=16) > sinks_and_window(sinks=32) > uniform() > "
         "park() > dci() > lagged(tokens=16)"
     ),
     "icecache_ahead": (
-        "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
+        "blockwise() > protect(sinks=32, recent=16) > sinks_and_window(sinks=32) > uniform() > "
         'park() > dci(fetch="ahead") > lagged(tokens=16)'
     ),
     "icecache_small": (
-        "blockwise() > protect(sinks=8, recent=9) > sinks_and_window(sinks=8) > uniform() > "
+        "blockwise() > protect(sinks=8, recent=8) > sinks_and_window(sinks=8) > uniform() > "
         "park() > dci(page=4) > lagged(tokens=4)"
     ),
     "quest": (
@@ -152,7 +152,7 @@ PRESETS: Mapping[str, str] = {
         "park() > bounds(page=16) > lagged(tokens=16)"
     ),
     "arkvale": (
-        "blockwise() > protect(sinks=32, recent=64) > sinks_and_window(sinks=32) > uniform() > "
+        "blockwise() > protect(sinks=32, recent=32) > sinks_and_window(sinks=32) > uniform() > "
         'park() > bounds(page=32, digest="arkvale") > lagged(tokens=32)'
     ),
     "clusterkv": (
@@ -205,7 +205,7 @@ PRESETS: Mapping[str, str] = {
         "recompute() > every_step()"
     ),
     "exact_topk": (
-        "blockwise() > protect(sinks=32, recent=17) > sinks_and_window(sinks=32) > uniform() > "
+        "blockwise() > protect(sinks=32, recent=16) > sinks_and_window(sinks=32) > uniform() > "
         "park() > flat() > lagged(tokens=16)"
     ),
     "random": "blockwise() > random() > uniform()",

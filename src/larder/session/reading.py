@@ -22,7 +22,16 @@ from larder.session.embedders.base import Embedder
 from larder.session.memory import Figures, Memory
 from larder.session.policy import Policy
 from larder.session.prompts import common_prompts, episode_prompt, require
-from larder.session.rooms import check_room, empty_cache, entries_of, governed, pages_of, tokens_of
+from larder.session.rooms import (
+    check_room,
+    empty_cache,
+    entries_of,
+    governed,
+    layer_figures,
+    pages_of,
+    tokens_of,
+    unparked_of,
+)
 from larder.session.routing import Router
 from larder.session.shelf import Shelf
 from larder.session.sizes import resolve
@@ -122,16 +131,18 @@ def gathering(
     spec, context = desk.decoder.spec, len(source.ids)
     books = books_for(desk, router, prompts)
     shelf = yield from building(desk, policy, source.ids, books, meter)
+    answering = max(shelf.holdings(), key=lambda holding: holding.in_use)
     figures = Figures(
         context_tokens=context,
         budget_tokens=min(tokens_of(policy), context),
         full_kv_bytes=spec.full_bytes(context),
         kv_bytes=shelf.nbytes,
-        active_kv_bytes=max(holding.in_use for holding in shelf.holdings()),
+        active_kv_bytes=answering.in_use,
         peak_kv_bytes=meter.peak_bytes,
         peak_entries=meter.peak_entries,
         prefill_seconds=time.perf_counter() - started,
         setup_seconds=started - setting_up,
+        layers=layer_figures(policy, spec, answering, context),
     )
     return Memory(policy, source.conversation, source.transcript, shelf, router, figures)
 
@@ -191,7 +202,7 @@ def reader_of(desk: Desk, policy: Policy, context: int, meter: Meter) -> Reader:
     """What reads a text of so many tokens under a policy."""
     tokens = policy.timing.reading_tokens(entries_of(policy, desk.decoder.spec))
     planner, quotas = readied(desk, policy, tokens, context)
-    return Reader(desk.decoder, planner, tokens, quotas, meter, pages_of(policy))
+    return Reader(desk.decoder, planner, tokens, quotas, meter, unparked_of(policy))
 
 
 def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending | None:

@@ -8,7 +8,9 @@ from larder.core.ledger import Ledger
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.session.memory import Coverage, LayerFigures
 from larder.session.policy import Policy
+from larder.session.shelf import Holding
 
 
 def governed(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
@@ -17,6 +19,25 @@ def governed(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
     if policy.rebuilding is not None:
         dense = policy.rebuilding.depth
     return tuple(layer for layer in spec.managed if layer.index >= dense)
+
+
+def coverage_of(policy: Policy, spec: ModelSpec) -> tuple[Coverage, ...]:
+    """What bounds the entries of each layer."""
+    covered = () if tokens_of(policy) == WITHOUT_LIMIT else governed(policy, spec)
+    known = {layer.index: Coverage.DENSE for layer in spec.managed}
+    known |= {layer.index: Coverage.BUDGET for layer in covered}
+    return tuple(known.get(layer.index, Coverage.WINDOW) for layer in spec.layers)
+
+
+def layer_figures(
+    policy: Policy, spec: ModelSpec, holding: Holding, context: int
+) -> tuple[LayerFigures, ...]:
+    """What each layer of a cache takes that has read so many tokens."""
+    rows = zip(spec.layers, coverage_of(policy, spec), holding.layers, strict=True)
+    return tuple(
+        LayerFigures(layer.index, coverage, active, layer.full_bytes(spec.dtype, context))
+        for layer, coverage, active in rows
+    )
 
 
 def check_room(policy: Policy, tokens: int) -> None:
@@ -56,8 +77,15 @@ def pages_of(policy: Policy) -> int:
     return 0 if policy.recall is None else policy.recall.tokens or 0
 
 
+def unparked_of(policy: Policy) -> int:
+    """Entries per kv head beyond the quotas that a cache may hold as long as nothing is parked."""
+    return pages_of(policy) + max(0, policy.lag - 1)
+
+
 def _beside_pages(policy: Policy, tokens: int) -> int:
     """Entries per kv head that stay in the fast tier for good.
+
+    What piles up between two plans is part of the budget, so that no step attends to more.
 
     Raises:
         BudgetError: recalled pages leave no room for any.
@@ -70,19 +98,23 @@ def _beside_pages(policy: Policy, tokens: int) -> int:
             f"{spell(policy.budget)} keeps everything, so nothing is parked that {spell(recall)} "
             "could find: take uniform(), or drop() in place of park()."
         )
-    if recall.tokens >= tokens:
+    rest = tokens - recall.tokens - policy.lag
+    taken = f"the {recall.tokens} that {spell(recall)} fetches"
+    if policy.lag:
+        taken += f" and the {policy.lag} that {spell(policy.timing)} lets pile up"
+    if rest < 1:
         raise BudgetError(
-            f"The budget of {tokens} tokens has no room beside the {recall.tokens} that "
-            f"{spell(recall)} fetches: raise --budget, or fetch fewer."
+            f"The budget of {tokens} tokens has no room beside {taken}: raise --budget, fetch "
+            "fewer, or lag less."
         )
     least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
-    if least > tokens - recall.tokens and not isinstance(policy.protect.recent, float):
+    if least > rest and not isinstance(policy.protect.recent, float):
         raise BudgetError(
-            f"The budget of {tokens} tokens has no room for the {recall.tokens} that "
-            f"{spell(recall)} fetches beside the {least} that {spell(policy.protect)} and "
-            f"{spell(policy.scorer)} always keep: raise --budget, fetch fewer, or protect fewer."
+            f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "
+            f"{spell(policy.protect)} and {spell(policy.scorer)} always keep: raise --budget, "
+            "fetch fewer, or protect fewer."
         )
-    return tokens - recall.tokens
+    return rest
 
 
 def _form(policy: Policy, tokens: int) -> Form:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from larder.cache.saving import is_slow
+from larder.cache.saving import is_slow, layer_of
 from larder.cache.sequence import SequenceCache
 from larder.core.spec import ModelSpec
 
@@ -28,6 +28,7 @@ class Parked:
     finest: int
     in_use: int
     paged: int
+    layers: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +60,7 @@ class Holding:
         in_use: bytes in the model's memory when it answers: all, or those of the fast tier and of
             the pages that a step fetches.
         paged: entries that there are slots for, over all layers and heads, once any are parked.
+        layers: bytes of `in_use` by layer.
     """
 
     entries: int
@@ -67,6 +69,7 @@ class Holding:
     finest: int
     in_use: int
     paged: int
+    layers: tuple[int, ...]
 
 
 class Shelf:
@@ -190,13 +193,15 @@ class Shelf:
                 parked.finest,
                 parked.in_use,
                 parked.paged,
+                parked.layers,
             )
             for number, parked in self._parked.items()
         }
         if self._active is not None:
             number, cache = self._active
             told = cache.managed_entries, cache.nbytes, cache.next_position, _finest(cache)
-            held[number] = Holding(*told, _in_use(cache), _paged(cache))
+            layers = tuple(_layers_in_use(cache))
+            held[number] = Holding(*told, _in_use(cache), _paged(cache), layers)
         return tuple(held[number] for number in sorted(held))
 
 
@@ -205,8 +210,15 @@ def park(cache: SequenceCache) -> Parked:
     held = cache.managed_entries, cache.next_position, _finest(cache)
     slots, paged, meta = _slot_bytes(cache), _paged(cache), cache.meta()
     state = cache.surrender(torch.device("cpu"))
-    fast = sum(t.untyped_storage().nbytes() for name, t in state.items() if not is_slow(name))
-    return Parked(state, meta, *held, fast + slots, paged)
+    layers, fast = slots, sum(slots)
+    for name, tensor in state.items():
+        if is_slow(name):
+            continue
+        nbytes = tensor.untyped_storage().nbytes()
+        fast += nbytes
+        if (layer := layer_of(name)) is not None:
+            layers[layer] += nbytes
+    return Parked(state, meta, *held, fast, paged, tuple(layers))
 
 
 def _in_use(cache: SequenceCache) -> int:
@@ -214,10 +226,21 @@ def _in_use(cache: SequenceCache) -> int:
     return cache.fast_nbytes + sum(tier.foreseen_bytes for tier in cache.tiers)
 
 
-def _slot_bytes(cache: SequenceCache) -> int:
-    """Bytes of the slots for pages, there or not yet."""
-    there = (slot for tier in cache.tiers for slot in tier.finder.slots())
-    return sum(t.untyped_storage().nbytes() for t in there) + _in_use(cache) - cache.fast_nbytes
+def _layers_in_use(cache: SequenceCache) -> list[int]:
+    """The same by layer."""
+    layers = [store.fast_nbytes for store in cache.stores]
+    for tier in cache.tiers:
+        layers[tier.layer.index] += tier.foreseen_bytes
+    return layers
+
+
+def _slot_bytes(cache: SequenceCache) -> list[int]:
+    """Bytes of the slots for pages, there or not yet, by layer."""
+    layers = [0] * len(cache.stores)
+    for tier in cache.tiers:
+        there = sum(slot.untyped_storage().nbytes() for slot in tier.finder.slots())
+        layers[tier.layer.index] = there + tier.foreseen_bytes
+    return layers
 
 
 def _paged(cache: SequenceCache) -> int:

@@ -13,7 +13,7 @@ from larder.session.log import Log
 from larder.session.memory import Figures, Memory
 from larder.session.policy import Policy
 from larder.session.reading import Desk
-from larder.session.rooms import tokens_of
+from larder.session.rooms import layer_figures, tokens_of
 from larder.session.shelf import Shelf
 
 SCHEMA = 1
@@ -76,16 +76,18 @@ def state_of(
     if log.source(transcript).ids != tuple(ids) or len(caches) != max(1, len(router.prompts())):
         raise Damaged("The saved state of the chat does not fit its log or its caches.")
     shelf, context = Shelf(desk.decoder.spec, caches), len(ids)
-    held = shelf.holdings()
+    held, spec = shelf.holdings(), desk.decoder.spec
+    answering = max(held, key=lambda holding: holding.in_use)
     figures = Figures(
         context_tokens=context,
         budget_tokens=min(tokens_of(policy), context),
-        full_kv_bytes=desk.decoder.spec.full_bytes(context),
+        full_kv_bytes=spec.full_bytes(context),
         kv_bytes=shelf.nbytes,
-        active_kv_bytes=max(each.in_use for each in held),
+        active_kv_bytes=answering.in_use,
         peak_kv_bytes=shelf.nbytes,
         peak_entries=max(each.entries for each in held),
         prefill_seconds=seconds,
+        layers=layer_figures(policy, spec, answering, context),
     )
     memory = Memory(policy, log.history, transcript, shelf, router, figures)
     return State(memory, log, refreshes, opened)

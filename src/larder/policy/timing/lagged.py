@@ -4,7 +4,8 @@ Zhang et al., "LazyEviction: Lagged KV Eviction with Attention Pattern Observati
 Long Reasoning" (2025), arXiv:2506.15969: one decision per observation window, so that an entry may
 be needed again before it is judged. MorphKV's released code (arXiv:2503.00979) waits likewise. The
 cache holds up to `tokens` - 1 entries per head beyond its budget, where that code lets them pile
-up until a window is full and the cache is over its capacity.
+up until a window is full and the cache is over its capacity. Under a policy that recalls what it
+parks, they are inside the budget: it is divided into what stays, `tokens` and the recalled pages.
 """
 
 from __future__ import annotations

@@ -1,0 +1,97 @@
+"""A generated token never attends to more entries than the budget, where entries are recalled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from larder.cache.tiered import Tiered
+from larder.core.errors import BudgetError
+from larder.core.types import Coming
+from larder.engine.decoding import Limits, endless, generate
+from larder.engine.sampling import Sampling
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt
+from larder.models.tiny import tiny
+from larder.prefill.meter import Meter
+from larder.session.policy import Policy
+from larder.session.presets import PRESETS
+from larder.session.reading import Desk, build, tend
+from larder.session.transcript import Scribe
+from reading import some_ids
+
+RECALLS = [
+    "dci(page=4, dense=0)",
+    'dci(page=4, dense=0, variant="paper")',
+    "bounds(page=4, dense=0)",
+    "flat(dense=0)",
+    "wave(page=4, dense=0)",
+]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return adopt(tiny("qwen3"))
+
+
+def attended(tier: Tiered) -> list[int]:
+    """Entries that each set of query heads has just attended to."""
+    stays, choice = tier.lengths, tier.finder.choice
+    if not tier.recalls or choice is None:
+        return list(stays)
+    found = (choice.numbers >= 0).sum((1, 2)).tolist()
+    group = len(found) // len(stays)
+    return [stays[n // group] + each for n, each in enumerate(found)]
+
+
+def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) -> list[int]:
+    """`attended` of every layer and every generated token that was read behind a text."""
+    counts, attention = list[int](), Tiered._attention
+
+    def noting(self: Tiered, queries: Any, positions: Any, own: int, shift: int) -> Any:
+        out = attention(self, queries, positions, own, shift)
+        if own == queries.shape[1] == 1 and self._coming is Coming.STEP:
+            counts.extend(attended(self))
+        return out
+
+    desk = Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tiered, "_attention", noting)
+        cache = build(desk, wanted, some_ids(context), [{}], Meter()).activate(0)
+        tending = tend(desk, wanted, [cache])
+        assert tending is not None
+        told = [cache], [some_ids(3, seed=5)], Sampling(), Limits(steps), endless
+        generate(decoder, *told, tending.observer)
+    return counts
+
+
+@settings(max_examples=10)
+@given(
+    budget=st.integers(16, 40),
+    lag=st.sampled_from([1, 2, 4, 6]),
+    context=st.sampled_from([6, 30, 60]),
+    steps=st.integers(2, 16),
+    recall=st.sampled_from(RECALLS),
+)
+def test_no_step_attends_to_more_entries_than_the_budget(
+    decoder, budget, lag, context, steps, recall
+) -> None:
+    stays = "blockwise(tokens=8) > protect(sinks=2, recent=2) > sinks_and_window(sinks=2)"
+    sentence = f"{stays} > uniform() > park() > {recall} > lagged(tokens={lag})"
+    counts = counts_of_steps(decoder, Policy.parse(sentence).filled(budget, None), context, steps)
+    assert 0 < max(counts) <= budget
+
+
+def test_icecache_attends_to_the_budget_of_its_paper(decoder) -> None:
+    """32 sinks, 17 to 32 recent tokens, and pages of 16 for the rest."""
+    wanted = Policy.parse(PRESETS["icecache"].replace("dci()", "dci(dense=0)")).filled(128, None)
+    assert max(counts_of_steps(decoder, wanted, 160, 36)) <= 128
+
+
+def test_a_lag_that_leaves_no_page_is_refused() -> None:
+    policy = Policy.parse("icecache")
+    with pytest.raises(BudgetError, match="64 tokens has no room for a page of 16 .* the 16 that"):
+        policy.filled(64, None)
