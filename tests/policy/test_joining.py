@@ -118,7 +118,11 @@ def looped(joining: Joining, seen: Seen, causal: bool, loop_of: Any) -> list[lis
         ]
         loop = loop_of(joining.aggregation)
         statistics.append([loop.joined(joining.aggregation, query_head) for query_head in rows])
-    return loop_of(joining.heads).joined(joining.heads, statistics, positions)
+    own = loop_of(joining.heads).joined(joining.heads, statistics, positions)
+    loop = loop_of(joining.aggregation)
+    if not joining.aggregation.mixes:
+        return own
+    return [loop.completed(joining.aggregation, head) for head in own]
 
 
 def queries_of(seen: Seen) -> range:
@@ -220,9 +224,12 @@ def test_special_cases_of_one_aggregation_are_another() -> None:
     assert torch.allclose(streamed(MeanVariance(gamma=0.0), rows, 2), mean)
     assert torch.allclose(streamed(Sum(), rows, 2), 5 * mean)
     assert streamed(MeanVariance(), rows[:, :1], 1).allclose(rows[:, 0])
-    worst, risk = streamed(Defensive(), rows, 2), streamed(Max(), rows, 2)
-    assert torch.equal(worst[worst > risk.mean(-1, keepdim=True)], risk[risk == worst])
-    assert (worst > risk).any()
+    worst = Defensive(kernel=1)
+    risk = streamed(worst, rows, 2)
+    assert torch.allclose(risk, streamed(Max(), rows, 2))
+    lifted = worst.complete(risk[0])
+    assert torch.equal(lifted[lifted > risk[0].mean()], risk[0][risk[0] == lifted])
+    assert (lifted > risk[0]).any()
 
 
 def test_all_heads_of_a_layer_keep_the_same_entries() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, a_view
 from larder.core.errors import BadParameter, BudgetError
-from larder.core.observation import Inspected, Scored, Seen
+from larder.core.inspected import Inspected
+from larder.core.observation import Scored, Seen
 from larder.core.plan import Folds
 from larder.core.spelling import name_of
 from larder.policy.storage._tiers import lowered

@@ -1,4 +1,4 @@
-"""`snapkv`: summed votes of the last queries, smoothed by a running maximum; voters stay."""
+"""`snapkv`: summed votes of the last queries, smoothed over neighbors; voters stay."""
 
 from __future__ import annotations
 
@@ -31,5 +31,7 @@ def one_head(part: Any, seen: Seen, head: int) -> list[float]:
     first = int(seen.query_positions[voters[0]])
     votes = [0.0 if p >= first else v for p, v in zip(positions, votes, strict=True)]
     half = part.kernel // 2
-    pooled = [max(votes[max(0, i - half) : i + half + 1]) for i in range(len(votes))]
+    around = [votes[max(0, i - half) : i + half + 1] for i in range(len(votes))]
+    mean = part.pool.value == "mean"
+    pooled = [sum(near) / part.kernel if mean else max(near) for near in around]
     return [math.inf if p >= first else v for p, v in zip(positions, pooled, strict=True)]

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int, Int8, Int64, Shaped
 from torch import Tensor
 
+from larder.core.inspected import Inspected
 from larder.core.nothing import nothing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
@@ -187,6 +188,8 @@ class Seen:
         places: what positions queries and `keys` are turned to, for each kv head; empty where they
             are turned to their true ones.
         states: hidden states of the tokens as they entered attention; empty where nobody asks.
+        projection: the matrix that takes each query head's output to the layer's; None where nobody
+            asks.
     """
 
     layer: LayerSpec
@@ -203,6 +206,7 @@ class Seen:
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
     places: Int[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.int64, 0, 0))
     states: Float[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
+    projection: Float[Tensor, "H D N"] | None = None
 
     @property
     def turned_to(self) -> Int[Tensor, "K Q"]:
@@ -210,25 +214,6 @@ class Seen:
         if self.places.numel():
             return self.places
         return self.query_positions.expand(self.layer.kv_heads, -1)
-
-
-@dataclass(frozen=True)
-class Inspected:
-    """What a storage found out about a layer.
-
-    Args:
-        channels: the weight of each key channel; empty where nobody asked.
-        weights: a number per packed entry; empty where nobody asked.
-        numbers: whatever else it will need.
-    """
-
-    channels: Float[Tensor, "K D"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
-    weights: Packed = field(default_factory=lambda: nothing(torch.float32, 0))
-    numbers: tuple[float, ...] = ()
-
-    def after(self, plan: Plan) -> Inspected:
-        """The same of those entries that a plan kept."""
-        return replace(self, weights=self.weights[plan.kept]) if len(self.weights) else self
 
 
 @dataclass(frozen=True)

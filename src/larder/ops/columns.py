@@ -9,7 +9,7 @@ slower on a CPU. Statistics carry no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -66,6 +66,7 @@ def gather_columns(
     query_positions: Int[Tensor, " Q"] | None = None,
     key_positions: Int[Tensor, " T"] | None = None,
     bias: Float[Tensor, " C"] | None = None,
+    judged: Sequence[int] | None = None,
     chunk: int = CHUNK,
 ) -> list[Float[Tensor, "R _"]]:
     """What `gather` makes of the softmax weights, for each kv head.
@@ -74,6 +75,8 @@ def gather_columns(
         query_positions, key_positions: given both, a query sees entries up to its own position
             only, as queries that are themselves in the cache must. key_positions are packed.
         bias: added to the logit of each stored row, in natural log units, finite float32.
+        judged: how many entries of each head, the first ones, `gather` is shown; all by default.
+            The others take their share of the weights.
         chunk: queries per chunk, at least 1; changes memory, not results.
 
     Raises:
@@ -83,15 +86,17 @@ def gather_columns(
     groups = queries.detach().unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
     heads: list[Tensor] = []
     packed, total = 0, queries.shape[1]
-    for group, start, length in zip(groups, starts.tolist(), lengths.tolist(), strict=True):
+    shown = lengths.tolist() if judged is None else judged
+    layout = zip(groups, starts.tolist(), lengths.tolist(), shown, strict=True)
+    for group, start, length, width in layout:
         own = slice(start, start + length)
         own_keys, own_bias = keys[own].detach().float(), None if bias is None else bias[own]
         visible = None
         if positions is not None:
             visible = positions[0], positions[1][packed : packed + length]
-        state, first = gather.start(own_keys.new_zeros(group.shape[0], length)), 0
+        state, first = gather.start(own_keys.new_zeros(group.shape[0], width)), 0
         for weights in _chunks(group, own_keys, scaling, own_bias, visible, chunk):
-            gather.fold(state, weights, first, total)
+            gather.fold(state, weights[..., :width], first, total)
             first += weights.shape[1]
         heads.append(gather.finish(state, total))
         packed += length

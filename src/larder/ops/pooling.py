@@ -21,16 +21,17 @@ def running_max(scores: Float[Tensor, " S"], width: int) -> Float[Tensor, " S"]:
     return F.max_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
 
 
-def running_mean(scores: Float[Tensor, " S"], width: int) -> Float[Tensor, " S"]:
-    """The mean of each score and its neighbors, `width` in all; beyond the ends counts as 0.
+def running_mean(scores: Float[Tensor, "*rows S"], width: int) -> Float[Tensor, "*rows S"]:
+    """The mean of each score of a row and its neighbors, `width` in all; beyond the ends is 0.
 
     Raises:
         BadParameter: `width` is even.
     """
     _check(width)
-    if not len(scores):
+    if not scores.numel():
         return scores
-    return F.avg_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
+    rows = scores.reshape(-1, 1, scores.shape[-1])
+    return F.avg_pool1d(rows, width, stride=1, padding=width // 2).view(scores.shape)
 
 
 def _check(width: int) -> None:

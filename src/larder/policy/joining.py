@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from larder.core.family import Family
 from larder.core.ledger import LOG_COUNT
@@ -28,11 +29,13 @@ class Look:
     Args:
         positions: true positions of the queries, each of which sees nothing later; None where
             they are read behind everything and see all of it.
+        before: only entries at earlier true positions are judged; None where all are.
     """
 
     queries: Float[Tensor, "H Q D"]
     entries: Entries
     positions: Int[Tensor, " Q"] | None = None
+    before: int | None = None
 
     def is_of(self, seen: Seen) -> bool:
         """Whether it is what the pass itself has looked at: its own queries, at all entries."""
@@ -41,6 +44,12 @@ class Look:
             and self.queries.shape == seen.queries.shape
             and self.queries.data_ptr() == seen.queries.data_ptr()
         )
+
+    def judged(self) -> tuple[int, ...]:
+        """How many entries of each head are judged: the first ones."""
+        if self.before is None:
+            return self.entries.lengths
+        return self.entries.between(0, self.before).lengths
 
 
 @dataclass(frozen=True)
@@ -58,10 +67,12 @@ class Joining:
     def join(self, look: Look, seen: Seen) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head; the entries' softmax weights are never all held."""
         entries = look.entries
-        if seen.logits is not None and look.is_of(seen):
+        judged = look.judged() if self.aggregation.mixes else entries.lengths
+        if seen.logits is not None and look.is_of(seen) and judged == entries.lengths:
             # As gathered from the only query, whose logits attention has left behind.
             weights = self.aggregation.alone(logit_shares(seen.logits, *entries.layout))
-            return self.heads.join_stored(weights, entries, seen.layer, seen.facts)
+            joined = self.heads.join_stored(weights, entries, seen.layer, seen.facts)
+            return [self.aggregation.complete(head) for head in joined]
         key_positions = None if look.positions is None else entries.packed_positions()
         statistics = gather_columns(
             self.aggregation,
@@ -72,8 +83,17 @@ class Joining:
             query_positions=look.positions,
             key_positions=key_positions,
             bias=entries.columns.get(LOG_COUNT),
+            judged=judged,
         )
-        return self.heads.join(statistics, entries, seen.layer, seen.facts)
+        whole = [
+            pad(head, (0, length - head.shape[-1]))
+            for head, length in zip(statistics, entries.lengths, strict=True)
+        ]
+        joined = self.heads.join(whole, entries, seen.layer, seen.facts)
+        return [
+            pad(self.aggregation.complete(head[:count]), (0, len(head) - count))
+            for head, count in zip(joined, judged, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

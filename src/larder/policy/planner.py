@@ -18,7 +18,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Calibration, Entries, Lexicon, Scored, Seen, Stage
 from larder.core.plan import Plan
 from larder.core.spelling import name_of, spell
-from larder.core.types import Packed
+from larder.core.types import Packed, PackedMask
 from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation
 from larder.policy.facts import by_layer, of_kv_heads
@@ -32,7 +32,7 @@ from larder.policy.timing.base import Timing
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.policy.units.base import Unit
 from larder.policy.units.token import Token
-from larder.policy.values.base import ValueRule
+from larder.policy.values.base import Selection, ValueRule
 from larder.policy.values.keys_alone import KeysAlone
 
 TALLIES = Family("tally", "larder.policy.tallies")
@@ -47,6 +47,7 @@ class Planner:
         facts: what was measured of each managed layer, by layer index.
         weights: what the budget makes of that, a number per head of each layer.
         lexicon: sets of token ids that the parts ask for.
+        projections: output projections by layer index, where values are looked at behind them.
         recalled: names of tallies whose columns are looked up to find parked entries.
     """
 
@@ -63,6 +64,7 @@ class Planner:
     facts: Mapping[int, Calibration] = field(default_factory=dict[int, Calibration])
     weights: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
+    projections: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
 
     @property
     def ledger(self) -> Ledger:
@@ -113,9 +115,10 @@ class Planner:
     def knowing(self, seen: Seen) -> Seen:
         """What a layer saw, with what is known beforehand."""
         own = self.facts.get(seen.layer.index, {})
-        if not (own or self.lexicon or seen.facts or seen.lexicon):
+        if not (own or self.lexicon or seen.facts or seen.lexicon or self.projections):
             return seen
-        return replace(seen, facts=own, lexicon=self.lexicon)
+        behind = self.projections.get(seen.layer.index)
+        return replace(seen, facts=own, lexicon=self.lexicon, projection=behind)
 
     def quotas(
         self, tokens: int, context: int, layers: tuple[int, ...], facts: Calibration
@@ -141,15 +144,24 @@ class Planner:
         shares = self.budget.layer_tokens(tokens, len(layers), least.tokens, context, facts)
         return dict(zip(layers, shares, strict=True))
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Seen, quota: int = 0, tokens: int = 0, start: int = 0) -> Packed:
         """The scorer's float32 score of every entry of a layer.
+
+        Args:
+            quota: entries per kv head that the layer may keep; 0 where values choose no first part.
+            tokens, start: as in `judge`.
 
         Raises:
             ScoreError: it is not one number per entry.
         """
         scores = self.scorer.judge(seen, self.joining)
         self._check(scores, seen)
-        return self.unit.pool(self.values.weigh(scores.to(torch.float32), seen), seen)
+        selection = Selection(quota)
+        if quota and self.values.selects:
+            weights = self.scorer.weights(seen) if self.values.wants_weights else None
+            selection = Selection(quota, self._protected(seen, tokens, start), weights)
+        weighed = self.values.weigh(scores.to(torch.float32), seen, selection)
+        return self.unit.pool(weighed, seen)
 
     def _check(self, scores: Tensor, seen: Seen) -> None:
         wanted, whose = sum(seen.entries.lengths), name_of(type(self.scorer))
@@ -176,18 +188,23 @@ class Planner:
         Args:
             start: true position where generating began; unused while reading.
         """
-        entries = seen.entries
-        if self.protect.sinks or self.protect.recent_tokens(tokens):
-            protected = self.protect.mask(entries.packed_positions(), seen.length, tokens)
-        else:
-            protected = torch.zeros_like(scores, dtype=torch.bool)
-        if seen.stage is Stage.GENERATING and self.timing.shields:
-            protected = self.timing.shielded(protected, entries.packed_positions(), start)
+        entries, protected = seen.entries, self._protected(seen, tokens, start)
         measure = self.budget.measure(seen, scores)
         inspected = self.storage.inspect(seen)
         weights = of_kv_heads(self.weights.get(seen.layer.index, ()), len(entries.lengths))
         told = (measure, entries.scalars, seen.stage, inspected, weights)
         return Scored(scores, protected, entries.lengths, *told)
+
+    def _protected(self, seen: Seen, tokens: int, start: int) -> PackedMask:
+        """Which entries stay whatever their scores."""
+        positions = seen.entries.packed_positions()
+        if self.protect.sinks or self.protect.recent_tokens(tokens):
+            protected = self.protect.mask(positions, seen.length, tokens)
+        else:
+            protected = torch.zeros_like(positions, dtype=torch.bool)
+        if seen.stage is Stage.GENERATING and self.timing.shields:
+            protected = self.timing.shielded(protected, positions, start)
+        return protected
 
     def plan(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -107,7 +107,9 @@ class Judge:
             seen = self._tally(row, layer, seen)
         if self._turns[row] is Turn.WATCH:
             return {}
-        own = self._leading.scores(row, self._places[layer], seen, self._planner.score)
+        told = self._quotas[row][layer], self._tokens, self._starts[row]
+        score: Callable[[Seen], Packed] = lambda seen: self._planner.score(seen, *told)  # noqa: E731
+        own = self._leading.scores(row, self._places[layer], seen, score)
         scores = self._join(row, layer, own)
         if self._turns[row] is Turn.MORE:
             self._scores[row, layer] = scores

@@ -17,6 +17,7 @@ from larder.policy.scorers.base import Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing
+from larder.policy.values.base import ValueRule
 from larder.prefill.base import Schedule
 from larder.prefill.schedules.whole import Whole
 
@@ -29,6 +30,15 @@ def check_timing(scorer: Scorer, timing: Timing) -> None:
         raise SpellingError(
             f"{spell(scorer)} judges by prompts read behind the cache, which are not read while "
             f"text is generated: leave {spell(timing)} out, or take another scorer."
+        )
+
+
+def check_weights(scorer: Scorer, values: ValueRule) -> None:
+    """Raises: SpellingError: values ask for attention weights, which a scorer does not look at."""
+    if values.wants_weights and scorer.published() is None:
+        raise SpellingError(
+            f"{spell(values)} asks how much attention entries hold, but {spell(scorer)} looks at "
+            "none: leave its mass out, or take a scorer by attention such as snapkv."
         )
 
 

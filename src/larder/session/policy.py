@@ -44,6 +44,7 @@ from larder.session.agreeing import (
     check_heads,
     check_recomputed,
     check_timing,
+    check_weights,
 )
 from larder.session.arrangements.base import Arrangement
 from larder.session.presets import PRESETS
@@ -135,6 +136,7 @@ class Policy:
         given = dict(zip(slots, calls, strict=True))
         chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in CHOSEN_LATER}
         check_timing(chosen["scorer"], chosen["timing"])
+        check_weights(chosen["scorer"], chosen["values"])
         check_cut(chosen["schedule"], chosen["compensation"])
         check_heads(chosen["budget"], chosen["compensation"])
         check_recomputed(chosen["compensation"], chosen["storage"])

@@ -90,16 +90,29 @@ PRESETS: Mapping[str, str] = {
     "keynorm": "blockwise() > keynorm() > uniform()",
     "chunkkv": "whole() > snapkv() > chunk() > uniform()",
     "chunkkv_reuse": "whole() > snapkv() > layer_mean() > chunk(layers=2) > uniform()",
-    "defensivekv": "blockwise() > snapkv() > defensive() > group_mean() > pooled()",
+    "defensivekv": (
+        "whole() > protect(sinks=0, recent=0) > snapkv(kernel=1) > defensive() > group_max() > "
+        'criticality(epsilon=0, mass=0.9, norms="share") > pooled()'
+    ),
+    "layer_defensivekv": (
+        "whole() > protect(sinks=0, recent=0) > snapkv(kernel=1) > defensive() > group_max() > "
+        'criticality(epsilon=0, mass=0.9, norms="share") > global()'
+    ),
     "criticalkv": "whole() > snapkv() > criticality() > uniform()",
     "caote": "blockwise() > snapkv() > caote() > uniform()",
     "pyramidkv": "whole() > snapkv(window=8) > pyramid()",
     "adakv": "whole() > snapkv() > ada()",
-    "cake": "blockwise() > snapkv(kernel=5) > mean_variance() > group_mean() > cake()",
+    "cake": (
+        "whole() > protect(sinks=0, recent=0) > "
+        'snapkv(kernel=5, pool="mean") > mean_variance() > group_mean() > cake()'
+    ),
     "prefixkv": "whole() > snapkv() > mean() > layer_mean() > prefixkv()",
     "dynamickv": "blockwise() > snapkv() > dynamic()",
     "headkv": "blockwise() > snapkv() > headkv()",
-    "compresskv": "blockwise() > snapkv(window=8, kernel=5) > retrieval() > eviction_error()",
+    "compresskv": (
+        "whole() > protect(sinks=0, recent=0) > "
+        'snapkv(window=8, kernel=5, pool="mean") > retrieval() > eviction_error()'
+    ),
     "razor_attention": (
         "whole() > protect(sinks=4, recent=0.4) > snapkv() > retrieval_heads() > razor()"
     ),
@@ -131,7 +144,10 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > sinks_and_window() > uniform() > quantized(bits=2) > every_step()"
     ),
     "mikv": "whole() > snapkv() > uniform() > mikv() > every_step()",
-    "arkv": "whole() > snapkv(kernel=5) > mean_variance() > group_mean() > uniform() > arkv()",
+    "arkv": (
+        'whole() > snapkv(kernel=5, pool="mean") > mean_variance() > group_mean() > '
+        "uniform() > arkv()"
+    ),
     "qaq": "blockwise() > sinks_and_window() > uniform() > qaq() > every_step()",
     "think": "whole() > snapkv() > uniform() > think()",
     "minicache": "whole() > sinks_and_window() > uniform() > minicache()",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError
 from larder.core.observation import Calibration, Prompts
 from larder.models.decoder import Decoder
+from larder.models.projections import output_projections
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.facts import only
 from larder.policy.planner import Planner
@@ -233,6 +234,8 @@ def readied(
     layers = tuple(layer.index for layer in governed(policy, desk.decoder.spec))
     facts = only(desk.calibrate(policy.calibrations), managed, layers)
     planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.unit.lexicon))
+    if policy.values.projects:
+        planner = replace(planner, projections=output_projections(desk.decoder))
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -14,6 +15,10 @@ class Aggregation(ABC):
     A frozen dataclass. Weights come a few queries at a time, in order, so that they are never all
     held; what is carried between is the state. A query that cannot see an entry gives it 0.
     """
+
+    # Whether what an entry gets depends on the weights of other entries, so that those that are
+    # not judged must not be among them.
+    mixes: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
@@ -39,3 +44,7 @@ class Aggregation(ABC):
     @abstractmethod
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
         """One number per entry and query head, after all `total` queries."""
+
+    def complete(self, scores: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
+        """What becomes of the numbers of a kv head's judged entries once query heads are joined."""
+        return scores

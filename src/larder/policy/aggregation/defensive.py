@@ -1,14 +1,12 @@
 """The worst case: the highest weight that any query gives, and no less than the average of that.
 
 Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference" (2025), arXiv:2510.13334,
-DefensiveKV: the risk of losing an entry is its highest weight over the window, and where the window
-happened not to look, the mean risk of all entries stands in. Entries below that floor are equal to
-each other; the paper tells them apart by their values, so take `criticality` with it.
-
-Differences from the released code: the floor is taken for every query head before heads are joined
-(by `group_max`, as in the paper), there from the maximum over the group, which is the same where a
-kv head has one query head; the mean is over all entries that are looked at, there without those of
-the window itself; and rows are not smoothed over 5 neighbors first.
+DefensiveKV: the risk of losing an entry is its highest weight over the window and over the query
+heads of its group (take `group_max`), and where the window happened not to look, the mean risk of
+the judged entries stands in. Entries below that floor are equal to each other; the paper tells them
+apart by their values, so take `criticality` with it. As in the released code each query's weights
+are first smoothed by the mean over `kernel` neighbors and brought back to their sum, and the
+window's own entries take no part.
 """
 
 from __future__ import annotations
@@ -19,16 +17,36 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.errors import BadParameter
+from larder.ops.pooling import running_mean
 from larder.policy.aggregation.max import Max
 
 
 @dataclass(frozen=True)
 class Defensive(Max):
-    """The best query counts, and nobody falls below the mean."""
+    """The best query counts, and nobody falls below the mean.
 
-    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        del total
-        return torch.maximum(state[0], state[0].mean(-1, keepdim=True))
+    Args:
+        kernel: neighbors over which each query's weights are smoothed, in entries. Odd; 1 smooths
+            nothing.
+    """
+
+    kernel: int = 5
+    mixes = True
+
+    def __post_init__(self) -> None:
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadParameter(f"defensive.kernel must be odd, got {self.kernel}.")
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        smooth = running_mean(weights, self.kernel)
+        sums = smooth.sum(-1, keepdim=True).clamp(min=torch.finfo(smooth.dtype).tiny)
+        super().fold(state, smooth * (weights.sum(-1, keepdim=True) / sums), first, total)
+
+    def complete(self, scores: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
+        return torch.maximum(scores, scores.mean()) if len(scores) else scores
 
 
 Part = Defensive

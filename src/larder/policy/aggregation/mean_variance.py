@@ -3,9 +3,8 @@
 Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (2025),
 arXiv:2503.12491, its eviction indicator: mean + gamma * variance over the queries of the window. As
 in the released code the variance divides by one less than the number of queries, and gamma is 200
-unless given. Two differences: a single query has variance 0 where the code has none, and the code
-smooths the result over 5 neighbors, which is the scorer's business here (`snapkv.kernel`). The
-paper averages query heads: take `group_mean`.
+unless given; a single query has variance 0 where the code has none. The code averages the result
+over 5 neighbors, and query heads: take `snapkv(kernel=5, pool="mean")` and `group_mean`.
 """
 
 from __future__ import annotations

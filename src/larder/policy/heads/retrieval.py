@@ -5,8 +5,8 @@ Generation" (2025), arXiv:2508.02401, section 4.2: the query heads of a layer th
 an offline test are averaged, and all kv heads keep the same entries. The test is the measurement
 `retrieval` of the model; the paper's four heads are those of layers with 28 to 32.
 
-Differences. The released code smooths by a mean over 5 neighbors, `snapkv` by a maximum. Where kv
-heads hold different entries, which cannot come of this rule with budgets per head (`uniform`,
+The released code averages over 5 neighbors: take `snapkv(window=8, kernel=5, pool="mean")`. Where
+kv heads hold different entries, which cannot come of this rule with budgets per head (`uniform`,
 `eviction_error`), they are matched by true position, the mean is over the speaking heads that still
 hold it, and what none of them holds is judged by the query heads of its own kv head.
 """

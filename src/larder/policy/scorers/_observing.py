@@ -41,6 +41,13 @@ class Observing(Scorer):
     def judge(self, seen: Seen, joining: Joining) -> Packed:
         return self.finish(seen, joining.join(self.look(seen), seen))
 
+    def weights(self, seen: Seen) -> Packed:
+        return torch.cat(self._plain_joining.join(self.look(seen), seen))
+
+    @cached_property
+    def _plain_joining(self) -> Joining:
+        return Joining.named("mean", "group_mean")
+
     @cached_property
     def _own_joining(self) -> Joining:
         return Joining.named(*self.published())

@@ -36,6 +36,14 @@ class Scorer(ABC):
         del joining
         return self.score(seen)
 
+    def weights(self, seen: Seen) -> Packed:
+        """Mean attention weight of each entry, for scorers by attention.
+
+        Over the queries that it judges by and the query heads of a group; what is judged by its
+        position, such as a window of the latest, is among them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} looks at no attention.")
+
     def published(self) -> tuple[str, str] | None:
         """The aggregation and head rule of its paper; None where it looks at no attention."""
         return None

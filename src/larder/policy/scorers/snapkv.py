@@ -4,6 +4,9 @@ Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024)
 arXiv:2404.14469, section 4 (window 32, max pooling over 7 in the authors' main setting). Query
 heads that share a kv head vote together: sums of their softmax weights, so one score per kv head.
 
+`pool="mean"` smooths by the average, as the released code of CAKE (arXiv:2503.12491) and of
+CompressKV (arXiv:2508.02401) does, both over 5: what stands beyond the ends counts as 0.
+
 `variant="code"` is the adaptation that EpiCache compares with (arXiv:2509.17396, appendix): the
 last `window` tokens of each block are read once more as a prompt, an entry's score is its highest
 weight, nothing is pooled, and nothing protects the window.
@@ -12,6 +15,7 @@ weight, nothing is pooled, and nothing protects the window.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from jaxtyping import Float
@@ -20,10 +24,17 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.observation import Prompts, Scratch, Seen
 from larder.core.types import Packed, Variant
-from larder.ops.pooling import running_max
+from larder.ops.pooling import running_max, running_mean
 from larder.policy.ends import Ends
 from larder.policy.joining import Look
 from larder.policy.scorers._observing import Observing
+
+
+class Pool(Enum):
+    """How an entry's votes and those of its neighbors become one."""
+
+    MAX = "max"
+    MEAN = "mean"
 
 
 @dataclass(frozen=True)
@@ -32,13 +43,15 @@ class SnapKV(Observing):
 
     Args:
         window: queries that vote, in tokens. They always stay themselves.
-        kernel: width of the max pooling, in entries. Odd; 1 pools nothing. Neighbors are those
-            that survived: after an eviction they may have been far apart.
+        kernel: width of the pooling, in entries. Odd; 1 pools nothing. Neighbors are those that
+            survived: after an eviction they may have been far apart.
+        pool: `max` or `mean` of the neighbors.
         variant: `larder` and `paper` as published, `code` as EpiCache runs it.
     """
 
     window: int = 32
     kernel: int = 7
+    pool: Pool = Pool.MAX
     variant: Variant = Variant.LARDER
 
     def __post_init__(self) -> None:
@@ -59,7 +72,7 @@ class SnapKV(Observing):
         if self.variant is Variant.CODE:
             return Look(seen.queries, seen.entries)
         voters = seen.query_positions[-self.window :]
-        return Look(seen.queries[:, -self.window :], seen.entries, voters)
+        return Look(seen.queries[:, -self.window :], seen.entries, voters, int(voters[0]))
 
     def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
         votes = torch.cat(heads)
@@ -68,7 +81,8 @@ class SnapKV(Observing):
         is_voter = seen.entries.packed_positions() >= seen.query_positions[-self.window :][0]
         votes = votes.masked_fill(is_voter, 0.0)  # the window's own votes would leak when pooled
         parts = torch.split(votes, list(seen.entries.lengths))
-        pooled = torch.cat([running_max(head, self.kernel) for head in parts])
+        smooth = running_max if self.pool is Pool.MAX else running_mean
+        pooled = torch.cat([smooth(head, self.kernel) for head in parts])
         return pooled.masked_fill(is_voter, torch.inf)
 
     def least(self) -> Ends:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.observation import Inspected, Seen
+from larder.core.inspected import Inspected
+from larder.core.observation import Seen
 from larder.core.spec import LayerSpec
 from larder.ops.columns import CHUNK
 from larder.policy.preference import check_taus, of_last_queries, totals

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from larder.core.codec import Codec
-from larder.core.observation import Entries, Inspected, Scored, Seen
+from larder.core.inspected import Inspected
+from larder.core.observation import Entries, Scored, Seen
 from larder.core.pairing import Pairing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.observation import Inspected, Seen
+from larder.core.inspected import Inspected
+from larder.core.observation import Seen
 from larder.policy.storage._tiers import Tier, Tiered
 from larder.policy.storage.quantized import check_codec
 

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from larder.core.codec import SCALE_BYTES, Codec
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Inspected, Scored, Seen
+from larder.core.inspected import Inspected
+from larder.core.observation import Entries, Scored, Seen
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Packed

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Inspected, Scored, Seen
+from larder.core.inspected import Inspected
+from larder.core.observation import Entries, Scored, Seen
 from larder.core.types import Packed
 from larder.policy.storage._tiers import Tier, Tiered
 

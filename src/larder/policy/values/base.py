@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 from larder.core.observation import Seen
-from larder.core.types import Packed
+from larder.core.types import Packed, PackedMask
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What scores are for: how many entries may stay, and which do so anyway.
+
+    Args:
+        quota: entries per kv head that the layer may keep; 0 where nothing is chosen.
+        protected: which entries stay whatever their scores; None for none.
+        weights: mean attention weight of each entry, over the queries that judge and the query
+            heads of its group; None where the rule does not ask for it.
+    """
+
+    quota: int = 0
+    protected: PackedMask | None = None
+    weights: Packed | None = None
+
+
+NO_SELECTION = Selection()
 
 
 class ValueRule(ABC):
     """Weighs scores by the entries' values. A frozen dataclass."""
 
+    # Whether it asks what scores are for.
+    selects: ClassVar[bool] = False
+    # Whether it looks at what the output projection makes of values (`Seen.projection`).
+    projects: ClassVar[bool] = False
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether it asks for `Selection.weights`, which only scorers by attention have."""
+        return False
+
     @abstractmethod
-    def weigh(self, scores: Packed, seen: Seen) -> Packed:
+    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
         """Scores of the same shape; infinities stay."""

@@ -19,14 +19,15 @@ from torch import Tensor
 from larder.core.observation import Seen
 from larder.core.types import Packed
 from larder.policy.values._weights import as_weights, infinities_of
-from larder.policy.values.base import ValueRule
+from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 
 
 @dataclass(frozen=True)
 class Caote(ValueRule):
     """The error of the attention output. Of scores that can be negative the lowest is taken off."""
 
-    def weigh(self, scores: Packed, seen: Seen) -> Packed:
+    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
+        del selection
         weights = torch.split(as_weights(scores), list(seen.entries.lengths))
         moves = [
             _moves(head, seen.entries.head_values(index).float())

@@ -1,52 +1,136 @@
-"""What an entry can move the output by at most: its weight times the size of its value.
+"""Scores times the size of what an entry would add to the layer's output.
 
 Feng et al., "CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation Perspective"
-(2025), arXiv:2502.03805: (weight + epsilon) times the L1 norm of the value behind the output
-projection; the authors' epsilon is 1e-4. Differences: the projection is not seen where scores are
-made, so the norm is the value's own; and the paper gives half of the budget to the highest weights
-before it looks at values, which no score can say. Weights are scores as they come: with `mean` or
-`max` they are on the scale that the epsilon is meant for.
+(2025), arXiv:2502.03805: a first part of the budget (half) goes to the highest weights, the rest
+to (weight + epsilon) times the L1 norm of the value behind the output projection, averaged over the
+query heads of its group; the authors' epsilon is 1e-4. Weights are scores as they come: with `mean`
+or `max` they are on the scale that the epsilon is meant for.
+
+DefensiveKV (arXiv:2510.13334) takes no epsilon, the `share` that an entry's norm has in those of
+its head, and as its first part the entries with the highest mean weights, until they and what stays
+anyway hold `mass` of all attention. Its released code measures the mass of the window on the
+tokens before it; here it is that of the window itself.
+
+What stays anyway, such as the window, counts as part of the first part. A head whose budget is
+smaller than the layer's average, under budgets that tell heads apart, takes of the first part what
+fits, the earliest first. While text is generated all norms are computed at every plan.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Seen
-from larder.core.types import Packed
+from larder.core.types import Packed, PackedMask
 from larder.policy.values._weights import as_weights, infinities_of
-from larder.policy.values.base import ValueRule
+from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
+
+ROWS = 1 << 10  # values that are projected at once
+
+
+class Norms(Enum):
+    """In what unit the size of a value counts."""
+
+    PLAIN = "plain"
+    SHARE = "share"
 
 
 @dataclass(frozen=True)
 class Criticality(ValueRule):
-    """Weights times L1 norms. Of scores that can be negative the lowest is taken off first.
+    """Weights times norms of projected values, behind a first part by weights alone.
+
+    Of scores that can be negative the lowest is taken off first.
 
     Args:
         epsilon: added to every weight, so that large values count where nobody looked.
+        first: share of a head's budget that goes to the highest scores before values count.
+        mass: instead of `first`, how much of all attention the entries of the first part hold
+            together with what stays anyway.
+        norms: `plain`, or each as a `share` of the sum over its head.
     """
 
     epsilon: float = 1e-4
+    first: float = 0.5
+    mass: float | None = None
+    norms: Norms = Norms.PLAIN
+    selects = True
+    projects = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < math.inf:
             raise BadParameter(
                 f"criticality.epsilon must be a number, 0 or more, got {self.epsilon}."
             )
+        if not 0 <= self.first <= 1:
+            raise BadParameter(f"criticality.first must be in [0, 1], got {self.first}.")
+        if self.mass is not None and not 0 <= self.mass <= 1:
+            raise BadParameter(f"criticality.mass must be in [0, 1], got {self.mass}.")
 
-    def weigh(self, scores: Packed, seen: Seen) -> Packed:
-        entries = seen.entries
-        norms = torch.cat(
-            [
-                entries.head_values(head).float().abs().sum(-1)
-                for head in range(len(entries.lengths))
-            ]
-        )
-        return infinities_of(scores, (as_weights(scores) + self.epsilon) * norms)
+    @property
+    def wants_weights(self) -> bool:
+        return self.mass is not None
+
+    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
+        finite, lengths = scores.isfinite(), list(seen.entries.lengths)
+        norms = [_norms(seen, head) for head in range(len(lengths))]
+        if self.norms is Norms.SHARE:
+            norms = _shares(norms, torch.split(finite, lengths))
+        weighed = (as_weights(scores) + self.epsilon) * torch.cat(norms)
+        weighed = infinities_of(scores, weighed)
+        if not selection.quota:
+            return weighed
+        return weighed.masked_fill(self._first(scores, selection, lengths), torch.inf)
+
+    def _first(self, scores: Packed, selection: Selection, lengths: list[int]) -> PackedMask:
+        """What stays before values count."""
+        stays = scores.isposinf()
+        if selection.protected is not None:
+            stays = stays | selection.protected
+        ranks = scores if selection.weights is None else selection.weights
+        chosen = torch.zeros_like(stays)
+        split = [torch.split(part, lengths) for part in (ranks, stays, chosen)]
+        for own, sure, out in zip(*split, strict=True):
+            order = torch.argsort(own.masked_fill(sure, -torch.inf), descending=True, stable=True)
+            order = order[: len(own) - int(sure.sum())]
+            out[order[: self._count(own, order, sure, selection.quota)]] = True
+        return chosen
+
+    def _count(self, own: Packed, order: Tensor, sure: PackedMask, quota: int) -> int:
+        """How many of a head's entries, in order, the first part has beside those that are sure."""
+        room = max(0, quota - int(sure.sum()))
+        if self.mass is None:
+            return max(0, int(self.first * quota) - int(sure.sum()))
+        held = float(own[sure].sum())
+        return min(room, int((held + own[order].cumsum(0) < self.mass).sum()))
+
+
+def _norms(seen: Seen, head: int) -> Float[Tensor, " S"]:
+    """L1 norms of a head's values, projected where the projection is known."""
+    values = seen.entries.head_values(head)
+    if seen.projection is None:
+        return values.float().abs().sum(-1)
+    group = seen.layer.group
+    norms = torch.zeros(len(values), device=values.device)
+    for matrix in seen.projection[head * group : (head + 1) * group].float():  # [D, N]
+        for start in range(0, len(values), ROWS):
+            rows = slice(start, start + ROWS)
+            norms[rows] += (values[rows].float() @ matrix).abs().sum(-1)
+    return norms / group
+
+
+def _shares(norms: Sequence[Tensor], counted: Sequence[PackedMask]) -> list[Tensor]:
+    """Each head's norms as parts of the sum over those that count; 0 where that is 0."""
+    tiny = torch.finfo(torch.float32).tiny
+    pairs = zip(norms, counted, strict=True)
+    return [own / own[counts].sum().clamp(min=tiny) for own, counts in pairs]
 
 
 Part = Criticality

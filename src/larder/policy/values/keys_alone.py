@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from larder.core.observation import Seen
 from larder.core.types import Packed
-from larder.policy.values.base import ValueRule
+from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 
 
 @dataclass(frozen=True)
 class KeysAlone(ValueRule):
     """Leaves scores alone."""
 
-    def weigh(self, scores: Packed, seen: Seen) -> Packed:
-        del seen
+    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
+        del seen, selection
         return scores
 
 

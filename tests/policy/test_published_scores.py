@@ -1,0 +1,158 @@
+"""Presets and scores against numbers worked out by hand from papers and released code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from larder.core.observation import Entries, Seen
+from larder.core.spec import LayerSpec
+from larder.policy.scorers.snapkv import Pool, SnapKV
+from larder.policy.values.base import Selection
+from larder.policy.values.criticality import Criticality, Norms
+from larder.session.policy import Policy
+from references import criticality
+
+NOTHING = 1e-9  # a weight that is as good as none
+
+
+def attended(rows: Sequence[Sequence[Sequence[float]]], values: torch.Tensor | None = None) -> Seen:
+    """A layer of one kv head whose queries give these weights.
+
+    Args:
+        rows: of each query head, for each of its queries the weights of all entries; the last
+            entries are the queries' own tokens, and later ones get nothing.
+    """
+    heads, queries, count = len(rows), len(rows[0]), len(rows[0][0])
+    layer = LayerSpec(0, heads, 1, heads * queries, 1.0)
+    keys = torch.empty(count, layer.head_dim)
+    asked = torch.zeros(heads, queries, layer.head_dim)
+    for head, own in enumerate(rows):
+        for query, weights in enumerate(own):
+            place = head * queries + query
+            asked[head, query, place] = 1.0
+            shown = [max(weight, NOTHING) for weight in weights]
+            keys[:, place] = torch.tensor(shown).log()
+    positions = torch.arange(count)
+    held = torch.ones_like(keys) if values is None else values
+    entries = Entries(keys, held, positions.int(), (0,), (count,))
+    own = torch.zeros(1, queries, layer.head_dim)
+    return Seen(layer, entries, asked, positions[-queries:], count, (0, count), keys=own)
+
+
+PEAK = [0.0] * 4 + [1.0] + [0.0] * 5  # one entry has all of the weight; the last one is the query
+
+
+@pytest.mark.parametrize("pool, expected", [(Pool.MEAN, 0.2), (Pool.MAX, 1.0)])
+def test_a_peak_is_spread_over_its_neighbors(pool, expected) -> None:
+    scores = SnapKV(window=1, kernel=5, pool=pool).score(attended([[PEAK]])).tolist()
+    assert scores[2:7] == pytest.approx([expected] * 5, abs=1e-6)
+    assert scores[:2] == pytest.approx([0.0] * 2, abs=1e-6) and scores[-1] == math.inf
+
+
+@pytest.mark.parametrize("preset", ["cake", "compresskv", "arkv"])
+def test_methods_that_average_neighbors_do_so(preset) -> None:
+    window = "window=8" if preset == "compresskv" else "window=32"
+    policy = Policy.parse(str(Policy.parse(preset)).replace(window, "window=1", 1))
+    seen = replace(attended([[PEAK]]), facts={"retrieval": (1.0,)})
+    scores = policy.planner.score(seen).tolist()
+    assert scores[2:7] == pytest.approx([0.2] * 5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["defensivekv", "layer_defensivekv", "cake", "compresskv"])
+def test_what_the_paper_reads_whole_is_read_whole_with_nothing_else_protected(name) -> None:
+    said = str(Policy.parse(name))
+    assert "whole() > protect(sinks=0, recent=0)" in said
+
+
+def test_defensive_scores_are_the_highest_of_window_and_group_above_their_mean() -> None:
+    """Two query heads, two queries, eight entries of which the last two are the queries' own."""
+    rows = [
+        [[0.6, 0, 0, 0, 0, 0.2, 0.2, 0], [0.1, 0, 0, 0, 0, 0.4, 0.3, 0.2]],
+        [[0.1, 0, 0.5, 0, 0, 0.1, 0.3, 0], [0.1, 0, 0, 0, 0.0, 0.1, 0.4, 0.4]],
+    ]
+    policy = Policy.parse(
+        "whole() > snapkv(window=2, kernel=1) > defensive(kernel=1) > group_max() > pooled()"
+    )
+    scores = policy.planner.score(attended(rows)).tolist()
+    floor = (0.6 + 0.5 + 0.4) / 6
+    assert scores[:6] == pytest.approx([0.6, floor, 0.5, floor, floor, 0.4], abs=1e-5)
+    assert scores[6:] == [math.inf] * 2
+
+
+def test_defensive_rows_are_smoothed_and_brought_back_to_their_sum() -> None:
+    row = [0.6, 0.0, 0.0, 0.0, 0.0, 0.3, 0.1]
+    policy = Policy.parse(
+        "whole() > snapkv(window=1, kernel=1) > defensive(kernel=3) > group_max() > pooled()"
+    )
+    scores = policy.planner.score(attended([[row]])).tolist()
+    smooth = [0.2, 0.2, 0.0, 0.0, 0.1, 0.1]  # of .9, before it is brought back from .6
+    floor = 0.9 / 6
+    expected = [max(number * 0.9 / 0.6, floor) for number in smooth]
+    assert scores[:6] == pytest.approx(expected, abs=1e-5)
+
+
+WEIGHTS = [0.5, 0.3, 0.1, 0.05, 0.02, 0.03]  # of a single query, the last its own
+
+
+def values_of_sizes(*sizes: float) -> torch.Tensor:
+    return torch.tensor(sizes)[:, None]
+
+
+def test_the_first_part_holds_a_share_of_the_budget_whatever_values_say() -> None:
+    seen = attended([[WEIGHTS]], values_of_sizes(0.0, 0.0, 1.0, 9.0, 30.0, 1.0))
+    weights = torch.tensor([*WEIGHTS[:5], math.inf])
+    plain = Criticality(epsilon=0.0).weigh(weights, seen).tolist()
+    assert plain[:5] == pytest.approx([0.0, 0.0, 0.1, 0.45, 0.6])
+    staged = Criticality(epsilon=0.0, first=0.5).weigh(weights, seen, Selection(4)).tolist()
+    assert staged == [math.inf, *plain[1:5], math.inf]  # two of four; the window is one of them
+    assert Criticality(first=0.0).weigh(weights, seen, Selection(4)).isinf().sum() == 1
+
+
+def test_the_first_part_stops_before_its_mass_is_reached() -> None:
+    seen = attended([[WEIGHTS]])
+    weights = torch.tensor(WEIGHTS)
+    scores = torch.tensor([*[0.1] * 5, math.inf])
+    part = Criticality(epsilon=0.0, mass=0.9, norms=Norms.SHARE)
+    for quota, stays in ((6, [0, 1, 5]), (2, [0, 5]), (1, [5])):  # .03 + .5 + .3, then .93
+        weighed = part.weigh(scores, seen, Selection(quota, weights=weights))
+        assert weighed.isposinf().nonzero().flatten().tolist() == stays
+        first = criticality.first(part, WEIGHTS, [False] * 5 + [True], quota)
+        assert [*first, 5] == stays
+
+
+def test_what_is_protected_is_part_of_the_first_part() -> None:
+    seen, scores = attended([[WEIGHTS]]), torch.tensor(WEIGHTS)
+    protected = torch.tensor([False, False, False, False, True, True])
+    staged = Criticality(first=0.5).weigh(scores, seen, Selection(6, protected))
+    assert staged.isposinf().nonzero().flatten().tolist() == [0]
+
+
+def test_norms_are_those_behind_the_projection(loop_of) -> None:
+    source = torch.Generator().manual_seed(3)
+    rows = [[WEIGHTS]] * 2
+    seen = attended(rows, torch.randn(6, 2, generator=source))
+    projection = torch.randn(2, 2, 3, generator=source)
+    scores = torch.tensor([*WEIGHTS[:5], math.inf])
+    for part in (Criticality(), Criticality(norms=Norms.SHARE)):
+        told = [scores.tolist()], [seen.entries.values.tolist()], [projection.tolist()]
+        got = part.weigh(scores, replace(seen, projection=projection)).tolist()
+        assert got == pytest.approx(loop_of(part).weighed(part, *told)[0], rel=1e-4)
+
+
+def test_the_preset_keeps_what_its_stages_say() -> None:
+    """A first part by mean weight, then risk times the share of the value."""
+    rows = [[[0.5, 0.02, 0.02, 0.02, 0.2, 0.04, 0.2]], [[0.1, 0.0, 0.3, 0.0, 0.3, 0.1, 0.2]]]
+    values = torch.ones(7, 2)
+    values[5] = 20.0
+    seen = attended(rows, values)
+    policy = Policy.parse(str(Policy.parse("defensivekv")).replace("window=32", "window=1"))
+    planner = policy.planner
+    scored = planner.judge(seen, planner.score(seen, 5, 5), 5)
+    plan = planner.plan({0: scored}, {0: 5}, lambda index: seen.entries)[0]
+    assert plan.kept.tolist() == [0, 2, 4, 5, 6]
+    assert scored.scores.isposinf().nonzero().flatten().tolist() == [0, 4, 6]
