@@ -77,7 +77,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_sessions(run: Run) -> None:
-    assert "no session name" in complaint(run("chat", "a/b", *SMALL, stdin="Hi\n"), 2)
+    assert "name must not" in complaint(run("chat", "a\u200bb", *SMALL, stdin="Hi\n"), 1)
     share = run("chat", "--budget", "20%", "--policy", "snapkv", stdin="Hi\n")
     assert "share of the context" in complaint(share, 2)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreSlow
+from larder.core.session_name import root_of
 from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
-from larder.server.naming import root_of
 from larder.server.persisting import MOST_NAMES, Persisting
 from larder.server.request import Refusal, Request, Turn
 from server_core import LIMITED, answered, told, user

@@ -15,8 +15,8 @@ from typing import Any
 import zstandard
 
 from larder.core.errors import InputError, LarderError
+from larder.core.session_name import check
 from larder.engine.sampling import Sampling
-from larder.server.naming import NAME_CHARACTERS
 from larder.server.request import Turn
 from larder.server.sitting import ID, Asked, Said, Sitting
 
@@ -76,8 +76,7 @@ def read(data: bytes, fingerprint: str, vocabulary: int) -> Archived:
         )
     try:
         root = _text(document["root"])
-        if not 0 < len(root) <= NAME_CHARACTERS or not root.isprintable():
-            raise ValueError("its name is none")
+        check(root)
         opening = tuple(_turn(each) for each in document["opening"])
         said = [_said(each, vocabulary) for each in document["said"]]
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, LarderError) as error:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from larder.server.naming import root_of
+from larder.core.session_name import root_of
 from larder.server.sitting import Sitting
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from larder.core.session_name import root_of
 from larder.server.awaiting import Awaited
 from larder.server.keeper import Keeper
-from larder.server.naming import root_of
 from larder.server.recalling import Recalling
 from larder.server.request import Request, Unreadable
 from larder.server.rule import Rule

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 
+from larder.core.session_name import root_of
 from larder.engine.engine import Engine
 from larder.server import archive
 from larder.server.core import Core
@@ -16,7 +17,6 @@ from larder.server.gathering import Gathering
 from larder.server.hub import Hub, Kept, Served, SessionTurns, SessionView, Stats
 from larder.server.keeper import Keeper
 from larder.server.model_thread import ModelThread
-from larder.server.naming import root_of
 from larder.server.pieces import Pieces
 from larder.server.refusals import invalid
 from larder.server.removals import Removals

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from larder.core.errors import InputError
+from larder.core.session_name import check
 from larder.server.request import Refusal
 
 SOON_SECONDS = 1.0
@@ -10,6 +12,19 @@ SOON_SECONDS = 1.0
 def invalid(message: str, param: str | None = None) -> Refusal:
     """The request makes no sense."""
     return Refusal(message, 400, "invalid_request", param)
+
+
+def checked_name(name: str, param: str = "session") -> str:
+    """The name itself.
+
+    Raises:
+        Refusal: 400 `invalid_session_id`: no session may be called so.
+    """
+    try:
+        check(name, param)
+    except InputError as error:
+        raise Refusal(str(error), 400, "invalid_session_id", param) from error
+    return name
 
 
 def too_much(error: Exception) -> Refusal:

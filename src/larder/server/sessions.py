@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from larder.core.errors import UsageError
+from larder.core.session_name import branch, root_of
 from larder.server.matching import Matched, beginning, is_newest, matched, prompt_ids, rolling
-from larder.server.naming import branch, checked, root_of
-from larder.server.refusals import busy, invalid, taken, unknown
+from larder.server.refusals import busy, checked_name, invalid, taken, unknown
 from larder.server.request import Request, Turn
 from larder.server.rule import Rule
 from larder.server.sitting import Asked, Said, Sitting
@@ -88,7 +88,7 @@ class Sessions:
         Raises:
             Refusal: the name is taken, or none.
         """
-        name = f"s-{secrets.token_hex(8)}" if name is None else checked(name)
+        name = f"s-{secrets.token_hex(8)}" if name is None else checked_name(name)
         if (tenant, name) in self._sittings:
             raise taken(name)
         self._count += 1

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from larder.cache.sequence import SequenceCache
+from larder.core.session_name import root_of
 from larder.engine.sampling import Sampling
-from larder.server.naming import root_of
 from larder.server.request import Request, Turn
 from larder.server.rule import Held, Rule
 from larder.server.spots import AllSpots

@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import Damaged, InputError, UsageError
+from larder.core.errors import Damaged, InputError
+from larder.core.session_name import check
 from larder.core.settings import LOCAL, home
 from larder.session.log import Log
 from larder.session.log_format import log_of, record_of
+from larder.store.digests import key_of
 from larder.store.sealing import Sealing, Unsealed
 
 SCHEMA = 1
 SEALED = b"larder sealed 1\n"  # what a file begins with that is under a key
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,11 @@ class SessionFile(Logbook):
     """A chat by name. A file that this object did not read or write is never overwritten.
 
     Args:
-        name: letters, digits, `.`, `_` and `-`.
+        name: as `larder.core.session_name` allows it.
         sealing: how the file is hidden. One that was written open is still read.
 
     Raises:
-        UsageError: the name is none.
+        InputError: the name is none.
     """
 
     def __init__(self, name: str, sealing: Sealing = Unsealed()) -> None:  # noqa: B008, no state
@@ -152,23 +154,14 @@ class SessionFile(Logbook):
 
 
 def session_path(name: str) -> Path:
-    """The file of a chat.
+    """The file of a chat: called like it, or by a digest where the name is not a plain file name.
 
     Raises:
-        UsageError: a name that no chat can have.
+        InputError: a name that no session can have.
     """
-    if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{name!r} is no session name: it must be 1 to 100 letters, digits, '.', '_' or '-', "
-            "the first a letter or digit."
-        )
-    return home() / "sessions" / f"{name}.json"
-
-
-def session_names() -> list[str]:
-    """The chats that were kept, by name."""
-    names = (file.stem for file in (home() / "sessions").glob("*.json"))
-    return sorted(name for name in names if _NAME.fullmatch(name))
+    check(name)
+    plain = name if _PLAIN.fullmatch(name) else f"~{key_of('chat', name)}"
+    return home() / "sessions" / f"{plain}.json"
 
 
 def _kept(path: Path, record: Any) -> Kept:

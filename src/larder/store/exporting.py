@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import Damaged, InputError, LarderError, Refused
+from larder.core.session_name import check as check_name
 from larder.store.blobs import Ref
 from larder.store.container import canonical, pack, parsed, raw_bytes, unpack
 from larder.store.digests import digest_of, same
@@ -57,10 +58,11 @@ class Exchange:
         """Make a session of a file that `export` wrote.
 
         Raises:
-            InputError: it is none, or the name is taken.
+            InputError: it is none, or the name is none or taken.
             Refused: it is of another version.
             BudgetError, StoreError: it cannot be kept.
         """
+        check_name(name)
         tenant = self._parts.tenant(principal)
         session = session_key(tenant, name)
         record, ids, blobs = _opened(data)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused, StoreError, Superseded
+from larder.core.session_name import check as check_name
 from larder.store.blobs import Ref
 from larder.store.deadline import Guard
 from larder.store.digests import digest_of
@@ -96,9 +97,12 @@ class Heads:
                 forgotten since then are no matter.
 
         Raises:
+            InputError: it begins a session, and none may be called so.
             Superseded: somebody else has written that epoch.
             StoreFull: nothing can be written.
         """
+        if is_new:
+            check_name(record.name)
         newest = self.newest(record.tenant, record.session)
         epoch = self._forgotten(record.tenant) if newest is None else newest.epoch
         if epoch != expected and not (is_new and newest is None and expected < epoch):

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from larder.core.errors import Damaged, InputError, Refused
+from larder.core.errors import Damaged, Refused
 from larder.store.blobs import Ref
 from larder.store.container import canonical, parsed
 from larder.store.digests import is_digest, key_of, same, seal_of
 
 FOLDER = "sessions"
 SCHEMA = 1
-MAX_NAME = 255
 PINNED, YES, NO = "pinned", "yes", "no"  # a label, and what it says
 ROOT = "root"  # the label of the session that a branch began as; of others their own name
 CACHED = (
@@ -160,16 +159,7 @@ class Record:
 
 
 def session_key(tenant: str, name: str) -> str:
-    """What a session is called in paths: a digest, whatever its name.
-
-    Raises:
-        InputError: this is no name.
-    """
-    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise InputError(
-            f"A session's name must have 1 to {MAX_NAME} printable characters, got {len(name)}: "
-            f"{name[:40]!r}."
-        )
+    """What a session is called in paths: a digest of any name. Who begins one checks it before."""
     return key_of("session", tenant, name)
 
 

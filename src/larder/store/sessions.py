@@ -82,6 +82,7 @@ class Sessions:
                 is the newest. Saving the same state twice is saving it once.
 
         Raises:
+            InputError: the session is new, and none may be called so.
             Superseded: another state is the newest.
             BudgetError, StoreError: not even the tokens can be kept; what was saved before is
                 untouched.
@@ -150,7 +151,7 @@ class Sessions:
         """A second session that begins where the first one is, or was; its caches are not copied.
 
         Raises:
-            InputError: there is no such session or state, or the new name is taken.
+            InputError: there is no such session or state, or the new name is none or taken.
             BudgetError, Refused, StoreError: what was said cannot be had, or not be kept again.
         """
         tenant, session = self._keys(principal, new_name)

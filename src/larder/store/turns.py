@@ -67,6 +67,7 @@ class Turns:
             expected: the epoch that it follows; 0 for a new session. The same again is one turn.
 
         Raises:
+            InputError: the session is new, and none may be called so.
             Superseded: another state is the newest.
             BudgetError, StoreError: it cannot be kept; what was saved before is untouched.
         """

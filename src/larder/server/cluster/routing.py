@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from larder.server.naming import root_of
+from larder.core.session_name import root_of
 from larder.server.request import Request
 from larder.store.digests import key_of
 

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from larder.server.refusals import checked_name
 from larder.server.request import Refusal, Report, Turn
 from larder.server.web.archive import ANSWERED, CONVERSATION, RESPONSE, Item
 from larder.server.web.asking import Asked, Message, Text, Tokens, input_usage, kv
 from larder.server.web.conversations import Metadata, found, items_of, shown_item
 from larder.server.web.desk import Desk
-from larder.server.web.naming import checked, new_id
+from larder.server.web.naming import new_id
 from larder.server.web.refusing import invalid, missing
 
 LONGEST_CHAIN = 10_000
@@ -185,7 +186,7 @@ def exchange(
     asked.check()
     inputs, own = items_of(asked.messages()), (_digest(asked), _hidden(key))
     if name is not None:
-        document = found(desk, tenant, checked(name, "conversation"))
+        document = found(desk, tenant, checked_name(name, "conversation"))
         past = tuple(item.turn for item in desk.archive.items(tenant, name))
         return Exchange(desk, tenant, asked, past, inputs, document["session"], document, *own)
     if asked.previous_response_id is not None:
@@ -236,7 +237,9 @@ def _chain(desk: Desk, tenant: str, name: str) -> tuple[tuple[Turn, ...], str]:
     links: list[dict[str, Any]] = []
     following: str | None = name
     while following is not None and len(links) < LONGEST_CHAIN:
-        document = desk.archive.get(tenant, RESPONSE, checked(following, "previous_response_id"))
+        document = desk.archive.get(
+            tenant, RESPONSE, checked_name(following, "previous_response_id")
+        )
         if document is None:
             raise Refusal(
                 "A previous response is not kept (any more): send the conversation itself.",

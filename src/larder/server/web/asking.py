@@ -10,6 +10,7 @@ from fastapi.requests import Request as HttpRequest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from larder.engine.sampling import Sampling
+from larder.server.refusals import checked_name
 from larder.server.request import Report, Request, Turn
 from larder.server.web.desk import Desk, tenant_of
 from larder.server.web.naming import Hint, hint
@@ -83,7 +84,10 @@ class Asked(BaseModel):
     kv_steps: Steps | Annotated[dict[Text, Steps], Field(max_length=10_000)] | None = None
 
     def check(self) -> None:
-        """Raises: Refusal: 400 for a field that would have to be obeyed and cannot be."""
+        """Raises: Refusal: 400 for a name that is none, or a field that cannot be obeyed."""
+        for name in self.steps:
+            if name:
+                checked_name(name, "kv_steps")
         for name, value in (self.model_extra or {}).items():
             harmless = NEUTRAL.get(name)
             if harmless is not None and value is not None and value not in harmless:

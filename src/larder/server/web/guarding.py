@@ -52,6 +52,12 @@ class Guard:
             client = scope.get("client")
             admitted = self._door.admit(headers, None if client is None else client[0])
             scope.setdefault("state", {})["principal"] = admitted
+        if "\n" in scope["path"]:  # routes end before it: "a\n" would be taken for "a"
+            raise Refusal(
+                "A name in a path must not hold the end of a line: leave %0A out.",
+                400,
+                "invalid_session_id",
+            )
         told = headers.get("content-length", "0")
         if not told.isdecimal() or int(told[:20]) > self._max_body_bytes:
             raise Refusal(self._too_large(), 413, "request_too_large")

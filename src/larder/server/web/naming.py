@@ -1,15 +1,14 @@
-"""Names: those that clients give their conversations, and those that we give."""
+"""Which session a request names, and the ids that the server makes."""
 
 from __future__ import annotations
 
 import secrets
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from larder.server.refusals import checked_name
 from larder.server.web.refusing import invalid
 
-LONGEST = 255
 # What clients of several kinds send to say which conversation this is; the first one counts.
 SESSION_HEADERS = (
     "x-session-id",
@@ -51,31 +50,30 @@ def hint(
     """
     for name in names:
         if headers.get(name):
-            return Hint(checked(headers[name], name))
+            return Hint(checked_name(_text(headers[name], name), name))
     if session_id is not None:
-        return Hint(checked(session_id, "session_id"))
+        return Hint(checked_name(session_id, "session_id"))
     if prompt_cache_key:
-        return Hint(checked(prompt_cache_key, "prompt_cache_key"), is_firm=False)
+        return Hint(checked_name(prompt_cache_key, "prompt_cache_key"), is_firm=False)
     return Hint(None)
-
-
-def checked(name: str, param: str) -> str:
-    """The name itself.
-
-    Raises:
-        Refusal: 400: it is blank, longer than 255 characters, or holds control characters.
-    """
-    is_plain = all(unicodedata.category(sign) not in ("Cc", "Cs") for sign in name)
-    if not name.strip() or len(name) > LONGEST or not is_plain:
-        raise invalid(
-            f"{param} must be 1 to {LONGEST} characters without control characters, "
-            f"got {len(name)}: take a shorter or plainer one.",
-            param,
-            "invalid_session_id",
-        )
-    return name
 
 
 def new_id(kind: str) -> str:
     """A name that nobody can guess, such as `resp_0c1f...`."""
     return f"{kind}{secrets.token_hex(16)}"
+
+
+def _text(value: str, name: str) -> str:
+    """What the bytes of a header spell as UTF-8; HTTP itself reads each byte as a character.
+
+    Raises:
+        Refusal: 400: they are no UTF-8.
+    """
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError as error:
+        raise invalid(
+            f"{name} must be UTF-8, got other bytes: encode it so, or send session_id in the body.",
+            name,
+            "invalid_session_id",
+        ) from error

@@ -14,9 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from larder.server.hub import SessionView
+from larder.server.refusals import checked_name
 from larder.server.web.asking import Text
 from larder.server.web.desk import desk_of, tenant_of
-from larder.server.web.naming import checked
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -40,7 +40,7 @@ def kept(http: HttpRequest, name: str) -> JSONResponse:
     [start, stop) ranges, the episodes, what was said, and the text of each token. Nothing moves by
     that: of a cache that is in the store alone, its tier says so."""
     hub, tenant = desk_of(http).hub, tenant_of(http)
-    held, session = hub.kept(tenant, checked(name, "name")), hub.session(tenant, name)
+    held, session = hub.kept(tenant, checked_name(name, "name")), hub.session(tenant, name)
     turns = [
         {"role": turn.role, "text": turn.text, "start": start, "stop": stop}
         for turn, (start, stop) in zip(session.turns, session.spans, strict=True)
@@ -88,15 +88,15 @@ def compact(http: HttpRequest, name: str) -> JSONResponse:
 @router.post("/{name:path}/fork")
 def fork(http: HttpRequest, name: str, asked: ForkAsked | None = None) -> JSONResponse:
     """Make another session in the same state."""
-    new_name = None if asked is None or asked.name is None else checked(asked.name, "name")
-    made = desk_of(http).hub.fork(tenant_of(http), checked(name, "name"), new_name)
+    new_name = None if asked is None or asked.name is None else checked_name(asked.name, "name")
+    made = desk_of(http).hub.fork(tenant_of(http), checked_name(name, "name"), new_name)
     return JSONResponse(shown(made))
 
 
 @router.post("/{name:path}/export")
 def export(http: HttpRequest, name: str) -> Response:
     """The session as a file."""
-    content = desk_of(http).hub.export(tenant_of(http), checked(name, "name"))
+    content = desk_of(http).hub.export(tenant_of(http), checked_name(name, "name"))
     named = f"attachment; filename*=UTF-8''{quote(name, safe='')}.larder"
     return Response(
         content, media_type="application/octet-stream", headers={"content-disposition": named}
@@ -108,7 +108,9 @@ async def take_in(http: HttpRequest, name: str) -> JSONResponse:
     """Make a session of an exported file, which is the body."""
     content = await http.body()
     hub = desk_of(http).hub
-    made = await run_in_threadpool(hub.import_, tenant_of(http), checked(name, "name"), content)
+    made = await run_in_threadpool(
+        hub.import_, tenant_of(http), checked_name(name, "name"), content
+    )
     return JSONResponse(shown(made))
 
 
@@ -116,7 +118,7 @@ async def take_in(http: HttpRequest, name: str) -> JSONResponse:
 def retrieve(http: HttpRequest, name: str) -> JSONResponse:
     """Tell of a session."""
     return JSONResponse(
-        shown(desk_of(http).hub.session(tenant_of(http), checked(name, "name")).view)
+        shown(desk_of(http).hub.session(tenant_of(http), checked_name(name, "name")).view)
     )
 
 
@@ -127,7 +129,7 @@ def delete(http: HttpRequest, name: str, branches: bool = False) -> JSONResponse
     A branch came about when a request began as the session does and went on otherwise. Those that
     stay are named.
     """
-    staying = desk_of(http).hub.remove(tenant_of(http), checked(name, "name"), branches)
+    staying = desk_of(http).hub.remove(tenant_of(http), checked_name(name, "name"), branches)
     told = {"id": name, "object": "session.deleted", "deleted": True}
     return JSONResponse({**told, "branches": list(staying)})
 
@@ -140,7 +142,7 @@ def shown(view: SessionView) -> dict[str, Any]:
 
 
 def _done(http: HttpRequest, name: str, act: Callable[[str, str], SessionView]) -> JSONResponse:
-    return JSONResponse(shown(act(tenant_of(http), checked(name, "name"))))
+    return JSONResponse(shown(act(tenant_of(http), checked_name(name, "name"))))
 
 
 def _ranges(positions: tuple[int, ...]) -> list[int]:

@@ -1,0 +1,256 @@
+"""Names of sessions: what is allowed at one entrance is allowed at all, all the way to the disk."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from larder.core.errors import InputError
+from larder.core.session_name import branch, check, root_of
+from larder.models.loading import Loaded
+from larder.server.app import create_app
+from larder.server.local_hub import LocalHub
+from larder.server.request import Turn
+from larder.server.tenants import LOCAL, Loopback
+from larder.server.web.archive import Archive
+from larder.server.web.desk import Settings
+from larder.session.logbook import session_path
+from larder.store.turns import Turn as Written
+from server.web.places import listening
+from server_hubs import hub_in
+
+PERSIAN = "می‌خواهم"
+ALLOWED = (
+    "👩‍💻 notes",
+    PERSIAN,
+    "山田　太郎",
+    "❤️‍🔥",
+    "1️⃣ first",
+    "🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",
+    "葛\U000e0100城",
+    "അവന്‍",
+    "../../etc/passwd",
+    "a/b/pin",
+    "%2e%2e%2f",
+    "a" * 254,
+    "é" * 255,
+    "a" * 255 + "~12",
+    "~5",
+    "e\u0301",
+    "s\U0001fae8",  # newer than Python 3.11's Unicode
+)
+REFUSED = (
+    "",
+    " ",
+    " a",
+    "a ",
+    "a ~2",
+    "\u3000a",
+    "a\u00a0b",
+    "a\u2003b",
+    "a\nb",
+    "a\n",
+    "a\x00b",
+    "a\x85b",
+    "a\u2028b",
+    "a\u200bb",
+    "a\u200db",
+    "é\u200d",
+    "\u200cé",
+    "é\u200d\u200dé",
+    "a\ufe0f",
+    "\u202eabc",
+    "\u200fא",
+    "a\u00adb",
+    "\u3164",
+    "a\ufffdb",
+    "a\U000e0067",
+    "\ue000",
+    "\U0001ffff",
+    "a" * 256,
+    "a" * 256 + "~2",
+    ".",
+    "..",
+    "..~2",
+    "a/kept",
+    "a/kept~2~3",
+)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12) | st.text(
+    st.sampled_from("aé क्\u200d\u200c\ufe0f👩💻~23/.\u3000\u00a0\n"), min_size=1, max_size=8
+)
+FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def is_allowed(name: str) -> bool:
+    try:
+        check(name)
+    except InputError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ALLOWED, ids=ascii)
+def test_ordinary_text_is_a_name(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "a\ud83d"], ids=ascii)
+def test_what_cannot_be_seen_or_told_apart_is_none(name: str) -> None:
+    with pytest.raises(InputError, match="must") as caught:
+        check(name, "session_id")
+    assert str(caught.value).isprintable() and str(caught.value).startswith("session_id must")
+
+
+def test_no_category_of_characters_is_forgotten() -> None:
+    seen = {0x600, 0x601, 0x602, 0x603, 0x604, 0x605, 0x6DD, 0x70F, 0x890, 0x891, 0x8E2}
+    seen |= {0x110BD, 0x110CD, *range(0x13430, 0x13440)}  # number signs and hieroglyphs
+    private = {*range(0xE010, 0xF8F0), *range(0xF0010, 0xFFFF0), *range(0x100010, 0x10FFF0)}
+    surrogates = {*range(0xD810, 0xDFF0)}  # enough of these are looked at
+    for number in sorted({*range(0x110000)} - private - surrogates):
+        sign = chr(number)
+        if unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp", "Zs"):
+            assert is_allowed(f"é{sign}a") == (number in seen or sign in " \u3000"), hex(number)
+
+
+@given(NAMES)
+@example("a~2~3")
+@example("~1~2")
+def test_branches_of_a_name_are_names_and_so_is_its_root(name: str) -> None:
+    if is_allowed(name):
+        assert is_allowed(root_of(name)) and root_of(branch(root_of(name), 7)) == root_of(name)
+        assert is_allowed(branch(root_of(name), 999_999_999))
+
+
+@pytest.fixture(scope="module")
+def hub(small: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        with hub_in(tmp_path_factory.mktemp("names"), small) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+def client(hub: LocalHub) -> Iterator[httpx2.Client]:
+    app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=1))
+    with listening(app) as url, httpx2.Client(base_url=url, timeout=30) as made:
+        yield made
+
+
+def ask(client: httpx2.Client, text: str, **more: object) -> httpx2.Response:
+    messages = [{"role": "user", "content": text}]
+    headers = more.pop("headers", None)
+    body = {"model": "characters", "messages": messages, **more}
+    return client.post("/v1/chat/completions", json=body, headers=headers)  # pyright: ignore
+
+
+def at(name: str, more: str = "") -> str:
+    return f"/v1/sessions/{quote(name, safe='')}{more}"
+
+
+def names(client: httpx2.Client) -> set[str]:
+    return {each["id"] for each in client.get("/v1/sessions").json()["data"]}
+
+
+@FEW
+@given(NAMES.filter(is_allowed))
+@example("👩‍💻 notes")
+@example(PERSIAN)
+@example("é" * 255)
+@example("a b　c/d?e#f%20~3")
+def test_a_name_that_is_allowed_goes_all_the_way(
+    client: httpx2.Client, hub: LocalHub, name: str
+) -> None:
+    root = root_of(name)
+    own = [name, root, *(branch(root, number) for number in (2, 3, 4, 5))]
+    for each in own:
+        client.delete(at(each), params={"branches": True})
+    answer = ask(client, "Hi", session_id=name)
+    assert (answer.status_code, answer.json().get("kv", {}).get("session")) == (200, name)
+    assert name in names(client) and client.get(at(name)).json()["id"] == name
+    other = ask(client, "No", headers={"x-session-id": name.encode()}).json()["kv"]["session"]
+    assert other != name and root_of(other) == root  # a branch
+    fork = client.post(at(name, "/fork")).json()["id"]
+    assert {name, other, fork} <= names(client)
+    store = hub._keeper._store  # pyright: ignore
+    assert {name, other} <= {record.name for record in store.turns.of(LOCAL)}
+    file = client.post(at(name, "/export")).content
+    assert client.delete(at(name)).json()["deleted"] is True
+    assert client.post(at(name, "/import"), content=file).json()["id"] == name
+    kept = store.exchange.export(store.turns.head(LOCAL, other))
+    client.delete(at(other))
+    assert store.exchange.take_in(kept, LOCAL, other).name == other
+    for each in {name, other, fork}:
+        assert client.delete(at(each)).status_code == 200
+    assert not names(client) & {name, other, fork}
+    assert session_path(name).name.isascii()
+
+
+@pytest.mark.parametrize("name", REFUSED, ids=ascii)
+def test_a_name_that_is_none_is_refused_at_every_entrance(
+    client: httpx2.Client, hub: LocalHub, name: str
+) -> None:
+    refuse_everywhere(client, hub, name)
+
+
+@FEW
+@given(NAMES.filter(lambda name: not is_allowed(name)))
+def test_any_name_that_is_none_is_refused_at_every_entrance(
+    client: httpx2.Client, hub: LocalHub, name: str
+) -> None:
+    refuse_everywhere(client, hub, name)
+
+
+def refuse_everywhere(client: httpx2.Client, hub: LocalHub, name: str) -> None:
+    before = names(client)
+    fork = client.post(at("x", "/fork"), json={"name": name})
+    answers = [ask(client, "Hi", session_id=name), fork]
+    if name:  # empty, these two are as if they were not there
+        answers += [ask(client, "Hi", prompt_cache_key=name), ask(client, "Hi", kv_steps={name: 1})]
+    if name.strip(" ") == name != "" and all(sign >= " " and sign != "\x7f" for sign in name):
+        # What else there is HTTP itself leaves out of a header, or refuses.
+        answers.append(ask(client, "Hi", headers={"x-session-id": name.encode()}))
+    if name not in ("", ".", ".."):  # a client resolves these before it asks
+        answers += [client.delete(at(name))]
+        if not name.endswith("/kept"):  # asks for the positions of another session
+            answers += [client.get(at(name))]
+        answers += [client.post(at(name, f"/{verb}")) for verb in ("pin", "export", "import")]
+    for answer in answers:
+        told = answer.json()["error"]
+        assert (answer.status_code, told["code"]) == (400, "invalid_session_id"), answer.request.url
+    assert names(client) == before
+    store = hub._keeper._store  # pyright: ignore
+    with pytest.raises(InputError, match="must"):
+        store.turns.append(LOCAL, name, Written((1, 2), b"{}"), 0)
+    with pytest.raises(InputError, match="must"):
+        store.sessions.save(LOCAL, name, (1, 2))
+    with pytest.raises(InputError, match="must"):
+        session_path(name)
+    with pytest.raises(Exception, match="must") as caught:
+        hub.open(LOCAL, name, (Turn("user", "Hi"),))
+    assert caught.value.status == 400  # pyright: ignore
+
+
+def test_bytes_that_are_no_text_are_no_name(client: httpx2.Client) -> None:
+    for answer in (
+        ask(client, "Hi", headers={"x-session-id": b"caf\xe9"}),
+        client.get("/v1/sessions/caf%E9"),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_session_id")
+
+
+def test_a_session_of_an_earlier_rule_can_still_be_removed(hub: LocalHub, tmp_path: Path) -> None:
+    store = hub._keeper._store  # pyright: ignore
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("larder.store.heads.check_name", lambda name: None)
+        store.turns.append(LOCAL, " old", Written((1, 2), b"{}"), 0)
+    assert store.turns.append(LOCAL, " old", Written((1, 2, 3), b"{}"), 1).epoch == 2
+    store.sessions.remove(LOCAL, " old")
+    assert " old" not in {record.name for record in store.turns.of(LOCAL)}
