@@ -169,6 +169,33 @@ class Heads:
             if epoch <= record.epoch:
                 self._guard.call(self._place.remove, path_of(*own, epoch))
 
+    def of(self, tenant: str) -> list[Record]:
+        """The newest state of each session of a tenant, last used first: as the index has it, or
+        the record beside the blobs where what the index has is damaged."""
+        found = list[Record]()
+        for session, record in self.manifest.heads_of(tenant).items():
+            if record is None:
+                with suppress(StoreError):  # neither is whole
+                    record = self.newest(tenant, session)
+            if record is not None and not record.removed:
+                found.append(record)
+        return found
+
+    def catch_up(self) -> None:
+        """Have the index know what is written beside the blobs and it lacks.
+
+        Only that is read. The rest of an index that was lost, damaged or interrupted while it was
+        built comes about so, and what other machines have written meanwhile.
+        """
+        known, there = self.manifest.heads(), set[tuple[str, str]]()
+        for tenant, session, epoch in filter(None, map(_parts, self._guard.call(self._paths))):
+            there.add((tenant, session))
+            if epoch > known.get((tenant, session), 0):
+                self._adopt(tenant, session, [epoch])
+        for own in known.keys() - there:
+            with suppress(StoreError):  # another machine may have removed it
+                self.newest(*own)
+
     def all_written(self) -> list[Record]:
         """Every record beside the blobs that is whole and can be read."""
         found = []

@@ -2,7 +2,7 @@
 
 Heads of sessions move by compare-and-swap. What the database says of a session is sealed as the
 records are, so a flipped bit in it is noticed. Everything in it stands in records and chunks beside
-the blobs as well: a damaged database is moved aside, not repaired.
+the blobs as well: a damaged or foreign database is moved aside, not repaired.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import Damaged, Refused, StoreError, StoreSlow, Superseded
+from larder.core.errors import Damaged, Refused, StoreSlow, Superseded
 from larder.store.deadline import Breaker, Patience
 from larder.store.records import Record, record_of, spelled
 from larder.store.sealing import Sealing, Unsealed
-from larder.store.tables import BUSY_SECONDS, CARRIED_OVER, SCHEMA, TABLES, errors
+from larder.store.tables import BUSY_SECONDS, errors, is_built, make_private, mark_built, prepare
 
 LOG_BYTES = 320 * 1024  # that the log beside the database reaches, checkpoints and all
 PLACE = "manifest"  # where sealed records lie, as sealing wants to know it
-CHECKPOINT_PAGES = 64  # of 4 KiB: how long the log beside the database becomes
 
 
 class Manifest:
@@ -32,7 +31,7 @@ class Manifest:
     Safe from threads and from processes of one machine. A change is there whole or not at all.
 
     Raises:
-        Damaged: the file is no intact database: see `move_aside`.
+        Damaged: the file is no intact manifest: see `move_aside`.
         StoreFull, StoreSlow: it cannot be written, or is held by others.
     """
 
@@ -49,12 +48,13 @@ class Manifest:
         self._secret, self._sealing = secret, sealing
         self._lock = threading.RLock()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path)
         with errors(path):
             self._database = sqlite3.connect(
                 path, timeout=patience.seconds, isolation_level=None, check_same_thread=False
             )
             try:
-                self._prepare()
+                prepare(self._database, path)
             except BaseException:
                 self._database.close()
                 raise
@@ -63,6 +63,17 @@ class Manifest:
         """Give the file back."""
         with self._lock:
             self._database.close()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether all that lies beside the blobs was indexed once."""
+        with self.reading() as rows:
+            return is_built(rows)
+
+    def mark_built(self) -> None:
+        """All that lies beside the blobs is indexed."""
+        with self.writing() as rows:
+            mark_built(rows)
 
     def head(self, tenant: str, session: str) -> Record | None:
         """The newest state of a session; None where there is none.
@@ -165,19 +176,29 @@ class Manifest:
         with self.reading() as rows:
             return rows("SELECT tenant, session FROM sessions ORDER BY last_used DESC, session")
 
-    def heads_of(self, tenant: str) -> list[Record]:
-        """The newest state of each session of a tenant that is whole, last used first."""
+    def heads_of(self, tenant: str) -> dict[str, Record | None]:
+        """By key the newest state of each session of a tenant, last used first; None where what
+        the database has of it is not what was written."""
         with self.reading() as rows:
             found = rows(
-                "SELECT session, head, record FROM sessions JOIN epochs USING (tenant, session) "
-                "WHERE tenant = ? AND epoch = head ORDER BY last_used DESC, session",
+                "SELECT sessions.session, head, record FROM sessions LEFT JOIN epochs ON "
+                "epochs.tenant = sessions.tenant AND epochs.session = sessions.session "
+                "AND epoch = head WHERE sessions.tenant = ? "
+                "ORDER BY last_used DESC, sessions.session",
                 (tenant,),
             )
-        records = list[Record]()
+        records = dict[str, Record | None]()
         for session, head, data in found:
+            records[session] = None
             with suppress(Damaged, Refused):
-                records.append(self._record(data, tenant, session, head))
-        return [record for record in records if not record.removed]
+                records[session] = self._record(data, tenant, session, head)
+        return records
+
+    def heads(self) -> dict[tuple[str, str], int]:
+        """The newest epoch of every session, by tenant and key."""
+        with self.reading() as rows:
+            found = rows("SELECT tenant, session, head FROM sessions")
+        return {(tenant, session): head for tenant, session, head in found}
 
     def removed(self, before: float) -> list[Record]:
         """What says of sessions that they were removed, if nobody has asked for them since."""
@@ -251,27 +272,6 @@ class Manifest:
             raise
         finally:
             self._lock.release()
-
-    def _prepare(self) -> None:
-        for setting in (
-            "journal_mode = WAL",
-            "synchronous = FULL",
-            f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
-        ):
-            self._database.execute(f"PRAGMA {setting}").fetchall()
-        [(said,)] = self._database.execute("PRAGMA quick_check(1)").fetchall()
-        if said != "ok":
-            raise Damaged(f"{self.path} is damaged ({str(said)[:80]}): it is built again.")
-        [(schema,)] = self._database.execute("PRAGMA user_version").fetchall()
-        if schema > SCHEMA:
-            raise StoreError(
-                f"{self.path} is of schema {schema}, this larder reads {SCHEMA}: use the larder "
-                "that wrote it, or another LARDER_HOME."
-            )
-        if schema < SCHEMA:
-            carried = CARRIED_OVER if schema else ""
-            told = f"{TABLES} DELETE FROM totals; {carried} PRAGMA user_version = {SCHEMA};"
-            self._database.executescript(f"BEGIN IMMEDIATE; {told} COMMIT;")
 
     def _insert(self, rows: Callable[..., list[Any]], record: Record) -> None:
         own = record.tenant, record.session, record.epoch

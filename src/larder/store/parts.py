@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from larder.core.errors import Damaged
+from larder.core.errors import Damaged, StoreError
 from larder.store.blobs import Blobs
 from larder.store.chunks import Chunks
 from larder.store.counted import Counted
@@ -37,7 +37,8 @@ MANIFEST = "manifest.sqlite"  # of the store that a home knew first
 class Parts:
     """The parts of a store. Safe from threads and processes, as each of them is.
 
-    A damaged index is moved aside and built again from what lies beside the blobs.
+    A damaged or foreign index is moved aside and built again from what lies beside the blobs, and
+    one that lacks something of that learns of it.
 
     Args:
         url: a folder, or any address that fsspec knows; or a place.
@@ -80,13 +81,12 @@ class Parts:
         self.vault = Vault(self.blobs, self.sealing)
         waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
         self._patience = Patience(waits[0], failures=1, rest_seconds=waits[1])
-        self.manifest, is_new = self._index(home)
+        self.manifest = self._index(home)
         own = self.records, self.guard, self.manifest, self.secret
         self.heads = Heads(*own, self._damaged)
         self.chunks = Chunks(*own, self.sealing)
         self.families = Families(self.records, self.guard, self.secret)
-        if is_new:
-            self._rebuild()
+        self._catch_up()
         told = self.vault, self.place, self.guard, self.manifest, self.ledger
         self.shelves = Shelves(*told, written_bytes)
         Evicting(eviction, self.manifest, self.heads, self.chunks, self.shelves)
@@ -102,35 +102,38 @@ class Parts:
         """Give the index back."""
         self.manifest.close()
 
-    def _index(self, home: Path) -> tuple[Manifest, bool]:
+    def _index(self, home: Path) -> Manifest:
         """The index of this store: others that the home knows have their own."""
         number = _number(self.place.url, home)
-        manifest, is_new = self._manifest(home / MANIFEST)
+        manifest = self._manifest(home / MANIFEST)
         with manifest.reading() as rows:
             [(owner,)] = rows(OWNER)
         if not owner:
             with manifest.writing() as rows:
                 owner = claimed(rows, number)
         if owner == number:
-            return manifest, is_new
+            return manifest
         manifest.close()
         return self._manifest(home / f"manifest-{number:08x}.sqlite")
 
-    def _manifest(self, path: Path) -> tuple[Manifest, bool]:
-        """The index, and whether it was begun anew."""
-        is_new = not path.exists()
+    def _manifest(self, path: Path) -> Manifest:
+        own = path, self.secret, self.clock, self.sealing, self._patience
         try:
-            return Manifest(path, self.secret, self.clock, self.sealing, self._patience), is_new
+            return Manifest(*own)
         except Damaged as error:
             self._damaged(str(error))
             move_aside(path)
-            return Manifest(path, self.secret, self.clock, self.sealing, self._patience), True
+            return Manifest(*own)
 
-    def _rebuild(self) -> None:
-        """Index what lies beside the blobs."""
-        for record in self.heads.all_written():
-            self.manifest.adopt(record)
-        self.chunks.rebuild()
+    def _catch_up(self) -> None:
+        """Index what lies beside the blobs; what a slow disk does not tell, at the next start."""
+        try:
+            self.heads.catch_up()
+            if not self.manifest.is_built:
+                self.chunks.rebuild()
+                self.manifest.mark_built()
+        except StoreError as error:
+            self._damaged(f"The index may lack sessions: {error}")
 
     def _damaged(self, said: str) -> None:
         self.refusals.note("manifest", said)

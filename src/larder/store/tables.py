@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from larder.core.errors import Damaged, StoreError, StoreFull, StoreSlow
 
 SCHEMA = 3
+UNBUILT = -SCHEMA  # of a database that does not have all yet that lies beside the blobs
+CHECKPOINT_PAGES = 64  # of 4 KiB: how long the log beside the database becomes
 BUSY_SECONDS = 5.0
 OWNER = "PRAGMA application_id"
+BESIDE = ("", "-wal", "-shm")  # how the names of a database's files end
+OLDEST = frozenset({"epochs", "sessions", "spans", "blobs", "chunks", "written"})  # of any schema
+NEWEST = OLDEST | {"leaving", "totals", "blob_came", "blob_went", "spans_of", "chunks_of"}
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS epochs (
@@ -86,6 +92,61 @@ def errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
         raise StoreError(f"{path} cannot be used ({error}): see to its disk.") from error
 
 
+def make_private(path: Path) -> None:
+    """Have a database, and the files beside it, be for this user alone, whatever the umask.
+
+    SQLite gives the files that it makes beside a database the database's own permissions.
+    """
+    with suppress(OSError):  # of who cannot write here SQLite says more
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    for suffix in BESIDE:
+        with suppress(OSError):  # it is not there, or another user's
+            path.with_name(f"{path.name}{suffix}").chmod(0o600)
+
+
+def prepare(database: sqlite3.Connection, path: Path) -> None:
+    """Have a database be one of this schema: an empty one is begun, earlier ones are carried over.
+
+    Raises:
+        Damaged: it is damaged, or something else's.
+        StoreError: it is a later larder's.
+    """
+    for setting in (
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
+    ):
+        database.execute(f"PRAGMA {setting}").fetchall()
+    [(said,)] = database.execute("PRAGMA quick_check(1)").fetchall()
+    if said != "ok":
+        raise Damaged(f"{path} is damaged ({str(said)[:80]}): it is built again.")
+    there = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    [(schema,)] = database.execute("PRAGMA user_version").fetchall()
+    if there and not there >= OLDEST:
+        raise Damaged(f"{path} is no index of a store, or lacks tables: it is built again.")
+    if schema > SCHEMA:
+        raise StoreError(
+            f"{path} is of schema {schema}, this larder reads {SCHEMA}: use the larder "
+            "that wrote it, or another LARDER_HOME."
+        )
+    if abs(schema) < SCHEMA:
+        carried = CARRIED_OVER if there else ""
+        told = f"{carried} PRAGMA user_version = {SCHEMA if schema else UNBUILT};"
+        database.executescript(f"BEGIN IMMEDIATE; {TABLES} DELETE FROM totals; {told} COMMIT;")
+    elif not there >= NEWEST:
+        raise Damaged(f"{path} lacks tables: it is built again.")
+
+
+def is_built(rows: Callable[..., list[Any]]) -> bool:
+    """Whether a database has all that lies beside the blobs."""
+    return rows("PRAGMA user_version") != [(UNBUILT,)]
+
+
+def mark_built(rows: Callable[..., list[Any]]) -> None:
+    """Note that it has."""
+    rows(f"PRAGMA user_version = {SCHEMA}")
+
+
 def claimed(rows: Callable[..., list[Any]], number: int) -> int:
     """The number of the store whose index this is; of a database without one, it is this store's.
 
@@ -102,7 +163,7 @@ def move_aside(path: Path) -> Path:
     number = 1
     while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
-    for suffix in ("-wal", "-shm"):
-        path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
-    path.replace(target)
+    for suffix in reversed(BESIDE):  # the database last: else a new one would find the old log
+        with suppress(FileNotFoundError):
+            path.with_name(f"{path.name}{suffix}").replace(f"{target}{suffix}")
     return target

@@ -248,7 +248,7 @@ class Turns:
 
         The index alone is asked: what another machine has written shows once it is asked for.
         """
-        return self._parts.manifest.heads_of(self._parts.tenant(principal))
+        return self._parts.heads.of(self._parts.tenant(principal))
 
     def branches(self, principal: str, root: str) -> list[str]:
         """Names of sessions whose label `ROOT` names this one, of whichever machine; the one that

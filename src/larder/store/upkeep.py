@@ -78,7 +78,7 @@ class Upkeep:
         """Note branches that were written before that was done, of which the index knows."""
         parts = self._parts
         tenants = {tenant for tenant, _ in parts.manifest.sessions()}
-        parts.families.note_all(r for each in tenants for r in parts.manifest.heads_of(each))
+        parts.families.note_all(r for each in tenants for r in parts.heads.of(each))
 
     def forget_removed(self, grace_seconds: float = REMOVED_SECONDS) -> int:
         """Drop what says of sessions that they were removed; how many. Cheap, unlike a sweep."""
