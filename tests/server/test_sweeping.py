@@ -30,6 +30,6 @@ def test_a_store_is_swept_until_the_end_and_a_slow_disk_does_not_stop_that(
     with Sweeping(store, seconds=0.001, sweep_seconds=0.0):
         assert enough.wait(20)
     assert asked[:4] == ["removed", "sweep", "removed", "sweep"]
-    assert store.parts.refusals.counts() == {"slow": 1}
+    assert store.parts.unwritten.counts() == {"slow": 1}
     assert not [each for each in threading.enumerate() if each.name == "larder sweeping"]
     store.close()

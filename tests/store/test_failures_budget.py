@@ -145,7 +145,7 @@ def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment
 def test_24_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(INDEX - 20 * KIB))
     record = store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)))
-    assert record.spans == () and store.parts.refusals.counts() == {"budget": 1}
+    assert record.spans == () and store.parts.unwritten.counts() == {"budget": 1}
     loaded = load(store)
     assert loaded.ids == LONGER and loaded.cache is None
     small = store.sessions.save(WHO, TALK, LONGER[:40], snapshot(read(LONGER[:40]), "int4"))
@@ -232,7 +232,7 @@ def test_25_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
     save(store)
     assert load(store).cache is not None
     record = store.sessions.save(WHO, "new", LONGER, snapshot(read(LONGER)))
-    assert record.spans == () and "budget" in store.parts.refusals.counts()
+    assert record.spans == () and "budget" in store.parts.unwritten.counts()
     assert load(store, "new").ids == LONGER
     now[0] = 86400.0
     again = store_at(tmp_path, written_bytes=300 * KIB, clock=lambda: now[0])

@@ -149,7 +149,7 @@ class StoreKeeper(Keeper):
                 self._principal, name, ids, snapshot, transcript=told(state)
             )
         except LarderError as error:
-            return self._store.parts.refusals.note_error(error)
+            return self._store.parts.unwritten.note_error(error)
         return "" if record.spans else "tokens only"
 
     def note_reading(self, memory: Memory) -> None:

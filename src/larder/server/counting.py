@@ -54,5 +54,6 @@ def counted(
         parked=dict(tiers.parked),
         restored=dict(+tiers.restored),
         rejected=dict(vault.rejected()),
+        unwritten=dict(vault.unwritten()),
         written_bytes=vault.written_bytes(),
     )

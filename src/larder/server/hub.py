@@ -130,7 +130,8 @@ class Stats:
         steps: passes through the model that generate; `blocks` those that read.
         prompt_tokens, ..., merged_tokens: sums over the reports of all requests.
         parked, restored: caches that were moved to and from slower tiers, by tier.
-        rejected: saved caches that were not taken, by reason.
+        rejected: saved sessions and caches that were not taken back, by reason.
+        unwritten: turns, caches and pins that the store has not taken, by reason.
         written_bytes: to disk.
     """
 
@@ -157,6 +158,7 @@ class Stats:
     parked: Mapping[str, int] = field(default_factory=dict)
     restored: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
+    unwritten: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
 
 

@@ -240,7 +240,7 @@ class Persisting(Keeper):
 
     def _note(self, error: LarderError) -> None:
         self.failed[type(error).__name__] += 1
-        self._store.parts.refusals.note_error(error)
+        self._store.parts.unwritten.note_error(error)
 
     def _lose(self, tenant: str, name: str) -> None:
         with self._naming:

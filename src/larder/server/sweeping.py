@@ -63,4 +63,4 @@ class Sweeping:
         try:
             work()
         except LarderError as error:  # a disk that is full or slow today is looked at tomorrow
-            self._store.parts.refusals.note_error(error)
+            self._store.parts.unwritten.note_error(error)

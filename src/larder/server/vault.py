@@ -75,6 +75,10 @@ class Vault:
         """Caches that were not taken back, by reason."""
         return {}
 
+    def unwritten(self) -> Mapping[str, int]:
+        """Turns, caches and pins that the store has not taken, by reason."""
+        return {}
+
     def written_bytes(self) -> int:
         """Since the server started."""
         return 0
@@ -122,7 +126,7 @@ class StoreVault(Vault):
                 with self._snapshots.store.turns.prepared(sitting.tenant, ids, snapshot) as made:
                     record = self._keeper.attach(sitting, made, labels).result()
             except LarderError as error:
-                self._parts.refusals.note_error(error)
+                self._parts.unwritten.note_error(error)
                 raise
             found = kept_in(record)
             assert found is not None
@@ -170,6 +174,9 @@ class StoreVault(Vault):
 
     def rejected(self) -> Mapping[str, int]:
         return self._parts.refusals.counts()
+
+    def unwritten(self) -> Mapping[str, int]:
+        return self._parts.unwritten.counts()
 
     def written_bytes(self) -> int:
         return self._parts.place.written_bytes

@@ -52,6 +52,8 @@ class Parts:
         eviction: who leaves a full disk first.
         clock: seconds since 1970.
 
+    `refusals` counts what was not taken back, `unwritten` what was not written, by reason.
+
     Raises:
         StoreError: it cannot be opened.
     """
@@ -71,7 +73,8 @@ class Parts:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.place = Counted(place_at(url) if isinstance(url, str) else url)
-        self.refusals, self.rates, self.ledger = Refusals(), Rates(), ByteLedger(budgets)
+        self.refusals, self.unwritten = Refusals(), Refusals()
+        self.rates, self.ledger = Rates(), ByteLedger(budgets)
         self.clock, self.kept_epochs = clock, kept_epochs
         self.secret = secret_at(home) if secret is None else secret
         self.guard = Guard("disk", patience)

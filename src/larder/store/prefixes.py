@@ -65,7 +65,8 @@ class Prefixes:
             if parts.rates.quicker(Tier.DISK, stored, tokens) is not Way.LOAD:
                 raise Refused("Reading the text again is quicker than loading it.", "slower")
             cache = parts.reader.prefix(tenant, shared, ids, identity, spec, unusable)
-            parts.chunks.used(shared)
+            with parts.unwritten.noting():
+                parts.chunks.used(shared)
         except LarderError as error:
             parts.refusals.note_error(error)
             return None

@@ -1,10 +1,12 @@
-"""Why saved caches were not used: counted by reason, and logged."""
+"""Why saved caches were not used, or not saved: counted by reason, and logged."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from larder.core.errors import (
     BudgetError,
@@ -44,6 +46,14 @@ class Refusals:
     def note_error(self, error: LarderError) -> str:
         """One more, for an error; its reason."""
         return self.note(reason_of(error), str(error))
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A block whose errors are one more each, and stop nobody."""
+        try:
+            yield
+        except LarderError as error:
+            self.note_error(error)
 
     def counts(self) -> dict[str, int]:
         """How often for each reason."""

@@ -137,7 +137,8 @@ class Sessions:
             self._check(record, known, asking, ids)
             read = known[: record.read_tokens]
             cache, *others = parts.reader.caches(record, read, asking.identity, asking.spec)
-            parts.manifest.used(tenant, session)
+            with parts.unwritten.noting():
+                parts.manifest.used(tenant, session)
         except LarderError as error:
             return Loaded(record, known, said, None, parts.refusals.note_error(error))
         return Loaded(record, known, said, cache, others=tuple(others))
@@ -251,7 +252,7 @@ class Sessions:
             with self._parts.shelves.indexing(chunks):
                 written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
         except (BudgetError, StoreError) as error:
-            self._parts.refusals.note_error(error)
+            self._parts.unwritten.note_error(error)
             return record
         return replace(
             record,

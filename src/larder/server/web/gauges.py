@@ -145,7 +145,10 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counted("sessions_begun_again", told, "reason", stats.begun_again)
     yield _counted("kv_parked", "Caches moved to a slower tier.", "tier", stats.parked)
     yield _counted("kv_restored", "Caches brought back.", "tier", stats.restored)
-    yield _counted("restore_rejected", "Saved caches not taken.", "reason", stats.rejected)
+    told = "Saved sessions and caches that were not taken back; their text is read again."
+    yield _counted("restore_rejected", told, "reason", stats.rejected)
+    told = "Turns, caches and pins that the store has not taken."
+    yield _counted("store_unwritten", told, "reason", stats.unwritten)
 
 
 def _share(stats: Stats, tier: str) -> float:
