@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from commands import Run, complaint, document
 from larder.cli.cache import LOCAL
 from larder.core.settings import home
+from larder.server.web.archive import RESPONSE, Archive
 from larder.store.store import Store
 from store.caches import IDS, asking, blob_files, is_exact, read, snapshot
 
@@ -91,6 +93,21 @@ def test_a_session_travels_in_a_file(run: Run, kept: Path, tmp_path: Path) -> No
     assert document(run("cache", "remove", "talk", "--json"))["session"] == "talk"
     assert loaded("talk") is None and loaded("copy").cache is not None
     assert "no session" in complaint(run("cache", "remove", "talk"), 1)
+
+
+def test_what_lies_open_is_sealed_by_a_command(run: Run, larder_home: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    (key := tmp_path / "key").write_bytes(b"k" * 32)
+    with closing(Archive(larder_home / "server" / "archive.sqlite")) as archive:
+        archive.put("anne", RESPONSE, "r", {"text": "a secret"})
+    (chat := larder_home / "sessions" / "mine.json").parent.mkdir()
+    chat.write_text('{"schema": 1, "history": "a secret"}')
+    assert "--key-file" in complaint(run("cache", "seal"), 2)
+    for documents, chats in ((1, 1), (0, 0)):
+        told = document(run("cache", "seal", "--key-file", key, "--json"))
+        assert (told["documents"], told["chats"]) == (documents, chats)
+    files = [*(larder_home / "server").iterdir(), chat]
+    assert not any(b"secret" in file.read_bytes() for file in files)
 
 
 def test_30_a_file_that_is_no_session_is_refused(run: Run, kept: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def names(client: httpx2.Client) -> set[str]:
 @example(PERSIAN)
 @example("é" * 255)
 @example("a b　c/d?e#f%20~3")
-def test_a_name_that_is_allowed_goes_all_the_way(
+def test_30_a_name_that_is_allowed_goes_all_the_way(
     client: httpx2.Client, hub: LocalHub, name: str
 ) -> None:
     root = root_of(name)
@@ -194,7 +194,7 @@ def test_a_name_that_is_allowed_goes_all_the_way(
 
 
 @pytest.mark.parametrize("name", REFUSED, ids=ascii)
-def test_a_name_that_is_none_is_refused_at_every_entrance(
+def test_30_a_name_that_is_none_is_refused_at_every_entrance(
     client: httpx2.Client, hub: LocalHub, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)
@@ -202,7 +202,7 @@ def test_a_name_that_is_none_is_refused_at_every_entrance(
 
 @FEW
 @given(NAMES.filter(lambda name: not is_allowed(name)))
-def test_any_name_that_is_none_is_refused_at_every_entrance(
+def test_30_any_name_that_is_none_is_refused_at_every_entrance(
     client: httpx2.Client, hub: LocalHub, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)

@@ -15,7 +15,7 @@ from larder.cli.groups import HelpfulGroup
 from larder.cli.kept import KeyFile, StoreUrl, opened
 from larder.cli.options import Output, command
 from larder.cli.showing import results, size, table
-from larder.core.errors import Damaged, InputError
+from larder.core.errors import Damaged, InputError, UsageError
 from larder.core.settings import LOCAL
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from larder.store.records import Record
     from larder.store.store import Store
 
-app = typer.Typer(cls=HelpfulGroup, help="List, show, verify, export, import, remove sessions.")
+app = typer.Typer(
+    cls=HelpfulGroup, help="List, show, verify, export, import, remove, seal sessions."
+)
 Name = Annotated[str, typer.Argument(metavar="SESSION", help="Its name.")]
 
 
@@ -152,6 +154,26 @@ def remove(name: Name, options: Kept) -> None:
     _say(options, {"session": name, "freed_bytes": freed})
 
 
+@app.command("seal")
+@command
+def seal(options: Output, key_file: KeyFile = None) -> None:
+    """Put under the key what was written without one: the server's archive, and chats.
+
+    Who has written it, and in which order, is believed as it stands. The server must not run.
+    """
+    from larder.core.settings import home
+    from larder.server.web.archive_adoption import adopt as adopt_archive
+    from larder.session.logbook import adopt as adopt_chats
+    from larder.store.sealing import key_from, sealed_by
+
+    key = key_from(key_file)
+    if key is None:
+        raise UsageError("There is no key to seal with: give --key-file FILE.")
+    archive = home() / "server" / "archive.sqlite"
+    documents = adopt_archive(archive, sealed_by(key, "archive"))
+    _say(options, {"documents": documents, "chats": adopt_chats(sealed_by(key, "chats"))})
+
+
 @contextmanager
 def _opened(options: Kept) -> Iterator[Store]:
     store = opened(options.store, options.key_file)
@@ -188,7 +210,7 @@ def _when(record: Record) -> str:
     return datetime.fromtimestamp(record.made, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _say(options: Kept, told: dict[str, Any]) -> None:
+def _say(options: Output, told: dict[str, Any]) -> None:
     if options.json:
         print_document({"schema": SCHEMA, **told})
         return

@@ -78,7 +78,7 @@ class SessionFile(Logbook):
 
     Args:
         name: as `larder.core.session_name` allows it.
-        sealing: how the file is hidden. One that was written open is still read.
+        sealing: how the file is hidden. Under a key one that lies open is refused.
 
     Raises:
         InputError: the name is none.
@@ -123,8 +123,7 @@ class SessionFile(Logbook):
         self._seen = self._mark()
 
     def _closed(self, data: bytes) -> bytes:
-        closed = self._sealing.closed(LOCAL, data, self.path.name)
-        return closed if closed == data else SEALED + closed
+        return _closed(self._sealing, data, self.path.name)
 
     def _parsed(self) -> Any:
         try:
@@ -132,6 +131,11 @@ class SessionFile(Logbook):
         except OSError as error:
             raise InputError(_unreadable(self.path, error)) from error
         is_sealed = data.startswith(SEALED)
+        if self._sealing.is_sealed and not is_sealed:
+            raise InputError(
+                f"The session file {self.path} lies open though a key is given, so nobody can tell "
+                "who has written it: 'larder cache seal --key-file FILE' seals it as it stands."
+            )
         try:
             if is_sealed:
                 data = self._sealing.opened(LOCAL, data[len(SEALED) :], self.path.name)
@@ -162,6 +166,29 @@ def session_path(name: str) -> Path:
     check(name)
     plain = name if _PLAIN.fullmatch(name) else f"~{key_of('chat', name)}"
     return home() / "sessions" / f"{plain}.json"
+
+
+def adopt(sealing: Sealing) -> int:
+    """Seal the files of chats that lie open, as they stand; how many there were.
+
+    Raises:
+        InputError: one cannot be read or written.
+    """
+    count = 0
+    for path in sorted((home() / "sessions").glob("*.json")):
+        try:
+            data = path.read_bytes()
+            if not data.startswith(SEALED):
+                _replace(path, _closed(sealing, data, path.name))
+                count += 1
+        except OSError as error:
+            raise InputError(_unreadable(path, error)) from error
+    return count
+
+
+def _closed(sealing: Sealing, data: bytes, name: str) -> bytes:
+    closed = sealing.closed(LOCAL, data, name)
+    return SEALED + closed if sealing.is_sealed else closed
 
 
 def _kept(path: Path, record: Any) -> Kept:

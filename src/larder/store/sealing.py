@@ -17,7 +17,7 @@ import os
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from larder.core.errors import Damaged, DependencyError, InputError
 from larder.store.digests import seal_of
@@ -29,7 +29,12 @@ MANY_TENANTS = 4096  # whose keys are remembered
 
 
 class Sealing(ABC):
-    """Hides bytes and shows them again. Safe from threads."""
+    """Hides bytes and shows them again. Safe from threads.
+
+    `is_sealed` tells whether it does: whether nobody without the key can make what opens.
+    """
+
+    is_sealed: ClassVar[bool]
 
     @abstractmethod
     def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
@@ -60,6 +65,8 @@ class Sealing(ABC):
 class Unsealed(Sealing):
     """Hides nothing."""
 
+    is_sealed = False
+
     def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
         return data
 
@@ -83,6 +90,8 @@ class Sealed(Sealing):
     Raises:
         DependencyError: the package `cryptography` is missing.
     """
+
+    is_sealed = True
 
     def __init__(self, key: bytes, salt: bytes) -> None:
         _ciphers()

@@ -13,7 +13,6 @@ from larder.core.errors import Damaged
 from larder.server.request import Refusal, Turn
 from larder.server.tenants import Loopback
 from larder.server.web.archive import RESPONSE, Archive, Item
-from larder.store.sealing import sealed_by
 from server.fake_hub import NAME
 from server.web.places import Running, running
 
@@ -166,28 +165,6 @@ def test_a_conversation_that_has_grown_meanwhile_is_told() -> None:
     assert (told.value.status, told.value.code) == (409, "conversation_changed")
     assert [item.id for item in archive.items("anne", "c")] == ["a"]
     archive.close()
-
-
-def test_an_archive_under_a_key_is_hidden_and_reads_what_lay_open(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
-    path, turn = tmp_path / "archive.sqlite", Turn("user", "a secret of mine")
-    archive = Archive(path)
-    archive.append("anne", "c", [Item("a", turn)])
-    archive.close()
-    archive = Archive(path, sealing=sealed_by(b"k" * 32, "archive"))
-    archive.append("anne", "c", [Item("b", turn)])
-    archive.remove_item("anne", "c", "a")
-    archive.append("anne", "c", [Item("d", Turn("user", "another one"))])
-    archive.put("anne", RESPONSE, "r", {"text": "a third"})
-    assert [item.turn.text for item in archive.items("anne", "c")] == [turn.text, "another one"]
-    assert archive.get("anne", RESPONSE, "r") == {"text": "a third"}
-    archive.close()
-    assert not any(b"another one" in file.read_bytes() for file in tmp_path.iterdir())
-    for key in (b"o" * 32, None):
-        archive = Archive(path, sealing=sealed_by(key, "archive"))
-        with pytest.raises(Damaged, match="key"):
-            archive.get("anne", RESPONSE, "r")
-        archive.close()
 
 
 def test_a_damaged_archive_is_told_of(tmp_path: Path) -> None:

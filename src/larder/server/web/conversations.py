@@ -15,6 +15,7 @@ from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from larder.core.errors import Damaged
 from larder.server.request import Refusal
 from larder.server.web.archive import CONVERSATION, Item
 from larder.server.web.asking import Message, Text
@@ -89,7 +90,11 @@ def update(http: HttpRequest, name: str, told: Told) -> JSONResponse:
 def delete(http: HttpRequest, name: str) -> JSONResponse:
     """Forget a conversation, and every session that has held it."""
     desk, tenant = desk_of(http), tenant_of(http)
-    for session in found(desk, tenant, name)["sessions"]:
+    try:
+        sessions = found(desk, tenant, name)["sessions"]
+    except Damaged:  # what it tells is not believed, and it goes
+        sessions = [name]
+    for session in sessions:
         try:
             desk.hub.remove(tenant, session)
         except Refusal as refusal:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException as BareHTTPException
 from larder.core.errors import (
     BadParameter,
     BudgetError,
+    Damaged,
     InputError,
     LarderError,
     StoreFull,
@@ -39,6 +40,7 @@ REPEATED = (408, 409, 429)
 STATUSES: Sequence[tuple[type[LarderError], int, str, float | None]] = (
     (StoreSlow, 503, "store_slow", 1.0),
     (StoreFull, 503, "store_full", None),
+    (Damaged, 500, "store_damaged", None),
     (Superseded, 409, "lease_lost", 1.0),
     (BudgetError, 400, "kv_budget_exceeded", None),
     (BadParameter, 400, INVALID, None),
@@ -51,6 +53,7 @@ STATUSES: Sequence[tuple[type[LarderError], int, str, float | None]] = (
 OURS = {
     "store_slow": "The server's disk does not answer: try again.",
     "store_full": "The server's disk takes no more: tell whoever runs it.",
+    "store_damaged": "What the server has kept of this is damaged: tell whoever runs it.",
 }
 
 
