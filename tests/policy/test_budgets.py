@@ -194,6 +194,26 @@ def test_sensitive_layers_get_more() -> None:
     assert Sensitivity(alpha=0.0).layer_tokens(100, 3, 0, 1000, facts) == (100, 100, 100)
 
 
+# What the bundled model was measured to have, rounded.
+BUNDLED = {"sensitivity": (1.0, 0.9992, 0.9994, 0.9987, 0.9987, 0.9946)}
+
+
+def test_without_a_floor_a_sharper_alpha_is_another_split() -> None:
+    """On a floor of a quarter alpha 4 and alpha 8 are the same split."""
+    from larder.policy.budgets.sensitivity import Sensitivity
+
+    def split(**parameters: float) -> tuple[int, ...]:
+        return Sensitivity(**parameters).layer_tokens(256, 6, 0, 2000, BUNDLED)
+
+    assert split(alpha=4.0) == split(alpha=8.0) == (64, 64, 64, 64, 64, 1216)
+    assert split(alpha=4.0, floor=0.0)[5] < split(alpha=8.0, floor=0.0)[5] == 1536
+    assert split(floor=0.5) == (128, 128, 128, 128, 128, 896)
+    assert split(floor=1.0) == (256,) * 6
+    assert min(split(floor=0.001)) == 1
+    with pytest.raises(BadParameter, match=r"sensitivity\.floor"):
+        split(floor=1.5)
+
+
 @pytest.mark.parametrize(
     "size", [{"tokens": 0}, {"kept": 0.0}, {"kept": 1.5}, {"tokens": 4, "kept": 0.5}]
 )

@@ -41,10 +41,12 @@ def judged(compensation, case: str, stage: Stage, remembered: str) -> tuple[Entr
     layer, source = a_layer(len(held), 2), torch.Generator().manual_seed(5)
     entries = some_entries(layer, held)
     columns = some_columns(len(entries.keys), 1)
-    for name in compensation.ledger.columns:
+    for name in compensation.remembered().columns:
         drawn = torch.rand(len(entries.keys), generator=source)
         columns[name] = drawn if remembered == "written" else torch.zeros_like(drawn)
-    scalars = {name: torch.full((len(held),), torch.nan) for name in compensation.ledger.scalars}
+    scalars = {
+        name: torch.full((len(held),), torch.nan) for name in compensation.remembered().scalars
+    }
     if remembered == "written":
         scalars = {name: torch.rand(len(held), generator=source) for name in scalars}
     entries = replace(entries, columns=columns, scalars=scalars)

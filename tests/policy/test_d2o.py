@@ -1,4 +1,4 @@
-"""D2O by numbers that were worked out by hand, and what its layer budgets promise."""
+"""D2O's layer budgets: numbers worked out by hand, and what they promise."""
 
 from __future__ import annotations
 
@@ -9,85 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from builders import a_layer, a_plan, a_view
-from larder.cache.folding import folded
+from builders import a_layer, a_view
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Scored, Stage
+from larder.core.observation import Scored, Stage
 from larder.core.types import Variant
 from larder.policy.budgets.inverse_variance import InverseVariance, Rule
-from larder.policy.compensation.fold_ema import FoldEma, Threshold, Weights
+from larder.policy.compensation.drop import Drop
+from larder.policy.planner import Planner
+from larder.policy.protect import Protect
+from larder.policy.scorers.column_mass import ColumnMass
 from references.inverse_variance import tokens as split_by_loop
-
-
-def two_folded_into_one(tau: float = math.nan) -> Entries:
-    """One kept entry (1, 0) and two rejected ones, (.9, .1) and (.8, .2)."""
-    keys = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.8, 0.2]])
-    places = torch.arange(3, dtype=torch.int32)
-    return Entries(keys, 10 * keys, places, (0,), (3,), {}, {"tau": torch.tensor([tau])})
-
-
-def judged(lengths: tuple[int, ...]) -> Scored:
-    zeros = torch.zeros(sum(lengths))
-    return Scored(zeros, zeros.bool(), lengths)
-
-
-@pytest.mark.parametrize(
-    "part, expected",
-    [
-        (FoldEma(), (0.9010, 0.0990)),
-        (FoldEma(variant=Variant.PAPER), (0.9010, 0.0990)),
-        (FoldEma(variant=Variant.CODE), (0.8902, 0.0978)),
-        (FoldEma(weights=Weights.AVERAGE), (0.9000, 0.1000)),
-    ],
-)
-def test_merged_keys_and_values_by_hand(part, expected) -> None:
-    entries = two_folded_into_one()
-    plan = replace(part, threshold=Threshold.NONE).settle(
-        a_plan([[0]], (3,)), entries, judged((3,))
-    )
-    merged = folded(plan, entries)
-    assert merged.keys[0].tolist() == pytest.approx(expected, abs=5e-5)
-    assert merged.values[0].tolist() == pytest.approx([10 * x for x in expected], abs=5e-4)
-    sums = plan.folds.key_weights.sum()
-    assert float(sums) == pytest.approx(1.0) or part.variant is Variant.CODE and sums < 1
-
-
-def test_the_threshold_starts_at_the_mean_and_follows_by_the_closed_form() -> None:
-    likeness = [0.9 / math.hypot(0.9, 0.1), 0.8 / math.hypot(0.8, 0.2)]
-    mean, tau = sum(likeness) / 2, math.nan
-    for step in range(5):
-        entries = two_folded_into_one(tau)
-        plan = FoldEma(beta=0.7).settle(a_plan([[0]], (3,)), entries, judged((3,)))
-        tau = float(plan.scalars["tau"])
-        assert tau == pytest.approx(mean, abs=1e-6), step
-    entries = two_folded_into_one(0.5)
-    for step in range(1, 6):
-        plan = FoldEma(beta=0.7).settle(a_plan([[0]], (3,)), entries, judged((3,)))
-        entries = replace(entries, scalars=plan.scalars)
-        closed = 0.3**step * 0.5 + (1 - 0.3**step) * mean
-        assert float(plan.scalars["tau"]) == pytest.approx(closed, abs=1e-6)
-
-
-@pytest.mark.parametrize("tau, sources", [(0.0, [1, 2, 0]), (math.nan, [1, 0]), (1.2, [])])
-def test_what_is_not_like_enough_is_dropped(tau, sources) -> None:
-    plan = FoldEma().settle(a_plan([[0]], (3,)), two_folded_into_one(tau), judged((3,)))
-    assert plan.folds.sources.tolist() == sources
-
-
-def test_the_code_folds_a_rank_in_all_heads_or_in_none() -> None:
-    # Rank 0 is .99 and .6 alike, rank 1 .9 and .9: only the means of the ranks decide.
-    keys = torch.tensor([[1.0, 0.0]] * 2).repeat_interleave(3, 0)
-    for row, u in zip((1, 2, 4, 5), (0.99, 0.9, 0.6, 0.9), strict=True):
-        keys[row] = torch.tensor([u, math.sqrt(1 - u * u)])
-    places = torch.arange(3, dtype=torch.int32).repeat(2)
-    scalars = {"tau": torch.full((2,), torch.nan)}
-    entries = Entries(keys, keys, places, (0, 3), (3, 3), {}, scalars)
-    plan = a_plan([[0], [0]], (3, 3))
-    by_head = FoldEma().settle(plan, entries, judged((3, 3))).folds.sources.tolist()
-    by_rank = FoldEma(variant=Variant.CODE).settle(plan, entries, judged((3, 3)))
-    assert sorted(set(by_head) - {0, 3}) == [1, 5]
-    assert sorted(set(by_rank.folds.sources.tolist()) - {0, 3}) == [2, 5]
 
 
 def layers_of(heads: list[int], held: int) -> dict[int, Scored]:
@@ -142,8 +75,9 @@ def test_shares_by_hand() -> None:
         plans = part.choose(ready, dict.fromkeys(ready, 100))
         return [plans[i].lengths[0] for i in range(3)]
 
-    # z-scores of 1, 2, 3 are -1.2247, 0, 1.2247: weights 3.4034, 1, 0.2938, floors of 16.
-    assert shares(InverseVariance()) == [217, 64, 19]
+    # Standard deviations of e^.5, e^1, e^1.5: 1, .6065, .3679 of 1.9744.
+    assert shares(InverseVariance()) == [152, 92, 56]
+    assert shares(InverseVariance(temperature=0.5)) == [200, 73, 27]
     assert shares(InverseVariance(rule=Rule.UNIFORM)) == [100, 100, 100]
     # 1, e^-1, e^-2
     assert shares(InverseVariance(rule=Rule.RECIPROCAL)) == [200, 73, 27]
@@ -169,13 +103,76 @@ def test_a_measure_is_the_variance_of_what_entries_received() -> None:
     heads = torch.split(seen.entries.column("mass"), [5, 3])
     variances = [float(((h - h.mean()) ** 2).sum() / (len(h) - 1)) for h in heads]
     seen = replace(seen, entries=replace(seen.entries, scalars={"share": torch.full((2,), 7.0)}))
-    measured = InverseVariance().measure(seen, torch.zeros(8))
+    measured = InverseVariance(variant=Variant.PAPER).measure(seen, torch.zeros(8))
     assert measured == pytest.approx((sum(variances) / 2,))
-    (low, high) = sorted(variances)
-    code = InverseVariance(variant=Variant.CODE).measure(seen, torch.zeros(8))
-    assert code == pytest.approx(((high - low) / (high - low + 1e-6) / 2,))
     later = replace(seen, stage=Stage.GENERATING)
     assert InverseVariance().measure(later, torch.zeros(8)) == ()
+
+
+def test_larder_measures_neither_sinks_nor_age() -> None:
+    """A strong sink and many queries made a layer look sparse, whatever lies between."""
+    seen, source = a_view(a_layer(1, 1), [range(50)], 2), torch.Generator().manual_seed(2)
+    rows = seen.entries.rows(0)
+    rates = torch.rand(50, generator=source) / 50
+
+    def measured(sink: float, queries: Tensor) -> float:
+        mass = torch.zeros(len(seen.entries.keys))
+        mass[rows] = rates * queries
+        mass[rows][0] = sink
+        columns = {**seen.entries.columns, "mass": mass}
+        scalars = {"share": torch.full((1,), math.nan)}
+        view = replace(seen, entries=replace(seen.entries, columns=columns, scalars=scalars))
+        [got] = InverseVariance().measure(view, torch.zeros(50))
+        return got
+
+    age = 50 - torch.arange(50)
+    assert measured(0.1, age) == measured(25.0, age)
+    assert measured(0.1, age) == pytest.approx(float(rates[4:].var()), rel=1e-4)
+
+
+@pytest.mark.parametrize("kv_heads, group", [(1, 3), (2, 2), (1, 1)])
+def test_the_code_scales_variances_over_query_heads(kv_heads, group) -> None:
+    """Two kv heads alone always come to .5, and one to 0, whatever their attention is."""
+    seen = a_view(a_layer(kv_heads, group), [range(9)] * kv_heads, 4)
+    queries, positions = seen.queries, seen.query_positions
+    variances = []
+    for head in range(kv_heads * group):
+        keys = seen.entries.head_keys(head // group)
+        mass = torch.zeros(9)
+        for query, position in zip(queries[head], positions.tolist(), strict=True):
+            logits = keys[: position + 1] @ query * seen.layer.scaling
+            mass[: position + 1] += logits.softmax(0)
+        variances.append(float(mass.double().var()))
+    low, high = min(variances), max(variances)
+    scaled = [(variance - low) / (high - low + 1e-6) for variance in variances]
+    [got] = InverseVariance(variant=Variant.CODE).measure(seen, torch.zeros(9 * kv_heads))
+    assert got == pytest.approx(sum(scaled) / len(scaled), abs=1e-4)
+
+
+def test_three_to_one_is_of_each_layers_own_entries() -> None:
+    """Recent tokens by the average budget left a layer of 25 entries 4 sinks and 21 recent."""
+    source, tokens, length = torch.Generator().manual_seed(1), 85, 300
+    planner = Planner(Protect(4, 0.25), ColumnMass(), InverseVariance(), Drop())
+    views, ready = {}, {}
+    for index in range(3):
+        seen = a_view(a_layer(2, 1, index=index), [range(length)] * 2, 5)
+        mass = torch.rand(len(seen.entries.keys), generator=source) * 10.0**index
+        columns = {**seen.entries.columns, "mass": mass}
+        scalars = {"share": torch.full((2,), math.nan)}
+        views[index] = replace(seen.entries, columns=columns, scalars=scalars)
+        seen = replace(seen, entries=views[index])
+        ready[index] = planner.judge(seen, planner.score(seen), tokens)
+    quotas = dict.fromkeys(range(3), tokens)
+    plans = planner.plan(ready, quotas, views.__getitem__)
+    own = [plan.lengths[0] for plan in plans.values()]
+    assert min(own) < 26 and max(own) > 150 and sum(own) == 3 * tokens
+    for index, plan in plans.items():
+        mass, (first, _) = views[index].column("mass"), plan.lengths
+        for head, kept in enumerate((plan.kept[:first], plan.kept[first:] - length)):
+            recent = first // 4
+            heavy = mass[length * head :][4 : length - recent].topk(first - recent - 4).indices
+            expected = {*range(4), *(heavy + 4).tolist(), *range(length - recent, length)}
+            assert set(kept.tolist()) == expected
 
 
 def test_while_generating_a_layer_keeps_its_share() -> None:
@@ -192,28 +189,6 @@ def test_while_generating_a_layer_keeps_its_share() -> None:
 def test_layers_that_share_are_due_when_all_together_are_over() -> None:
     assert not InverseVariance().due({0: 30, 1: 10}, {0: 20, 1: 20})
     assert InverseVariance().due({0: 31, 1: 10}, {0: 20, 1: 20})
-
-
-def test_equal_likenesses_share_one_fate() -> None:
-    """Rounding puts the mean of equal numbers above or below them."""
-    source = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        row = torch.randn(4, generator=source)
-        kept = torch.randn(4, generator=source)
-        keys = torch.cat([kept[None], row.expand(50, 4)])
-        places = torch.arange(51, dtype=torch.int32)
-        scalars = {"tau": torch.tensor([math.nan])}
-        entries = Entries(keys, keys, places, (0,), (51,), {}, scalars)
-        for _ in range(3):
-            plan = FoldEma().settle(a_plan([[0]], (51,)), entries, judged((51,)))
-            assert len(plan.folds) == 51
-            entries = replace(entries, scalars=plan.scalars)
-
-
-@pytest.mark.parametrize("beta", [0.0, 1.5, math.nan])
-def test_a_beta_out_of_range_is_refused(beta) -> None:
-    with pytest.raises(BadParameter, match=r"fold_ema\.beta must be in \(0, 1\]"):
-        FoldEma(beta=beta)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])

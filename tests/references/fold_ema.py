@@ -31,12 +31,14 @@ def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -
             if part.threshold.value == "none" or judged[head][s] >= taus[head] - 1e-5:
                 folded.setdefault(j, []).append((u, s))
         for entry in outcome.heads[head]:
-            if entry.kept in folded:
-                into = folded[entry.kept]
-                entry.key = merged(part, into, entry.kept, lambda s, h=head: key_of(entries, h, s))
-                entry.value = merged(
-                    part, into, entry.kept, lambda s, h=head: value_of(entries, h, s)
-                )
+            if entry.kept not in folded:
+                continue
+            shares = weighed(part, entries, head, entry.kept, folded[entry.kept])
+            entry.value = mixed(shares, [value_of(entries, head, s) for _, s in shares])
+            if part.variant.value == "larder":
+                entry.columns["log_count"] -= math.log(shares[0][0])
+            else:
+                entry.key = mixed(shares, [key_of(entries, head, s) for _, s in shares])
     return outcome
 
 
@@ -70,13 +72,42 @@ def moved(beta: float, old: float, new: float) -> float:
     return new if math.isnan(old) else beta * new + (1 - beta) * old
 
 
-def merged(part: Any, into: list[tuple[float, int]], own: int, row: Any) -> list[float]:
-    if part.weights.value == "average":
-        shares, total = [(1.0, own), *((1.0, s) for _, s in into)], 1.0 + len(into)
-    elif part.variant.value == "code":
-        shares, total = [(1.0, own), *into], 1.0 + len(into)
-    else:
+def weighed(
+    part: Any, entries: Entries, head: int, own: int, into: list[tuple[float, int]]
+) -> list[tuple[float, int]]:
+    """Shares of the kept entry itself, which comes first, and of what is merged into it."""
+    defaults = {"larder": "attention", "paper": "exponential", "code": "likeness"}
+    weights = part.weights.value
+    if weights == "variant":
+        weights = defaults[part.variant.value]
+    if weights == "attention":
+        row = entries.starts[head]
+        newest = max(max_position(entries, h) for h in range(len(entries.lengths)))
+        rates = {
+            s: float(entries.columns["mass"][row + s])
+            / (newest + 1 - int(entries.positions[row + s]))
+            for s in (own, *(s for _, s in into))
+        }
+        shares = [(rates[own], own), *((rates[s], s) for _, s in into)]
+    elif weights == "average":
+        shares = [(1.0, own), *((1.0, s) for _, s in into)]
+    elif weights == "exponential":
         shares = [(math.e, own), *((math.exp(u), s) for u, s in into)]
-        total = sum(weight for weight, _ in shares)
-    rows = [(weight / total, row(s)) for weight, s in shares]
-    return [sum(weight * numbers[d] for weight, numbers in rows) for d in range(len(rows[0][1]))]
+    else:
+        shares = [(1.0, own), *into]
+    total = sum(weight for weight, _ in shares)
+    if part.variant.value == "code":
+        total = shares[0][0] + len(into)
+    return [(weight / total, s) for weight, s in shares]
+
+
+def max_position(entries: Entries, head: int) -> int:
+    return max((int(p) for p in entries.head_positions(head)), default=0)
+
+
+def mixed(shares: list[tuple[float, int]], rows: list[list[float]]) -> list[float]:
+    weights = [weight for weight, _ in shares]
+    return [
+        sum(w * x for w, x in zip(weights, numbers, strict=True))
+        for numbers in zip(*rows, strict=True)
+    ]

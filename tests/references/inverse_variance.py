@@ -68,7 +68,4 @@ def deserved(part: Any, spreads: list[float]) -> list[float]:
         return [math.exp(-4 * rank / max(len(spreads) - 1, 1)) for rank in ranks]
     if part.variant.value != "larder":
         return [math.exp(-spread) for spread in spreads]
-    logs = [math.log(spread) for spread in spreads]
-    middle = sum(logs) / len(logs)
-    scale = math.sqrt(sum((log - middle) ** 2 for log in logs) / len(logs))
-    return [math.exp(-(log - middle) / max(scale, 1e-9) / part.temperature) for log in logs]
+    return [(1 / math.sqrt(spread)) ** (1 / part.temperature) for spread in spreads]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from references.pooled import choose
@@ -24,7 +25,10 @@ def layer_tokens(
             stretched = (value - low) / (high - low)
             share = 1 - stretched if part.variant.value == "code" else max(0.0, 1 - value)
         weights.append(share**part.alpha)
-    floor = least if part.variant.value == "paper" else max(least, tokens // 4, 1)
+    share = part.floor
+    if share is None:
+        share = 0.0 if part.variant.value == "paper" else 0.25
+    floor = least if share == 0 else max(least, math.floor(share * tokens), 1)
     return shares(layers * tokens, weights, min(floor, tokens), most)
 
 

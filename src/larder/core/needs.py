@@ -1,4 +1,4 @@
-"""What a scorer asks to see beside queries, keys and entries."""
+"""What a scorer or a budget asks to see beside queries, keys and entries."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -226,6 +226,7 @@ class Scored:
         stage: whether a context is read or text generated.
         inspected: what the storage found out about the layer.
         weights: how much each kv head counts for the budget; empty where it tells no heads apart.
+        protection: what is protected if the layer keeps so many entries per head; None: the same.
     """
 
     scores: Packed
@@ -236,6 +237,7 @@ class Scored:
     stage: Stage = Stage.READING
     inspected: Inspected = field(default_factory=Inspected)
     weights: tuple[float, ...] = ()
+    protection: Callable[[int], PackedMask] | None = None
 
     def ranked(self) -> Packed:
         """Scores with the protected entries above all others."""
@@ -250,6 +252,7 @@ class Scored:
             protected=self.protected[kept],
             lengths=plan.lengths,
             inspected=self.inspected.after(plan),
+            protection=None,
         )
 
 

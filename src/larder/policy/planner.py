@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
+from larder.core.needs import Need
 from larder.core.observation import Calibration, Entries, Lexicon, Scored, Seen, Stage
 from larder.core.plan import Plan
 from larder.core.spelling import name_of, spell
@@ -67,14 +68,19 @@ class Planner:
     projections: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
 
     @property
+    def needs(self) -> frozenset[Need]:
+        """What its parts have to see beside queries, keys and entries."""
+        return self.scorer.needs() | self.budget.needs()
+
+    @property
     def ledger(self) -> Ledger:
         """What the parts have the cache remember."""
-        own = [self.scorer.ledger, self.compensation.ledger, self.budget.ledger]
+        own = [self.scorer.ledger, self.compensation.remembered(), self.budget.ledger]
         return Ledger.union([*own, *(Ledger(tally.columns) for tally in self._tallies)])
 
     @cached_property
     def _tallies(self) -> tuple[Tally, ...]:
-        named = self.scorer.tallies | self.budget.tallies | self.compensation.tallies
+        named = self.scorer.tallies | self.budget.tallies | self.compensation.tallied()
         named |= self.unit.tallies | self.recalled
         return tuple(TALLIES.load(name)() for name in sorted(named))
 
@@ -159,7 +165,7 @@ class Planner:
         selection = Selection(quota)
         if quota and self.values.selects:
             weights = self.scorer.weights(seen) if self.values.wants_weights else None
-            selection = Selection(quota, self._protected(seen, tokens, start), weights)
+            selection = Selection(quota, self._protection(seen, start)(tokens), weights)
         weighed = self.values.weigh(scores.to(torch.float32), seen, selection)
         return self.unit.pool(weighed, seen)
 
@@ -188,22 +194,28 @@ class Planner:
         Args:
             start: true position where generating began; unused while reading.
         """
-        entries, protected = seen.entries, self._protected(seen, tokens, start)
+        entries, protection = seen.entries, self._protection(seen, start)
+        protected = protection(tokens)
         measure = self.budget.measure(seen, scores)
         inspected = self.storage.inspect(seen)
         weights = of_kv_heads(self.weights.get(seen.layer.index, ()), len(entries.lengths))
         told = (measure, entries.scalars, seen.stage, inspected, weights)
-        return Scored(scores, protected, entries.lengths, *told)
+        return Scored(scores, protected, entries.lengths, *told, protection=protection)
 
-    def _protected(self, seen: Seen, tokens: int, start: int) -> PackedMask:
-        """Which entries stay whatever their scores."""
-        positions = seen.entries.packed_positions()
-        if self.protect.sinks or self.protect.recent_tokens(tokens):
-            protected = self.protect.mask(positions, seen.length, tokens)
-        else:
-            protected = torch.zeros_like(positions, dtype=torch.bool)
-        if seen.stage is Stage.GENERATING and self.timing.shields:
-            protected = self.timing.shielded(protected, positions, start)
+    def _protection(self, seen: Seen, start: int) -> Callable[[int], PackedMask]:
+        """Which entries stay whatever their scores, where a layer keeps so many per head.
+
+        It holds no queries: layers wait with it until all are judged.
+        """
+        told = seen.entries.packed_positions(), seen.length, seen.stage, start
+        return partial(self._protected, *told)
+
+    def _protected(
+        self, positions: Int[Tensor, " T"], length: int, stage: Stage, start: int, tokens: int
+    ) -> PackedMask:
+        protected = self.protect.mask(positions, length, tokens)
+        if stage is Stage.GENERATING and self.timing.shields:
+            return self.timing.shielded(protected, positions, start)
         return protected
 
     def plan(

@@ -23,7 +23,7 @@ class Protect:
     Args:
         sinks: tokens at the start of the sequence.
         recent: the latest tokens; a whole number is tokens, a fraction in (0, 1) is that share of
-            the budget.
+            the budget, and behind `inverse_variance` of what each layer has of it.
     """
 
     sinks: int = 4

@@ -94,7 +94,7 @@ class Reader:
         judge = self._judge(caches, length)
         if not scratches[0]:
             judge.expect([Scratch(ids, (0, length))] * len(lanes), [Turn.LAST] * len(lanes), 0)
-            self.decoder.read(_rows(caches, ids), Mode.APPEND, judge, self.planner.scorer.needs())
+            self.decoder.read(_rows(caches, ids), Mode.APPEND, judge, self.planner.needs)
             return
         rounds, following = list(zip(*scratches, strict=True)), list[int]()
         if any(scratch.drafts for scratch in scratches[0]):
@@ -110,7 +110,7 @@ class Reader:
             judge.expect(asked, [turn] * len(asked), behind)
             pairs = zip(caches, asked, strict=True)
             rows = [Row(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            self.decoder.read(rows, Mode.SCRATCH, judge, self.planner.scorer.needs())
+            self.decoder.read(rows, Mode.SCRATCH, judge, self.planner.needs)
 
     def finish(self, lane: Lane, waiting: Sequence[Lane] = ()) -> None:
         """A lane has read everything: give its slack back and hand the cache over.

@@ -95,6 +95,12 @@ def lifted(scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     return (scores - least).clamp(min=0.0)
 
 
+def under(scored: Scored, tokens: int) -> Scored:
+    """The same where the layer keeps `tokens` entries per head: protected shares are of these."""
+    protection = scored.protection
+    return scored if protection is None else replace(scored, protected=protection(tokens))
+
+
 def needed(scored: Scored) -> int:
     """Entries of a layer without which some head could not keep all that is protected in it."""
     most = max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
+from larder.core.needs import Need
 from larder.core.observation import Calibration, Scored, Seen
 from larder.core.plan import Plan
 from larder.core.types import Packed
@@ -30,6 +31,10 @@ class Budget(ABC):
     ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
     # Whether `choose` is asked again about layers that have been cut, as more layers go by.
     recuts: ClassVar[bool] = False
+
+    def needs(self) -> frozenset[Need]:
+        """What `measure` has to see beside queries, keys and entries; nothing by default."""
+        return frozenset()
 
     def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
         """What `choose` must know of a layer beyond its scores; taken as the layer goes by."""

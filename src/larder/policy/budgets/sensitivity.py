@@ -8,7 +8,8 @@ under a mask that hides what eviction would; budgets are proportional to s^alpha
 The paper lets a layer fall to nothing; its released code floors at a quarter without taking the
 excess back. `larder` floors at a quarter and sums exactly; `paper` has no floor beyond what is
 protected; `code` stretches sigma to [0, 1] first and floors, here summing exactly too, because a
-budget is a bound.
+budget is a bound. `floor` sets it apart from the variant. A floor hides a sharp alpha: once every
+layer but one stands on it, a larger alpha changes nothing more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import best_of_layer
 from larder.policy.budgets.base import Budget, check_size
 
-FLOOR_SHARE = 4  # a layer keeps at least 1 / 4 of the average (released code)
+FLOORS = {Variant.LARDER: 0.25, Variant.PAPER: 0.0, Variant.CODE: 0.25}
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,25 @@ class Sensitivity(Budget):
         alpha: how sharply sensitive layers are preferred; 0 is uniform. The paper finds 2 to 4
             best with its own formula; the code's scripts use 1.1 to 1.3 with theirs.
         variant: `larder`, `paper` or `code`.
+        floor: the least that a layer gets, as a share of the average, in [0, 1]; what is protected
+            stays in any case. None for that of the variant.
     """
 
     tokens: int | None = None
     kept: float | None = None
     alpha: float = 2.0
     variant: Variant = Variant.LARDER
+    floor: float | None = None
     calibrations = frozenset({"sensitivity"})
 
     def __post_init__(self) -> None:
         check_size("sensitivity", self.tokens, self.kept)
         if not 0 <= self.alpha < math.inf:
             raise BadParameter(f"sensitivity.alpha must be 0 or more, got {self.alpha}.")
+        if self.floor is not None and not 0 <= self.floor <= 1:
+            raise BadParameter(
+                f"sensitivity.floor must be a share of the average in [0, 1], got {self.floor}."
+            )
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration
@@ -57,7 +65,8 @@ class Sensitivity(Budget):
         if tokens >= most:
             return (tokens,) * layers
         weights = [share**self.alpha for share in self._shares(facts["sensitivity"])]
-        floor = least if self.variant is Variant.PAPER else max(least, tokens // FLOOR_SHARE, 1)
+        share = FLOORS[self.variant] if self.floor is None else self.floor
+        floor = max(least, int(share * tokens), 1 if share else 0)
         return apportion(layers * tokens, weights, min(floor, tokens), most)
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:

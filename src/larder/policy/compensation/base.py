@@ -18,6 +18,14 @@ class Compensation(ABC):
     # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
 
+    def remembered(self) -> Ledger:
+        """What it, with these parameters, has the cache remember."""
+        return self.ledger
+
+    def tallied(self) -> frozenset[str]:
+        """Names of the tallies whose columns it, with these parameters, reads."""
+        return self.tallies
+
     @property
     def once(self) -> bool:
         """Whether it judges a text as one, so that it must be read before anything goes."""

@@ -1,16 +1,26 @@
-"""Fold what is rejected into the kept entry most like it, where it is like enough.
+"""Merge what is rejected into the kept entry most like it, where it is like enough.
 
 Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large
 Language Models" (2024), arXiv:2406.13035, section 4.2.2, eq. 9 to 12. Likeness u is the cosine of
 cached (rotated) keys within a kv head. An entry whose best u is below a threshold is dropped; the
 threshold is the mean of the best u of all that was rejected, and follows later means as an
-exponential moving average: tau = beta * mean + (1 - beta) * tau. A kept entry becomes the mean of
-itself and what is folded into it, weighed by exp(u), with u = 1 for itself; keys and values alike.
+exponential moving average: tau = beta * mean + (1 - beta) * tau.
 
-`larder` and `paper` agree: a threshold per layer and kv head, per rejected entry. `code` averages
-likeness over the heads of a layer, by the rank that entries have among the rejected, and folds a
-rank in all heads or in none; weights are u, and 1 for itself, over one plus the number folded, so
-that keys and values shrink. Its threshold is the paper's here, and starts anew with every cache.
+`paper`: a kept entry becomes the mean of itself and what is merged into it, weighed by exp(u), with
+u = 1 for itself; keys and values alike. That harms: the logit of a mean key is the mean of the
+logits, which is less than what its entries draw together, and far less than what a heavy hitter
+draws alone. On SmolLM2-135M (six chats of LoCoMo, 1,200 tokens, a quarter kept, equal layers) it is
+.094 nats from the full cache where dropping is .058 from it.
+
+`larder` leaves keys as they are. A value becomes the mean weighed by the attention that each entry
+has received, per query that could see it (the tally `mass`), and the entry's logit rises by the
+logarithm of what that attention adds up to, over its own. For a query that looks at entries as
+earlier ones did on average, the merged entry gives what its entries gave together: .044 nats.
+
+`code` averages likeness over the heads of a layer, by the rank that entries have among the
+rejected, and merges a rank in all heads or in none; weights are u, and 1 for itself, over one plus
+the number merged, so that keys and values shrink. Its threshold is the paper's here, and starts
+anew with every cache.
 """
 
 from __future__ import annotations
@@ -20,15 +30,22 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
+from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, Scored
 from larder.core.plan import Folds, Plan
 from larder.core.types import Variant
-from larder.ops.folding import alike_folds, followed_means, means_of, moved_towards, weighed
+from larder.ops.folding import (
+    Rows,
+    alike_folds,
+    followed_means,
+    means_of,
+    moved_towards,
+    weighed,
+)
 from larder.ops.marking import places_unmarked
 from larder.ops.nearest import nearest_rows
 from larder.policy.compensation._rejected import heads_of, marked
@@ -53,10 +70,24 @@ class Threshold(Enum):
 
 
 class Weights(Enum):
-    """How much of itself a kept entry keeps: the paper's way, or the same for all."""
+    """What entries that become one weigh.
 
+    VARIANT: as the variant has it, `larder` by attention, `paper` exponentially, `code` by the
+    likeness itself. ATTENTION: what each received per query. EXPONENTIAL: exp of the likeness.
+    AVERAGE: all the same.
+    """
+
+    VARIANT = "variant"
+    ATTENTION = "attention"
     EXPONENTIAL = "exponential"
     AVERAGE = "average"
+
+
+WEIGHTS = {
+    Variant.LARDER: Weights.ATTENTION,
+    Variant.PAPER: Weights.EXPONENTIAL,
+    Variant.CODE: None,
+}
 
 
 @dataclass(frozen=True)
@@ -65,22 +96,40 @@ class FoldEma(Compensation):
 
     Args:
         beta: how fast the threshold follows, in (0, 1].
-        threshold: `ema`, or `none` to fold everything.
+        threshold: `ema`, or `none` to merge everything.
         likeness: whether `keys` or `values` are compared.
-        weights: `exponential` in the likeness, or the plain `average`.
-        variant: `larder` and `paper`, or `code`.
+        weights: those of the `variant`, `attention`, `exponential` in the likeness, or the plain
+            `average`.
+        variant: `larder` (keys stay, and an entry counts for what was merged into it), `paper` or
+            `code`.
     """
 
     beta: float = 0.7
     threshold: Threshold = Threshold.EMA
     likeness: Likeness = Likeness.KEYS
-    weights: Weights = Weights.EXPONENTIAL
+    weights: Weights = Weights.VARIANT
     variant: Variant = Variant.LARDER
     ledger = Ledger(scalars=(TAU,))
 
     def __post_init__(self) -> None:
         if not 0 < self.beta <= 1:
             raise BadParameter(f"fold_ema.beta must be in (0, 1], got {self.beta}.")
+
+    def remembered(self) -> Ledger:
+        return replace(self.ledger, columns=(LOG_COUNT,)) if self._counts else self.ledger
+
+    def tallied(self) -> frozenset[str]:
+        return frozenset({"mass"}) if self._weighs is Weights.ATTENTION else frozenset()
+
+    @property
+    def _counts(self) -> bool:
+        """Whether keys stay, and an entry draws attention for all that was merged into it."""
+        return self.variant is Variant.LARDER
+
+    @property
+    def _weighs(self) -> Weights | None:
+        """None for the likeness itself."""
+        return WEIGHTS[self.variant] if self.weights is Weights.VARIANT else self.weights
 
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
         del scored
@@ -89,55 +138,67 @@ class FoldEma(Compensation):
         if not len(gone):
             return plan
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
-        heads, before = heads_of(gone, entries), entries.scalars[TAU]
         likeness, nearest = nearest_rows(rows, *entries.layout, stays, gone)
-        if self._is_published:
-            found, given = (gone, nearest, heads, likeness), likeness.exp()
-            tau, folds = alike_folds(*found, given, math.e, before, self.beta, TIE)
-            scalars = {**plan.scalars, TAU: tau}
-            return replace(plan, folds=Folds(*folds, folds[2]), scalars=scalars)
-        compared = nearest >= 0
-        if not bool(compared.all()):  # a head that keeps nothing has nothing to compare with
-            parts = gone, likeness, nearest, heads
-            gone, likeness, nearest, heads = (part[compared] for part in parts)
+        found = gone, nearest, heads_of(gone, entries), likeness
+        if self.threshold is Threshold.EMA and self.variant is not Variant.CODE:
+            given, own = self._given(gone, nearest, likeness, entries)
+            case = *found, given, own, entries.scalars[TAU], self.beta, TIE
+            tau, folds = alike_folds(*case)
+            return self._merged(replace(plan, scalars={**plan.scalars, TAU: tau}), folds, entries)
+        return self._settled(plan, entries, *found)
+
+    def _settled(
+        self, plan: Plan, entries: Entries, gone: Tensor, nearest: Tensor, heads: Tensor, u: Tensor
+    ) -> Plan:
+        """Step by step, where the threshold is another."""
+        compared = nearest >= 0  # a head that keeps nothing has nothing to compare with
+        gone, nearest, heads, u = (part[compared] for part in (gone, nearest, heads, u))
         if not len(gone):
             return plan
+        before = entries.scalars[TAU]
         if self.variant is Variant.CODE:
-            judged, mean = _by_rank(likeness, heads, len(entries.lengths))
+            judged, mean = _by_rank(u, heads, len(entries.lengths))
             tau = moved_towards(before, mean.expand(len(entries.lengths)), self.beta)
         else:
-            judged, tau = likeness, followed_means(likeness, heads, before, self.beta)
+            judged, tau = u, followed_means(u, heads, before, self.beta)
+        plan = replace(plan, scalars={**plan.scalars, TAU: tau})
         if self.threshold is Threshold.EMA:
             alike = judged >= tau[heads] - TIE
-            if not bool(alike.all()):
-                gone, nearest, likeness = gone[alike], nearest[alike], likeness[alike]
-        folds = self._folds(gone, nearest, likeness)
-        return replace(plan, folds=folds, scalars={**plan.scalars, TAU: tau})
-
-    @property
-    def _is_published(self) -> bool:
-        """Whether threshold and weights are the paper's, which are found in one go."""
-        paper = Threshold.EMA, Weights.EXPONENTIAL
-        return self.variant is not Variant.CODE and (self.threshold, self.weights) == paper
-
-    def _folds(
-        self,
-        sources: Int64[Tensor, " F"],
-        targets: Int64[Tensor, " F"],
-        likeness: Float[Tensor, " F"],
-    ) -> Folds:
-        """Weighted means over each target and what is folded into it."""
-        if not len(sources):
-            return Folds.none(sources.device)
-        if self.weights is Weights.AVERAGE:
-            given, kept = torch.ones_like(likeness), 1.0
-        elif self.variant is Variant.CODE:
-            given, kept = likeness, 1.0
-        else:
-            given, kept = likeness.exp(), math.e
+            gone, nearest, u = gone[alike], nearest[alike], u[alike]
+        given, own = self._given(gone, nearest, u, entries)
         counted = torch.ones_like(given) if self.variant is Variant.CODE else given
-        sources, targets, weights = weighed(sources, targets, given, counted, kept)
-        return Folds(sources, targets, weights, weights)
+        return self._merged(plan, weighed(gone, nearest, given, counted, own), entries)
+
+    def _given(
+        self, sources: Tensor, targets: Tensor, likeness: Tensor, entries: Entries
+    ) -> tuple[Float[Tensor, " F"], float]:
+        """What sources weigh, and what their targets do."""
+        weights = self._weighs
+        if weights is Weights.ATTENTION:
+            rates = _rates(entries)
+            return rates[sources] / rates[targets], 1.0
+        if weights is Weights.AVERAGE:
+            return torch.ones_like(likeness), 1.0
+        return (likeness, 1.0) if weights is None else (likeness.exp(), math.e)
+
+    def _merged(self, plan: Plan, folds: Rows, entries: Entries) -> Plan:
+        """The plan with these folds, in which keys stay or do not."""
+        sources, targets, weights = folds
+        if not len(sources):
+            return plan
+        if not self._counts:
+            return replace(plan, folds=Folds(sources, targets, weights, weights))
+        own = sources == targets
+        logs = entries.column(LOG_COUNT).index_add(0, targets[own], -weights[own].log())
+        columns = {**plan.columns, LOG_COUNT: logs[plan.kept]}
+        return replace(plan, folds=Folds(sources, targets, own.float(), weights), columns=columns)
+
+
+def _rates(entries: Entries) -> Float[Tensor, " T"]:
+    """The attention that each entry has received, per query that could see it; above 0."""
+    positions = entries.packed_positions()
+    queries = positions.amax() + 1 - positions
+    return (entries.column("mass") / queries).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _by_rank(likeness: Tensor, heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import Lane, Reader
 
 # Bounds activations; without a plan in between, pieces of any size leave the same cache. The last
-# piece is longer where a scorer judges by more tokens than this, and all where it asks for them.
+# piece is longer where a scorer judges by more tokens than this, and all where a part asks for it.
 PIECE_TOKENS = 1024
 
 
@@ -37,7 +37,7 @@ class Whole(Schedule):
         start = lane.cache.next_position
         scorer = reader.planner.scorer
         voters = max(PIECE_TOKENS, scorer.least().last)  # they stay themselves
-        last = 0 if Need.TEXT in scorer.needs() else max(0, len(ids) - voters)
+        last = 0 if Need.TEXT in reader.planner.needs else max(0, len(ids) - voters)
         lane.cache.allocate(len(ids))
         for cut in range(0, last, PIECE_TOKENS):
             reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])
