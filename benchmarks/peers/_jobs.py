@@ -17,7 +17,7 @@ from typing import Any
 
 from _pairs import LARDER, Pair
 
-from larder.bench.amounts import WHOLE, Amount
+from larder.bench.amounts import WHOLE
 from larder.bench.marking import said_items
 from larder.bench.models import RANDOM, open_model
 from larder.bench.rows import CELL, SCHEMA, Row
@@ -26,6 +26,7 @@ from larder.bench.sources import Sources
 from larder.bench.surroundings import ID_LENGTH, environment
 from larder.bench.task import Task, parse_task
 from larder.bench.timing import percentiles
+from larder.core.amount import Amount
 from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
 from larder.core.spelling import name_of, spell

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from larder.core.conversation import Conversation, Message, Question
+    from larder.core.errors import LarderError
+    from larder.engine.answer import Answer
+    from larder.engine.chat import Chat
+    from larder.engine.engine import Engine
+    from larder.session.files import read_conversation
+    from larder.session.policy import Policy
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from larder.bench.amounts import Amount, Matched
+from larder.bench.amounts import Matched
 from larder.bench.forced import force, force_slowly
 from larder.bench.marking import Posed, forced_items, said_items
 from larder.bench.models import open_model
@@ -18,6 +18,7 @@ from larder.bench.sources import Sources
 from larder.bench.subjects import Subject, control, subject
 from larder.bench.task import parse_task
 from larder.bench.workbench import Workbench
+from larder.core.amount import Amount
 from larder.core.conversation import Conversation, Message, Question
 from larder.engine.engine import Engine
 from larder.session.memory import Memory

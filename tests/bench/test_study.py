@@ -82,7 +82,7 @@ def test_equal_policies_are_one() -> None:
         ("kivi:exact", "kivi:exakt", UnknownName, "Did you mean 'exact'"),
         ("passkey()", "paskey()", UnknownName, "Did you mean 'passkey'"),
         ("generated", "generate", UnknownName, "Did you mean 'generated'"),
-        ('"64"', '"5/4"', UsageError, "is no size"),
+        ('"64"', '"5/4"', UsageError, "above 0"),
         ('"rag_2k"', '"rag_2k(size=4)"', UnknownName, "no parameter 'size'"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
         (("paskey",), 2, "Did you mean 'passkey'"),
         (("passkey", "--tokens", "many"), 2, "--tokens 1500,4000"),
         (("passkey", "--tokens", ""), 2, "--tokens 1500,4000"),
-        (("passkey", "--budget", "2/1"), 2, "is no size"),
+        (("passkey", "--budget", "2/1"), 2, "above 0"),
         (("passkey", *TINY, "--control", "full", "--device", "xpu"), 1, "cannot be used: "),
         (("passkey", "--measure", "fored"), 2, "Did you mean 'forced'"),
         (("passkey", "--study", "none_such"), 2, "No study named"),

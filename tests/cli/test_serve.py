@@ -89,7 +89,7 @@ def test_keys_come_from_the_environment(
 
 
 def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
-    assert "64MB' is not a size" in complaint(run("serve", "--kv-budget", "64MB"), 2)
+    assert "64MBit' is not a size" in complaint(run("serve", "--kv-budget", "64MBit"), 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
     assert "cannot be listened at" in said and "another --port" in said

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from larder.bench.amounts import OWN, WHOLE, Amount, Matched
+from larder.bench.amounts import OWN, WHOLE, Matched
 from larder.bench.rows import CELL, SCHEMA, Row
 from larder.bench.study import Study
 from larder.bench.subjects import Governed, Scope, Subject, control, subject
 from larder.bench.task import Task, parse_task
+from larder.core.amount import Amount
 from larder.core.errors import UsageError
 from larder.core.spelling import name_of, spell
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from larder.bench.amounts import Amount, Matched
+from larder.bench.amounts import Matched
 from larder.bench.rows import Row
 from larder.bench.sizing import Fit, fit
+from larder.core.amount import Amount
 from larder.core.spec import ModelSpec
 from larder.session.memory import Figures, Memory
 

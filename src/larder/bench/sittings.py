@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from larder.bench.amounts import Amount, Matched
+from larder.bench.amounts import Matched
 from larder.bench.cells import Cell
 from larder.bench.equal_bytes import Wanted, figures_of, taken_bytes
 from larder.bench.exhibits import exhibits
@@ -19,6 +19,7 @@ from larder.bench.rows import SHOWN, Row
 from larder.bench.subjects import Scope, Subject
 from larder.bench.task import Style, Task
 from larder.bench.workbench import Workbench
+from larder.core.amount import Amount
 from larder.core.conversation import Conversation, Question
 from larder.core.types import Mode
 from larder.engine.engine import Engine

@@ -39,7 +39,7 @@ class Common(Output):
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of each cache: 512 (tokens per kv head), 20% of the context, or 64MiB; "
+            help="Of each cache: 512 (tokens per kv head), 20% or 1/5 of the context, or 64MiB; "
             "episodes have a cache each.  "
             "Default: what the policy says, else 20%, at least 128.",
         ),
@@ -56,7 +56,7 @@ class Common(Output):
     )
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16.  Default: float32 on a CPU."),
+        typer.Option(help="float32, bfloat16, float16 or auto.  Default: float32 on a CPU."),
     ] = None
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0
     max_new_tokens: Annotated[int, typer.Option(help="An answer's longest length.")] = 256

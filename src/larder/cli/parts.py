@@ -10,7 +10,7 @@ from typing import Any
 
 from larder.cli.citations import Citation, citations
 from larder.core.errors import UnknownName
-from larder.core.family import unknown
+from larder.core.family import LISTING, unknown
 from larder.core.spelling import name_of
 from larder.policy.protect import Protect
 from larder.session.policy import FAMILIES, SLOTS, Policy
@@ -92,7 +92,7 @@ def find_part(name: str) -> PartPage:
     pages = {kind.name: kind for kind in part_pages()}
     if name not in pages:
         known = sorted({*pages, *PRESETS})
-        raise UnknownName(unknown("policy part or preset", name, known))
+        raise UnknownName(unknown("policy part or preset", name, known, LISTING))
     return pages[name]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import typer
 from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
 from larder.cli.kept import CodecName, KeyFile, check_codec
 from larder.cli.options import Common, command
+from larder.core.amount import Amount, Unit
 from larder.core.errors import DependencyError, InputError, UsageError
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from larder.store.ledger import Budgets
 
 KEYS = "LARDER_API_KEYS"
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-BYTES = re.compile(r"(\d+)(KiB|MiB|GiB|TiB)")
 
 
 @dataclass(frozen=True)
@@ -234,7 +232,7 @@ def check_keeping(options: Serving) -> None:
 
 def _bytes(option: str, text: str) -> int:
     """Raises: UsageError: the text is no number of bytes."""
-    found = BYTES.fullmatch(text)
-    if found is None:
-        raise UsageError(f"{option} {text!r} is not a size: write 512MiB or 2GiB.")
-    return int(found[1]) * UNITS[found[2]]
+    amount = Amount.parse(text, option)
+    if amount.unit is not Unit.BYTES:
+        raise UsageError(f"{option} {text!r} is not a number of bytes: write 512MiB or 2GiB.")
+    return int(amount.number)

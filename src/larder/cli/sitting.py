@@ -9,6 +9,7 @@ from larder.bench.metrics import exact, f1, f1_stemmed
 from larder.cli.kept import tell_resumed
 from larder.cli.options import Common
 from larder.cli.showing import watched
+from larder.core.amount import Amount
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
 from larder.core.spelling import name_of
@@ -21,7 +22,6 @@ from larder.engine.sampling import Sampling
 from larder.models.loading import load
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.sizes import Size
 
 NAMED = "question"  # the prompt that needs its question before reading
 
@@ -123,7 +123,7 @@ def policy_from(option: str, spelling: str) -> Policy:
 def _check_sizes(options: Common) -> None:
     """Raises: UsageError, BadParameter: `--budget` or `--block` is no size."""
     if options.budget is not None:
-        Size.parse(options.budget)
+        Amount.parse(options.budget, "--budget")
     if options.block is not None and options.block < 1:
         raise BadParameter(f"--block must be at least 1 token, got {options.block}.")
 

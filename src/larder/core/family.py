@@ -10,7 +10,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, distributions, entry_points
@@ -50,7 +50,7 @@ class Family:
             return import_module(f"{self.package}.{name}").Part
         if name in (offered := self._offered()):
             return offered[name].load()
-        raise UnknownName(unknown(self.kind, name, self.names()))
+        raise UnknownName(unknown(self.kind, name, self.names(), LISTING))
 
     def _offered(self) -> dict[str, EntryPoint]:
         own = self.own()
@@ -101,8 +101,31 @@ def _modules(package: str) -> frozenset[str]:
     return frozenset(m for m in modules if not m.startswith("_") and m != "base")
 
 
-def unknown(kind: str, name: str, known: list[str]) -> str:
-    """The sentence for a name that nobody has: the nearest one, then all of them."""
+LISTED = 12  # names that an error lists; of more, the nearest
+NEAREST = 3
+LISTING = "`larder policy list`"
+
+
+def unknown(kind: str, name: str, known: list[str], listing: str = "") -> str:
+    """The sentence for a name that nobody has.
+
+    Args:
+        kind: of what is named.
+        known: all names. Up to a dozen are listed; of more, the three nearest.
+        listing: the command that prints them, where they are many.
+    """
+    if len(known) > LISTED:
+        near = sorted(known, key=lambda other: (-_alikeness(name, other), other))[:NEAREST]
+        *first, last = map(repr, near)
+        hint = f" {listing} prints all {len(known)}." if listing else ""
+        return f"No {kind} named {name!r}. Did you mean {', '.join(first)} or {last}?{hint}"
     near = get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"No {kind} named {name!r}.{hint} Known: {', '.join(known)}."
+
+
+def _alikeness(name: str, other: str) -> float:
+    """Above 1 where one name holds the other, else the share of letters in common."""
+    ours, theirs = (text.lower().replace("-", "_") for text in (name, other))
+    common = SequenceMatcher(None, ours, theirs).ratio()
+    return common + (len(ours) > 2 and (ours in theirs or theirs in ours))

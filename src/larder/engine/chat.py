@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from larder.core.arguments import check_count, check_type
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
 from larder.core.types import Coming, Mode
@@ -67,6 +68,7 @@ class Chat:
         keeper: Keeper | None = None,
         state: State | None = None,
     ) -> None:
+        check_type("engine", engine, Engine, "an Engine")
         self._engine, self._name, self._keeper = engine, name, keeper or Unkept()
         self._logbook: Logbook = (
             Forgetful() if name is None else SessionFile(name, self._keeper.logs)
@@ -102,6 +104,8 @@ class Chat:
             InputError: the text is blank, or longer than the budget; the session's file cannot be
                 written.
         """
+        check_type("text", text, str, "what is said, as a string")
+        check_count("max_new_tokens", max_new_tokens)
         cabinet, before = self._cabinet, self._cabinet.state.refreshes
         cabinet.refresh()
         prompt = self._prompt(text)

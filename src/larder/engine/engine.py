@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, overload
 
-from larder.core.conversation import Conversation
+import torch
+
+from larder.core.arguments import check_count, check_type
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer
 from larder.engine.decoding import untended
@@ -17,6 +19,7 @@ from larder.models.loading import SEED, Loaded, load
 from larder.prefill.base import Progress, silent
 from larder.session.embedders.base import Embedder
 from larder.session.embedding import load_embedder
+from larder.session.files import Readable, conversation_of
 from larder.session.memory import Memory
 from larder.session.policy import Policy
 from larder.session.reading import Desk, Sizes, read, tend
@@ -37,21 +40,26 @@ class Engine:
     Args:
         loaded: a model with its tokenizer, from `larder.models.loading.load`.
         policy: a preset's name, a sentence of parts, or a `Policy`.
-        budget: of each cache, and episodes have one each: `512` (tokens per kv head, averaged over
-            layers), `20%` of the context, `64MiB`; None takes what the policy says, else 20%.
+        budget: of each cache, and episodes have one each: 512 (tokens per kv head, averaged over
+            layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes what the policy
+            says, else 20%.
         block: tokens read between two plans; None takes what the policy says, else the smaller of
             512 and the budget.
+
+    Raises:
+        LarderError: the policy does not parse, or an argument is of a wrong type or no size.
     """
 
     def __init__(
         self,
         loaded: Loaded,
         policy: str | Policy = "epicache",
-        budget: str | None = None,
+        budget: str | int | float | None = None,
         block: int | None = None,
     ) -> None:
+        check_type("loaded", loaded, Loaded, "a model from larder.models.loading.load")
         self.loaded = loaded
-        self.policy = policy if isinstance(policy, Policy) else Policy.parse(policy)
+        self.policy = _parsed(policy)
         self.sizes = Sizes(budget, block)
         self.scribe = Scribe(loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
@@ -63,21 +71,29 @@ class Engine:
         model: str = SEED,
         *,
         policy: str | Policy = "epicache",
-        budget: str | None = None,
+        budget: str | int | float | None = None,
         block: int | None = None,
         device: str = "cpu",
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
     ) -> Engine:
         """Load a model and put it under a policy; the bundled model is the default.
 
+        Args:
+            dtype: `"float32"` or `torch.float32` and the like; `"auto"` for that of the weights.
+
         Raises:
-            LarderError: the model cannot be loaded or honored, the policy does not parse.
+            LarderError: the model cannot be loaded or honored, the policy does not parse, or an
+                argument is of a wrong type or no size.
         """
-        chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
+        chosen = _parsed(policy)
+        Sizes(budget, block)  # refused before a model is loaded
         return cls(load(model, device, dtype), chosen, budget, block)
 
     def under(
-        self, policy: str | Policy, budget: str | None = None, block: int | None = None
+        self,
+        policy: str | Policy,
+        budget: str | int | float | None = None,
+        block: int | None = None,
     ) -> Engine:
         """The same model, and the embedders already loaded, under another policy."""
         engine = Engine(self.loaded, policy, budget, block)
@@ -86,20 +102,28 @@ class Engine:
 
     def read(
         self,
-        conversation: Conversation,
+        conversation: Readable,
         prompts: Mapping[str, str] | None = None,
         progress: Progress = silent,
     ) -> Memory:
-        """Read a conversation within the budget.
+        """Read a conversation or a document within the budget.
 
         Args:
+            conversation: from `read_conversation`; or a text, read as a document; or messages as
+                chat APIs have them, `[{"role": "user", "content": "..."}, ...]`.
             prompts: texts by name, for a policy that looks them up: `question`, or any name that a
                 `patched(prompt="...")` gives.
             progress: told of tokens read and tokens to read.
-        """
-        book: Prompts = {name: self.scribe.question(text) for name, text in (prompts or {}).items()}
-        return read(self.desk, conversation, self.policy, self.sizes, book, progress)
 
+        Raises:
+            InputError: there is nothing to read, or a message is none.
+            LarderError: sizes contradict each other, or an argument is of a wrong type.
+        """
+        source = conversation_of(conversation)
+        book: Prompts = {name: self.scribe.question(text) for name, text in (prompts or {}).items()}
+        return read(self.desk, source, self.policy, self.sizes, book, progress)
+
+    @overload
     def ask(
         self,
         memory: Memory,
@@ -108,41 +132,56 @@ class Engine:
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] = unheard,
-    ) -> Answer:
-        """Answer a question about what was read; the memory is afterwards as it was before.
+    ) -> Answer: ...
+
+    @overload
+    def ask(
+        self,
+        memory: Memory,
+        question: Sequence[str],
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] = unheard,
+    ) -> list[Answer]: ...
+
+    def ask(
+        self,
+        memory: Memory,
+        question: str | Sequence[str],
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] = unheard,
+    ) -> Answer | list[Answer]:
+        """Answer a question, or several, about what was read; the memory stays as it was.
 
         The room that an answer takes is given back too, so memories do not grow by being asked.
 
         Args:
-            stop: strings that end the answer.
-            on_text: told of the answer's text as it comes.
+            question: one, or a list of questions, each answered as if it was the only one.
+            stop: strings that end an answer.
+            on_text: told of an answer's text as it comes.
+
+        Returns:
+            An answer to one question; a list of answers, in order, to a list.
+
+        Raises:
+            LarderError: an argument is of a wrong type or out of range.
         """
-        cache, match = memory.recall(question)
-        prompt = self.scribe.question(memory.conversation.question_prompt.format(question=question))
-        check_fits(prompt, tokens_of(memory.policy))
-        tending = tend(self.desk, memory.policy, [cache])
-        if tending is not None:
-            cache = cache.fork()  # what goes while the answer is generated cannot come back
-        mark = cache.next_position
-        cache.reserve(len(prompt) + (max_new_tokens if tending is None else 1))
-        try:
-            reply = self.speaker.reply(
-                cache,
-                prompt,
-                sampling or Sampling(),
-                max_new_tokens,
-                stop,
-                on_text,
-                untended if tending is None else tending.observer,
-            )
-            held_bytes = memory.shelf.nbytes
-            if tending is not None:
-                held_bytes += cache.nbytes - cache.shared_nbytes
-        finally:
-            if tending is None:
-                cache.truncate(mark)
-                cache.compact()
-        return reply.answer(question, match, len(prompt), held_bytes)
+        check_type("memory", memory, Memory, "what Engine.read returned")
+        check_count("max_new_tokens", max_new_tokens)
+        wanted = "a question as a string, or a list of questions"
+        check_type("question", question, (str, list, tuple), wanted)
+        chosen = sampling or Sampling()
+        check_type("sampling", chosen, Sampling, "a Sampling")
+        if isinstance(question, str):
+            return self._answer(memory, question, chosen, max_new_tokens, stop, on_text)
+        for one in question:
+            check_type("question", one, str, wanted)
+        return [
+            self._answer(memory, one, chosen, max_new_tokens, stop, on_text) for one in question
+        ]
 
     @cached_property
     def desk(self) -> Desk:
@@ -159,12 +198,53 @@ class Engine:
         """Token ids that end a turn."""
         return stop_ids(self.loaded)
 
+    def _answer(
+        self,
+        memory: Memory,
+        question: str,
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop: Sequence[str],
+        on_text: Callable[[str], None],
+    ) -> Answer:
+        cache, match = memory.recall(question)
+        prompt = self.scribe.question(memory.conversation.question_prompt.format(question=question))
+        check_fits(prompt, tokens_of(memory.policy))
+        tending = tend(self.desk, memory.policy, [cache])
+        if tending is not None:
+            cache = cache.fork()  # what goes while the answer is generated cannot come back
+        mark = cache.next_position
+        cache.reserve(len(prompt) + (max_new_tokens if tending is None else 1))
+        try:
+            reply = self.speaker.reply(
+                cache,
+                prompt,
+                sampling,
+                max_new_tokens,
+                stop,
+                on_text,
+                untended if tending is None else tending.observer,
+            )
+            held_bytes = memory.shelf.nbytes
+            if tending is not None:
+                held_bytes += cache.nbytes - cache.shared_nbytes
+        finally:
+            if tending is None:
+                cache.truncate(mark)
+                cache.compact()
+        return reply.answer(question, match, len(prompt), held_bytes)
+
     def _load_embedder(self, name: str) -> Embedder:
         table = self.loaded.decoder.token_table()
         return load_embedder(name, "cpu", table, self.scribe.encode)
 
     def _calibrate(self, names: frozenset[str]) -> Calibration:
         return calibrate(self.loaded.decoder, self.scribe.encode, names)
+
+
+def _parsed(policy: str | Policy) -> Policy:
+    check_type("policy", policy, (str, Policy), "a preset's name, a sentence of parts or a Policy")
+    return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
 
 def stop_ids(loaded: Loaded) -> frozenset[int]:

@@ -13,12 +13,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, ModelError
 from larder.models.decoder import Decoder
 from larder.models.quieting import quiet
 from larder.models.verification import check_rope, own_logits, verify
 
 SEED = "seed"
+AUTO = "auto"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What damaged or hostile files make transformers, torch and tokenizers raise while they load.
@@ -49,33 +51,38 @@ class Loaded:
     name: str
 
 
-def load(name: str = SEED, device: str = "cpu", dtype: str | None = None) -> Loaded:
+def load(name: str = SEED, device: str = "cpu", dtype: str | torch.dtype | None = None) -> Loaded:
     """Load a model and prove that it works through Larder's attention.
 
     Args:
         name: `seed` for the bundled model, a local folder, or a Hugging Face name.
         device: where it runs, as torch spells it.
-        dtype: `float32` (default on a CPU), `bfloat16` (default elsewhere) or `float16`.
+        dtype: `float32` (default on a CPU), `bfloat16` (default elsewhere) or `float16`, as a name
+            or as torch has it; `auto` for the one that the weights are saved in.
 
     Raises:
+        BadParameter: the device or the dtype is none.
         ModelError: it cannot be loaded, or cannot be honored; the message says what to do.
     """
+    check_type("model", name, str, "a name or a folder as a string")
+    check_type("device", device, str, "a string such as cpu or cuda:0")
     source = str(files("larder.models") / "seed") if name == SEED else name
     _check_folder(source)
     with quiet():
         return _load(name, source, device, dtype)
 
 
-def _load(name: str, source: str, device: str, dtype: str | None) -> Loaded:
+def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) -> Loaded:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    kind = torch_dtype(dtype, device)
+    kind = AUTO if dtype == AUTO else torch_dtype(dtype, device)
     config = _guarded(name, _read_config, source)
     check_rope(config)
     if not Path(source).is_dir():
         _check_hub_indexes(source)
     options = {"trust_remote_code": False, **_dtype_option(kind)}
     module = _guarded(name, AutoModelForCausalLM.from_pretrained, source, **options)
+    _check_kind(name, module.dtype)
     module = move(module, device).eval()
     tokenizer = _guarded(name, AutoTokenizer.from_pretrained, source, trust_remote_code=False)
     return Loaded(adopt(module), tokenizer, name)
@@ -130,7 +137,7 @@ def _check_folder(source: str) -> None:
 
 def _check_hub_indexes(name: str) -> None:
     """Check the indexes of a model by name before its weights are fetched."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     for index in INDEX_NAMES:
         try:
@@ -185,18 +192,18 @@ def _device(device: str) -> torch.device:
         place = torch.device(device)
     except RuntimeError as error:
         raise BadParameter(
-            f"--device must be a device that torch knows, such as cpu, cuda, cuda:1 or mps, "
+            f"device must be a device that torch knows, such as cpu, cuda, cuda:1 or mps, "
             f"got {device!r}."
         ) from error
     if place.type == "meta":
         raise BadParameter(
-            "--device must be a device that computes, such as cpu, cuda, cuda:1 or mps, "
+            "device must be a device that computes, such as cpu, cuda, cuda:1 or mps, "
             f"got {device!r}, where tensors have shapes but no numbers."
         )
     return place
 
 
-def torch_dtype(dtype: str | None, device: str) -> torch.dtype:
+def torch_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
     """What a model's numbers are held in.
 
     Raises:
@@ -205,12 +212,24 @@ def torch_dtype(dtype: str | None, device: str) -> torch.dtype:
     place = _device(device)
     if dtype is None:
         return torch.float32 if place.type == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
-        raise BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    return DTYPES[dtype]
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise BadParameter(
+            f"dtype must be one of {', '.join(DTYPES)}, or {AUTO} for that of saved weights, got "
+            f"{dtype!r}."
+        )
+    return DTYPES[name]
 
 
-def _dtype_option(dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _check_kind(name: str, dtype: torch.dtype) -> None:
+    """Raises: ModelError: the weights are saved in numbers that Larder does not compute in."""
+    if dtype not in DTYPES.values():
+        raise ModelError(
+            f"The model {name!r} is saved in {dtype}: give dtype as one of {', '.join(DTYPES)}."
+        )
+
+
+def _dtype_option(dtype: torch.dtype | str) -> dict[str, torch.dtype | str]:
     """The keyword changed its name in transformers 4.56."""
     import transformers
     from packaging.version import Version
@@ -230,5 +249,5 @@ def move(module: Any, device: str) -> Any:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         said = str(error).splitlines()[0].rstrip(".")
         raise ModelError(
-            f"--device {device} cannot be used: {said}. Leave it out for the CPU."
+            f"The device {device} cannot be used: {said}. Leave it out for the CPU."
         ) from error

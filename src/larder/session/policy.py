@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from larder.core.errors import BudgetError, SpellingError, UnknownName
-from larder.core.family import Family, unknown
+from larder.core.family import LISTING, Family, unknown
 from larder.core.rebuilding import Rebuilding
 from larder.core.recall import RECALLS, Parking, Recall
 from larder.core.spelling import Call, build, parse, spell
@@ -287,7 +287,9 @@ def _slot(call: Call) -> str:
             f"`larder policy show {call.name}` prints."
         )
     known = sorted({name for family in FAMILIES.values() for name in family.names()} | {"protect"})
-    raise UnknownName(unknown("policy part or preset", call.name, sorted({*known, *PRESETS})))
+    raise UnknownName(
+        unknown("policy part or preset", call.name, sorted({*known, *PRESETS}), LISTING)
+    )
 
 
 def _part(slot: str, call: Call | None) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
+from larder.core.amount import Amount
+from larder.core.arguments import check_count
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError
 from larder.core.observation import Calibration, Prompts
@@ -56,10 +58,25 @@ class Desk:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the command line says about sizes; None where it says nothing."""
+    """Sizes for what a policy's spelling leaves open; None where nothing is said.
 
-    budget: str | None = None
+    Args:
+        budget: of each cache, as `Amount.parse` takes it.
+        block: tokens read between two plans.
+
+    Raises:
+        UsageError: the budget is no size.
+        BadParameter: the block is no number of tokens.
+    """
+
+    budget: str | int | float | None = None
     block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            Amount.parse(self.budget)
+        if self.block is not None:
+            check_count("block", self.block)
 
 
 @dataclass(frozen=True)

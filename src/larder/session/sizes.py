@@ -1,7 +1,7 @@
-"""A memory budget as people write it: `512` tokens, `20%` of the context, `64MiB`.
+"""Entries that a memory budget comes to under a policy and a model.
 
-Tokens and shares are of keys and values. Bytes are all that managed layers hold, with positions and
-with what the policy has the cache remember.
+How a budget is written: `larder.core.amount`. Tokens and shares are of keys and values. Bytes are
+all that managed layers hold, with positions and with what the policy has the cache remember.
 
 Every form is per cache: a policy that keeps one cache per episode holds as many budgets as it has
 episodes, one of them on the device.
@@ -9,9 +9,7 @@ episodes, one of them on the device.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-
+from larder.core.amount import Amount, Unit
 from larder.core.errors import BudgetError, UsageError
 from larder.core.ledger import SURPRISE
 from larder.core.spec import POSITION_BYTES, ModelSpec
@@ -23,75 +21,44 @@ DEFAULT_LEAST = 128  # tokens; a short text is kept whole unless a size was aske
 OPEN_END = "512"  # for a chat that starts from nothing
 HEAD_BYTES = 8 + 8  # where a kv head begins, and how many entries it has
 NUMBER_BYTES = 4  # of a column for an entry, of a scalar for a head
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMG]i?B)?\s*")
 
 
-@dataclass(frozen=True)
-class Size:
-    """A number with a unit: empty for tokens per kv head, `%` of the context, or bytes."""
-
-    number: float
-    unit: str
-
-    @staticmethod
-    def parse(text: str) -> Size:
-        """Raises: UsageError: it is none of the three forms."""
-        found = _PATTERN.fullmatch(text)
-        if found is None or (found[2] is None and "." in found[1]):
-            raise UsageError(
-                f"--budget {text!r} is not a size: write 512 (tokens per head), 20% (of the "
-                "context) or 64MiB; each is per cache."
-            )
-        size = Size(float(found[1]), found[2] or "")
-        if size.number <= 0 or (size.unit == "%" and size.number > 100):
-            raise UsageError(
-                f"--budget {text!r} must be above 0, and a share at most 100%: write 512, 20% or "
-                "64MiB."
-            )
-        return size
-
-    def tokens(self, context_tokens: int, policy: Policy, spec: ModelSpec) -> int:
-        """Entries per kv head of one cache, averaged over managed layers."""
-        if self.unit == "%":
-            return max(1, round(context_tokens * self.number / 100))
-        if self.unit in _UNITS:
-            return _fitting(int(self.number * _UNITS[self.unit]), policy, spec)
-        return int(self.number)
-
-
-def resolve(policy: Policy, asked: str | None, context_tokens: int, spec: ModelSpec) -> int:
+def resolve(
+    policy: Policy, asked: str | int | float | None, context_tokens: int, spec: ModelSpec
+) -> int:
     """Entries per kv head of one cache that a policy's budget comes to for a context.
 
     Args:
-        asked: the command line's budget, for a spelling that leaves it open; None for 20% of the
-            context, but no less than what a question and its surroundings need.
+        asked: the budget as `Amount.parse` takes it, for a spelling that leaves it open; None for
+            20% of the context, but no less than what a question and its surroundings need.
 
     Raises:
-        UsageError: both the spelling and the command line name a size.
+        UsageError: it is no size, or the spelling names one, too.
         BudgetError: nothing would be left.
     """
     budget = policy.budget
     if asked is not None and (budget.tokens is not None or budget.kept is not None):
         raise UsageError(
-            f"--budget {asked} contradicts {spell(budget)} in the policy: give one of the two."
+            f"The budget {asked} contradicts {spell(budget)} in the policy: give one of the two."
         )
     if budget.tokens is not None:
         return budget.tokens
     if budget.kept is not None:
         return max(1, round(context_tokens * budget.kept))
     if asked is None:
-        return max(DEFAULT_LEAST, Size.parse(DEFAULT).tokens(context_tokens, policy, spec))
-    tokens = Size.parse(asked).tokens(context_tokens, policy, spec)
+        return max(
+            DEFAULT_LEAST, amount_tokens(Amount.parse(DEFAULT), context_tokens, policy, spec)
+        )
+    tokens = amount_tokens(Amount.parse(asked), context_tokens, policy, spec)
     if tokens < 1:
         raise BudgetError(
             f"The budget of {asked} holds no token: one takes {_least_bytes(policy, spec)} bytes "
-            "over all layers. Raise --budget."
+            "over all layers. Raise the budget."
         )
     return tokens
 
 
-def resolve_open(policy: Policy, asked: str | None, spec: ModelSpec) -> int:
+def resolve_open(policy: Policy, asked: str | int | float | None, spec: ModelSpec) -> int:
     """Entries per kv head where there is no context yet, as in a chat that starts from nothing.
 
     Raises:
@@ -100,13 +67,20 @@ def resolve_open(policy: Policy, asked: str | None, spec: ModelSpec) -> int:
     budget = policy.budget
     is_given = budget.tokens is not None or budget.kept is not None or asked is not None
     size = asked if is_given else OPEN_END
-    if budget.kept is not None or (size is not None and Size.parse(size).unit == "%"):
-        share = spell(budget) if budget.kept is not None else f"--budget {size}"
+    if budget.kept is not None or (size is not None and Amount.parse(size).unit is Unit.SHARE):
+        share = spell(budget) if budget.kept is not None else f"The budget {size}"
         raise UsageError(
             f"{share} is a share of the context, but a chat that starts from nothing has none: "
             "give tokens (512) or bytes (64MiB)."
         )
     return resolve(policy, size, 0, spec)
+
+
+def amount_tokens(amount: Amount, context_tokens: int, policy: Policy, spec: ModelSpec) -> int:
+    """Entries per kv head of one cache that an amount comes to, averaged over managed layers."""
+    if amount.unit is Unit.BYTES:
+        return _fitting(int(amount.number), policy, spec)
+    return amount.tokens(context_tokens, 1)
 
 
 def _fitting(room: int, policy: Policy, spec: ModelSpec) -> int:

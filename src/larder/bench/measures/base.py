@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from larder.bench.amounts import Amount
 from larder.bench.cells import Cell
 from larder.bench.rows import Row
 from larder.bench.workbench import Workbench
+from larder.core.amount import Amount
 
 
 class Measure(ABC):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from larder.bench.amounts import Amount, Matched, Unit
+from larder.bench.amounts import Matched
 from larder.bench.cells import Cell
 from larder.bench.clocks import POLICY, Clock, Spent, clocks, parts_of
 from larder.bench.measures.base import Measure
@@ -33,12 +33,13 @@ from larder.bench.subjects import Governed
 from larder.bench.timing import percentiles
 from larder.bench.workbench import Workbench
 from larder.cache.sequence import SequenceCache
+from larder.core.amount import Amount, Unit
 from larder.core.errors import BadParameter, BudgetError, UsageError
 from larder.core.types import Mode
 from larder.models.passes import Row as Tokens
 from larder.session.policy import Policy
 from larder.session.reading import tend
-from larder.session.sizes import Size, resolve
+from larder.session.sizes import amount_tokens, resolve
 
 TOKEN = 7  # any will do
 QUIET, DUE = "step", "step in which entries go"
@@ -232,7 +233,7 @@ def _tokens(bench: Workbench, cell: Cell, policy: Policy) -> int:
     if cell.matched is Matched.TOKENS or amount.unit is Unit.TOKENS:
         return amount.tokens(cell.tokens, each)
     nbytes = amount.bytes(spec.full_bytes(cell.tokens), each)
-    return max(1, Size(nbytes / 1024, "KiB").tokens(cell.tokens, policy, spec))
+    return max(1, amount_tokens(Amount(nbytes, Unit.BYTES), cell.tokens, policy, spec))
 
 
 def _waiting(bench: Workbench) -> Clock:

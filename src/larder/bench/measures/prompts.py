@@ -139,7 +139,7 @@ class _Readings:
         return items
 
     def _read(self, tokens: int | None, prompt: Ids) -> Memory:
-        sizes = Sizes(None if tokens is None else str(tokens))
+        sizes = Sizes(tokens)
         book = {"question": prompt}
         return read(self.bench.engine.desk, self.conversation, self.policy, sizes, book)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from larder.bench.amounts import Amount, Unit
 from larder.bench.cells import Cell
 from larder.bench.clocks import MODEL, POLICY
 from larder.bench.measures.base import Measure
@@ -20,6 +19,7 @@ from larder.bench.rows import SHOWN, Row
 from larder.bench.stepping import at_this, book_for, random_ids
 from larder.bench.watching import Clocked
 from larder.bench.workbench import Workbench
+from larder.core.amount import Amount, Unit
 from larder.core.errors import BadParameter
 from larder.prefill.meter import Meter
 from larder.session.reading import build

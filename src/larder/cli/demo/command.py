@@ -29,7 +29,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="512 (tokens per kv head), 20% of the context, or 64MiB.  "
+            help="512 (tokens per kv head), 20% or 1/5 of the context, or 64MiB.  "
             "Default: a sixth of the context.",
         ),
     ] = None,
@@ -39,10 +39,10 @@ def demo(
     Nothing is downloaded. It takes one to three minutes.
     """
     from larder.cli.sitting import open_engine
-    from larder.session.sizes import Size
+    from larder.core.amount import Amount
 
     if budget is not None:
-        Size.parse(budget)  # refused now rather than after the full cache was read
+        Amount.parse(budget, "--budget")  # refused now rather than after the full cache was read
     conversation = _conversation()
     engine = open_engine(Common())
     if not options.json:

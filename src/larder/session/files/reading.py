@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from larder.core.arguments import check_type
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError
 from larder.session.files import chat_and_questions, chat_list, document, locomo, realtalk
@@ -23,6 +24,9 @@ class JsonFormat:
     read: Callable[[object, str, Adversarial], Conversation]
 
 
+Readable = Conversation | str | Path | Sequence[Mapping[str, object]]
+LONGEST_NAME = 256  # characters of a text that may be the name of a file by mistake
+FORMS = "a Conversation, a text, a list of messages with role and content, or a Path"
 FORMATS = (
     JsonFormat(
         chat_and_questions.SHAPE,
@@ -63,6 +67,37 @@ def read_conversation(
         return _read_json(_parse(text), path.stem, adversarial)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
+
+
+def conversation_of(given: Readable) -> Conversation:
+    """A conversation from whatever a program has at hand.
+
+    Args:
+        given: a conversation; a text, which is a document; messages as chat APIs have them,
+            `[{"role": "user", "content": "..."}, ...]`; or the path of a file.
+
+    Raises:
+        InputError: it is empty, a message is none, or a string is the name of a file.
+        BadParameter: it is of another type.
+    """
+    if isinstance(given, Conversation):
+        return given
+    if isinstance(given, Path):
+        return read_conversation(given)
+    if isinstance(given, str):
+        return _document(given)
+    check_type("conversation", given, (list, tuple), FORMS)
+    return chat_list.read(list(given), "messages")
+
+
+def _document(text: str) -> Conversation:
+    if not text.strip():
+        raise InputError("The text is empty: give a conversation or a document.")
+    if text.endswith(CONVERSATIONS + DOCUMENTS) and len(text) < LONGEST_NAME and "\n" not in text:
+        raise InputError(
+            f"{text!r} looks like the name of a file: give pathlib.Path({text!r}), or the text."
+        )
+    return document.read(text, "text")
 
 
 def _text(path: Path) -> str:

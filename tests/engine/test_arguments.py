@@ -1,0 +1,159 @@
+"""What programs may hand to the public classes, and the errors where they hand something else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from larder import Conversation, Engine, Message, read_conversation
+from larder.core.amount import Amount, Unit
+from larder.core.errors import InputError, UsageError
+from larder.models.loading import SEED, load, seed_tokenizer
+from larder.models.tiny import tiny
+from larder.session.policy import Policy
+from larder.session.sizes import resolve
+
+FILE = Path("examples/conversation.json")
+SHARES = [0.25, "0.25", "1/4", "25%", " 1 / 4 ", "25.0%"]
+EQUAL = {
+    (1.0, Unit.SHARE): [1.0, "1.0", "1/1", "100%"],
+    (0.25, Unit.SHARE): SHARES,
+    (512.0, Unit.TOKENS): [512, "512"],
+    (64.0 * (1 << 20), Unit.BYTES): ["64MiB", "65536KiB", " 64 MiB "],
+    (1e6, Unit.BYTES): ["1MB", "0.001GB"],
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(policy="keydiff", budget=96)
+
+
+@pytest.mark.parametrize("amount", EQUAL, ids=str)
+def test_a_budget_is_written_in_many_ways(amount) -> None:
+    assert {Amount.parse(given) for given in EQUAL[amount]} == {Amount(*amount)}
+
+
+@pytest.mark.parametrize("given", [0, -1, "0", 1.5, "1.5", "5/4", "1/0", "many", "64 apples", ""])
+def test_what_is_no_budget(given) -> None:
+    with pytest.raises(UsageError, match=r"budget .*write 512 .*25%, 1/4 or 0\.25 .*64MiB"):
+        Amount.parse(given)
+
+
+def test_a_share_is_the_same_however_it_is_written(engine) -> None:
+    spec, policy = engine.loaded.decoder.spec, Policy.parse("keydiff() > uniform()")
+    assert {resolve(policy, share, 1000, spec) for share in SHARES} == {250}
+
+
+def test_python_takes_numbers_where_the_command_line_takes_text(engine) -> None:
+    conversation = read_conversation(FILE)
+    held = [
+        engine.under("keydiff", budget).read(conversation).figures.budget_tokens
+        for budget in (96, "96")
+    ]
+    assert held == [96, 96]
+
+
+def test_texts_and_messages_are_read(engine) -> None:
+    told = "My dog is called Biscuit."
+    messages = [{"role": "user", "content": told}, {"role": "assistant", "content": "Nice."}]
+    own = Conversation("own", (Message("user", told), Message("assistant", "Nice.")))
+    read = engine.read(messages)
+    assert read.conversation.messages == own.messages
+    assert read.figures.context_tokens == engine.read(own).figures.context_tokens
+    assert engine.read(told).conversation.messages[0].content == told
+    assert engine.read(FILE).conversation == read_conversation(FILE)
+
+
+def test_a_list_of_questions_gets_a_list_of_answers(engine) -> None:
+    memory = engine.read([{"role": "user", "content": "My dog is called Biscuit."}])
+    asked = ["What is my dog called?", "Who am I?", "What is my dog called?"]
+    answers = engine.ask(memory, asked, max_new_tokens=8)
+    one = engine.ask(memory, asked[0], max_new_tokens=8)
+    assert [answer.question for answer in answers] == asked
+    assert answers[0].text == answers[2].text == one.text
+    assert engine.ask(memory, []) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
+def test_a_dtype_as_torch_has_it(dtype) -> None:
+    assert load(SEED, dtype=dtype).decoder.spec.dtype == torch.bfloat16
+
+
+def test_the_dtype_of_the_weights(tmp_path) -> None:
+    tiny("llama").to(torch.float16).save_pretrained(tmp_path)
+    seed_tokenizer().save_pretrained(tmp_path)
+    assert load(str(tmp_path), dtype="auto").decoder.spec.dtype == torch.float16
+    assert load(str(tmp_path)).decoder.spec.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("", "empty"), ("  \n", "empty"), ("notes/today.txt", "name of a file"), ([], "empty")],
+)
+def test_nothing_to_read(engine, given, told) -> None:
+    with pytest.raises(InputError, match=told):
+        engine.read(given)
+
+
+# Each in a process without the type checks of the tests: what users see.
+CALLS = {
+    "Engine.load(3)": "model must be",
+    "Engine.load(policy=3)": "policy must be",
+    "Engine.load(policy=None)": "policy must be",
+    "Engine.load(budget=[512])": "budget is a list",
+    "Engine.load(budget=True)": "budget is a bool",
+    "Engine.load(budget='x')": "budget 'x' is not a size",
+    "Engine.load(block='64')": "block must be a whole number",
+    "Engine.load(block=0)": "block must be at least 1",
+    "Engine.load(device=0)": "device must be",
+    "Engine.load(dtype='int3')": "dtype must be one of",
+    "Engine.load(dtype=torch.int8)": "dtype must be one of",
+    "Engine('seed')": "loaded must be",
+    "engine.under(3)": "policy must be",
+    "engine.read(3)": "conversation must be",
+    "engine.read({'role': 'user'})": "conversation must be",
+    "engine.read(['hello'])": "message 1 must be an object",
+    "engine.read([{'role': 'user'}])": "message 1 has no 'content'",
+    "engine.ask('memory', 'Who?')": "memory must be",
+    "engine.ask(memory, 3)": "question must be",
+    "engine.ask(memory, ['Who?', 3])": "question must be",
+    "engine.ask(memory, 'Who?', 0.7)": "sampling must be",
+    "engine.ask(memory, 'Who?', max_new_tokens='8')": "max_new_tokens must be",
+    "engine.ask(memory, 'Who?', max_new_tokens=0)": "max_new_tokens must be",
+    "Chat(3)": "engine must be",
+    "Chat(engine).say(3)": "text must be",
+    "Chat(engine).say('Hi', max_new_tokens=None)": "max_new_tokens must be",
+}
+SCRIPT = """
+import json, sys, torch
+from larder import Chat, Engine, LarderError
+engine = Engine.load(policy="keydiff", budget=96)
+memory = engine.read("My dog is called Biscuit.")
+told = {}
+for call in json.load(sys.stdin):
+    try:
+        told[call] = repr(eval(call))
+    except LarderError as error:
+        told[call] = str(error)
+    except Exception as error:
+        told[call] = f"{type(error).__name__}!"
+print(json.dumps(told))
+"""
+
+
+def test_a_wrong_type_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(list(CALLS)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(done.stdout)
+    assert {call: said for call, said in told.items() if CALLS[call] not in said} == {}
