@@ -11,7 +11,7 @@ import pytest
 from larder.core.errors import InputError, UnknownName
 from larder.plots import report
 from larder.plots.report import inline, render
-from larder.plots.style import INK
+from larder.plots.style import INK, Width
 from plots_rows import CELLS, EXHIBITS, cell, write_rows
 
 VOID = {"meta", "br", "path", "use", "rect"}
@@ -139,9 +139,16 @@ def test_a_figure_takes_the_colors_of_the_page() -> None:
         f'<g id="a" style="fill: {INK}"/><use xlink:href="#a" clip-path="url(#a)"/></svg>'
     )
     assert inline(svg, 3) == (
-        '<svg style="width: 1.250in" role="img"><g id="f3-a" style="fill: var(--ink)"/>'
+        '<svg style="width: 14.5%; min-width: 1.00in" role="img"><g id="f3-a" style="fill: var(--ink)"/>'
         '<use xlink:href="#f3-a" clip-path="url(#f3-a)"/></svg>'
     )
+
+
+@pytest.mark.parametrize("width", Width)
+def test_a_figure_takes_its_share_of_the_width_of_the_page(width: Width) -> None:
+    points = width.inches * 72
+    share = {Width.PAGE: "100.0%", Width.COLUMN: "47.8%"}[width]
+    assert f'style="width: {share}; ' in inline(f'<svg width="{points}pt" height="9pt"/>', 0)
 
 
 def test_every_color_of_the_page_is_set_in_both_schemes() -> None:

@@ -23,7 +23,7 @@ from larder.plots.commands import commands
 from larder.plots.drawing import Names, chosen, draw_all, renamed
 from larder.plots.looks import COLORS, PALE, looks
 from larder.plots.papers import paper_table
-from larder.plots.style import FAINT, INK, LINE, PAPER, SOFT, Drawing, Format
+from larder.plots.style import FAINT, INK, LINE, PAPER, SOFT, Drawing, Format, Width
 from larder.plots.tables import group_tables, markup
 
 BASELINES = ("random", "h2o", "h2o_blockwise")
@@ -129,8 +129,10 @@ def inline(svg: str, number: int) -> str:
 
 
 def _sized(found: re.Match[str]) -> str:
-    # A fifth larger than in print: a screen is read from farther away.
-    return f'{found[1]} style="width: {float(found[2]) / 72 * 1.25:.3f}in" role="img"'
+    """A figure across the page fills it; on a narrow screen it keeps its size in print."""
+    inches = float(found[2]) / 72
+    share = min(1.0, inches / Width.PAGE.inches)
+    return f'{found[1]} style="width: {share:.1%}; min-width: {inches:.2f}in" role="img"'
 
 
 def _figure(number: int, drawing: Drawing) -> str:
