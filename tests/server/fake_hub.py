@@ -152,6 +152,9 @@ class FakeHub(Hub):
     def is_healthy(self) -> bool:
         return not self.is_closed
 
+    def problems(self) -> tuple[str, ...]:
+        return ()
+
     def close(self) -> None:
         self.is_closed = True
         for ticket in self.tickets:

@@ -62,8 +62,8 @@ class Serving(Common):
     durability: Annotated[
         str,
         typer.Option(
-            help="What is written before the end of an answer is told: none, its turn, or snapshot "
-            "for its turn and its cache.",
+            help="What is written before the end of an answer is told: none, its turn, snapshot "
+            "for its turn and its cache, or strict for its turn, without which the request fails.",
         ),
     ] = "turn"
     eviction: Annotated[

@@ -20,6 +20,7 @@ from larder.server.directory import Directory
 from larder.server.gathering import Gathering
 from larder.server.job import Job, Times
 from larder.server.keeper import Keeper
+from larder.server.leaving import may_leave
 from larder.server.manner import Manner
 from larder.server.moving import Moving
 from larder.server.news import News
@@ -33,6 +34,7 @@ from larder.server.sessions import Resolved, Sessions
 from larder.server.sitting import Sitting
 from larder.server.starting import Starting
 from larder.server.tiers import Tiers
+from larder.server.unwritten_turns import UnwrittenTurns
 from larder.server.vault import Vault
 from larder.server.waiting import Waiting
 from larder.store.eviction.base import EVICTIONS
@@ -84,7 +86,8 @@ class Core:
         )
         directory = self._directory = Directory(self.sessions, self.forget, keeper)
         told = decoder, engine.scribe, engine.stops
-        own = Answering(*told), self.tiers, directory, news, clock
+        self.unwritten = UnwrittenTurns(keeper, news, vault.durability, clock, wake)
+        own = Answering(*told), self.tiers, directory, news, self.unwritten, clock
         self.scheduler = Scheduler(*own, Waiting(waiting), rows)
         self._moving = Moving(self.tiers, news, lambda: len(self.scheduler.queue))
         rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
@@ -103,6 +106,7 @@ class Core:
 
     def step(self) -> bool:
         """As `Scheduler.step`; where a budget was lowered under answers, sessions leave then."""
+        self.unwritten.retry()
         goes_on = self.scheduler.step()
         for tier in (Tier.DEVICE, Tier.HOST):
             if self.ledger.used(tier) > self.ledger.limit(tier):
@@ -116,6 +120,7 @@ class Core:
             seconds: for which caches are saved, those first that were used last.
         """
         self.scheduler.cancel_all()
+        self.unwritten.close()
         self.news.drain()
         until = monotonic() + seconds
         for sitting in sorted(self.sessions, key=lambda each: -each.last_used):
@@ -140,7 +145,7 @@ class Core:
         found = self._resolved(request)
         if found.again is not None:
             told = self.engine.scribe, found.sitting, found.again, listener
-            return repeat(*told, self.clock() - asked)
+            return repeat(*told, self.clock() - asked, self.unwritten.durable(found.sitting))
         try:
             job = self._job(request, found, listener, asked)
             self._directory.claim(found.sitting)
@@ -219,6 +224,7 @@ class Core:
 
     def forget(self, sitting: Sitting) -> None:
         """A session is no more."""
+        self.unwritten.forget(sitting)
         self.tiers.forget(sitting)
         self.sessions.forget(sitting)
 
@@ -258,19 +264,13 @@ class Core:
     def _kept(self, sitting: Sitting) -> Sitting:
         """Have what was made of another session outlive the process, too."""
         future = self._keeper.commit(sitting, sitting.said[-1]) if sitting.said else None
-        self.news.owe(sitting, future, lambda _: None)
+        self.news.owe(sitting, future, partial(self.unwritten.note, sitting))
         return sitting
 
     def _unload(self, sitting: Sitting) -> bool:
-        """Have a session leave memory, with its forks, where the store has all of them; none that
-        is pinned goes with one that is not."""
-        if self.awaited.has(sitting):
-            return False
+        """Have a session leave memory with its forks, if that may be; whether it has."""
         family = self.sessions.family(sitting)
-        others = [each for each in family if each is not sitting]
-        if any(each.is_in_memory or not each.is_safe for each in others):
-            return False
-        if any(each.is_pinned for each in others) and not sitting.is_pinned:
+        if self.awaited.has(sitting) or not may_leave(sitting, family):
             return False
         for each in family:
             self.forget(each)

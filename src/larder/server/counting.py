@@ -10,6 +10,7 @@ from larder.server.hub import Stats
 from larder.server.scheduler import Scheduler
 from larder.server.sitting import Sitting
 from larder.server.tiers import Tiers
+from larder.server.unwritten_turns import UnwrittenTurns
 from larder.server.views import state_of
 from larder.store.ledger import UNLIMITED, ByteLedger, Tier
 
@@ -25,6 +26,7 @@ def counted(
     refused: Mapping[str, int],
     passed_over: Mapping[str, int],
     begun_again: Mapping[str, int],
+    unwritten: UnwrittenTurns,
 ) -> Stats:
     """What the parts of a server have counted so far, and hold now."""
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
@@ -56,4 +58,6 @@ def counted(
         rejected=dict(vault.rejected()),
         unwritten=dict(vault.unwritten()),
         written_bytes=vault.written_bytes(),
+        turns_not_durable=dict(unwritten.counts),
+        sessions_not_durable=len(unwritten),
     )

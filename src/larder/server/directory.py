@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from larder.core.errors import LarderError
 from larder.server.keeper import Keeper, Recalled
 from larder.server.request import Turn
 from larder.server.sessions import Sessions
@@ -19,7 +20,7 @@ class Directory(Keeper):
     ) -> None:
         self._sessions, self._forget, self._keeper = sessions, forget, keeper
 
-    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
+    def commit(self, sitting: Sitting, said: Said) -> Future[LarderError | None] | None:
         if len(sitting.said) == 1 or sitting.epoch == 1:
             self._sessions.remember(sitting)
         return self._keeper.commit(sitting, said)

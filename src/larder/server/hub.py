@@ -23,6 +23,7 @@ class SessionView:
         evicted_tokens, merged_tokens, lossless: as in `Report`.
         epoch: turns committed so far.
         made, last_used: seconds since 1970.
+        durable: whether the store has all turns.
     """
 
     name: str
@@ -39,6 +40,7 @@ class SessionView:
     epoch: int
     made: float
     last_used: float
+    durable: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class Stats:
         rejected: saved sessions and caches that were not taken back, by reason.
         unwritten: turns, caches and pins that the store has not taken, by reason.
         written_bytes: to disk.
+        turns_not_durable: turns that the store did not take when they were complete, by reason.
+        sessions_not_durable: sessions with turns now that only memory has.
     """
 
     sessions: Mapping[str, int] = field(default_factory=dict)
@@ -160,6 +164,8 @@ class Stats:
     rejected: Mapping[str, int] = field(default_factory=dict)
     unwritten: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
+    turns_not_durable: Mapping[str, int] = field(default_factory=dict)
+    sessions_not_durable: int = 0
 
 
 class Hub(ABC):
@@ -280,6 +286,11 @@ class Hub(ABC):
     @abstractmethod
     def is_healthy(self) -> bool:
         """Whether the model's thread is alive and takes requests."""
+
+    @abstractmethod
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong while requests are taken, one word each: `turns_not_durable` where the
+        store lacks turns that were answered, or has refused one lately."""
 
     @abstractmethod
     def close(self) -> None:

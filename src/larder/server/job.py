@@ -96,6 +96,7 @@ class Job(Ticket):
         ended: why the answer has ended, where `tail`, the end of the turn, is yet to be read.
         filed: the chat behind the turn.
         passed: blocks that others of its tenant have got since it had one.
+        durable: as in `Report`.
     """
 
     request: Request
@@ -129,6 +130,7 @@ class Job(Ticket):
     fetch: Fetch | None = None
     was_new: bool = False
     passed: int = 0
+    durable: bool | None = None
     is_cancelled: bool = False
 
     def cancel(self) -> None:
@@ -209,6 +211,7 @@ class Job(Ticket):
             wait_seconds=(now if times.started is None else times.started) - times.asked,
             first_seconds=(now if times.first is None else times.first) - times.asked,
             seconds=now - times.asked,
+            durable=self.durable,
         )
 
 

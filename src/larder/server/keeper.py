@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 
+from larder.core.errors import LarderError
 from larder.server.hub import SessionView
 from larder.server.request import Turn
 from larder.server.sitting import Kept, Said, Sitting
@@ -15,11 +16,17 @@ ANSWERED, PAUSES = "answered", "pauses"  # labels: `Sitting` says what of
 
 
 class Durability(Enum):
-    """What must be in the store before the end of an answer is told."""
+    """What must be in the store before the end of an answer is told, and what if it cannot be.
+
+    `NONE`: nothing. `TURN`: the turn; where the store does not take it, the answer is told all the
+    same, as one that is not durable. `SNAPSHOT`: as `TURN`, and the cache where the store takes it.
+    `STRICT`: the turn; where the store does not take it, the request fails and there is no turn.
+    """
 
     NONE = "none"
     TURN = "turn"
     SNAPSHOT = "snapshot"
+    STRICT = "strict"
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,13 @@ class Recalled:
 class Keeper:
     """Told of what becomes of turns; this one keeps nothing beyond the process."""
 
-    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
-        """A turn is complete: from now on it must not be lost.
+    def commit(self, sitting: Sitting, said: Said) -> Future[LarderError | None] | None:
+        """Have a session with a new turn be written.
 
         Returns:
-            what is done once it is written, or fails as `Refusal`; None where nothing is.
+            what is done once that is over: with None where the store has all turns, or with why it
+            does not. It fails as `Refusal` where somebody else has gone on with the session. None
+            where nothing is kept.
         """
 
     def abandon(self, sitting: Sitting) -> None:

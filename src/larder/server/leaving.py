@@ -63,3 +63,12 @@ class Order:
             steps=sitting.steps,
             pauses=tuple(sitting.pauses),
         )
+
+
+def may_leave(sitting: Sitting, family: Iterable[Sitting]) -> bool:
+    """Whether a session may leave memory with all that began as it did: the store has all of them,
+    and none that is pinned goes with one that is not."""
+    others = [each for each in family if each is not sitting]
+    if any(each.is_in_memory or not each.is_safe for each in others):
+        return False
+    return sitting.is_pinned or not any(each.is_pinned for each in others)

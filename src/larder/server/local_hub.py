@@ -194,10 +194,14 @@ class LocalHub(Hub):
         told = core.scheduler, core.ledger, core.purse, core.tiers, core.sessions
         recalling = core.recalling
         others = core.refused.told(), recalling.passed_over.told(), recalling.begun_again.told()
+        others = *others, core.unwritten
         return self._thread.call(lambda: counted(*told, *others))
 
     def is_healthy(self) -> bool:
         return self._thread.is_alive
+
+    def problems(self) -> tuple[str, ...]:
+        return ("turns_not_durable",) if self._core.unwritten.is_degraded else ()
 
     def close(self) -> None:
         self._thread.close()

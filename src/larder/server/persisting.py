@@ -1,8 +1,7 @@
 """Turns that outlive the process: each is written before the end of its answer is told.
 
 What is written is what was said, token for token, by a thread of its own: answers of others go on
-meanwhile. A disk that is full or slow does not stop answers: that is counted, and the turn is
-written with the next one.
+meanwhile. Where the store does not take a turn, whoever waits for it is told why.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Persisting(Keeper):
         self._damaged: set[tuple[str, str]] = set()  # sessions that may have to be begun again
         self.failed: Counter[str] = Counter()
 
-    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
+    def commit(self, sitting: Sitting, said: Said) -> Future[LarderError | None] | None:
         told = archive.of(sitting)
         noted = {"epoch": str(sitting.epoch), PAUSES: " ".join(map(str, sitting.pauses))}
         return self._pool.submit(self._write, sitting, told, sitting.ids, noted)
@@ -155,8 +154,12 @@ class Persisting(Keeper):
         told: archive.Archived,
         ids: Sequence[int],
         noted: Mapping[str, str],
-    ) -> None:
-        """Raises: Refusal: somebody else has gone on with it meanwhile."""
+    ) -> LarderError | None:
+        """Write a session; why that cannot be done.
+
+        Raises:
+            Refusal: somebody else has gone on with it meanwhile.
+        """
         own = sitting.tenant, sitting.name
         *_, first = self._rolling(told.said[0].turns)
         *_, whole = self._rolling(map(_stripped, _turns(told.said)))
@@ -187,12 +190,13 @@ class Persisting(Keeper):
             raise superseded(sitting.name) from error
         except (BudgetError, StoreError) as error:
             self._note(error)
-            return
+            return error
         sitting.logged = len(told.said)
         with self._naming:
             known = self._names.get(sitting.tenant)
         if known is not None:  # else nothing was looked up, and need not be
             known.add(sitting.name, first, whole)
+        return None
 
     def _rolling(self, turns: Iterable[Turn]) -> Iterator[str]:
         """A number for each beginning of some messages, by which nobody else can tell them; equal

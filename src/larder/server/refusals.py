@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from larder.core.errors import InputError
+from larder.core.errors import InputError, LarderError, StoreSlow
 from larder.core.session_name import check
 from larder.server.request import Refusal
+from larder.store.refusals import reason_of
 
 SOON_SECONDS = 1.0
 
@@ -70,6 +71,17 @@ def busy(name: str) -> Refusal:
         409,
         "session_busy",
         retry_after=SOON_SECONDS,
+    )
+
+
+def not_durable(error: LarderError) -> Refusal:
+    """The store did not take the turn, and nothing is to be answered that it does not have."""
+    return Refusal(
+        f"The server's store did not take the turn ({reason_of(error)}), so there is none: the "
+        "session is as it was before. Tell whoever runs the server, and ask again.",
+        503,
+        "store_full",
+        retry_after=SOON_SECONDS if isinstance(error, StoreSlow) else None,
     )
 
 

@@ -17,13 +17,19 @@ class Done(Ticket):
 
 
 def repeat(
-    scribe: Scribe, sitting: Sitting, said: Said, listener: Listener, seconds: float
+    scribe: Scribe,
+    sitting: Sitting,
+    said: Said,
+    listener: Listener,
+    seconds: float,
+    durable: bool | None,
 ) -> Ticket:
     """Tell an answer that was given before, from its tokens: the text that is kept of it lacks the
     white space around it.
 
     Args:
         seconds: since it was asked for once more.
+        durable: as in `Report`.
     """
     ids = said.answer[: max(0, len(said.answer) - len(scribe.closing()))]
     stream = TextStream(scribe.decode, said.asked.stop, listener.on_text)
@@ -32,5 +38,5 @@ def repeat(
     prompt, view = sitting.tokens - len(said.answer), view_of(sitting)
     counts = prompt, prompt, 0, 0, len(ids), view.evicted_tokens, view.merged_tokens
     told = sitting.name, *counts, sitting.is_lossless, sitting.tier, said.reason
-    listener.on_done(Report(*told, 0.0, seconds, seconds))
+    listener.on_done(Report(*told, 0.0, seconds, seconds, durable))
     return Done()

@@ -78,6 +78,8 @@ class Report:
         wait_seconds: from the request to its first pass.
         first_seconds: from the request to the first token.
         seconds: from the request to the end.
+        durable: whether the store has the turn; None where the end of an answer does not wait for
+            that, or there is no store.
     """
 
     session: str
@@ -94,6 +96,7 @@ class Report:
     wait_seconds: float
     first_seconds: float
     seconds: float
+    durable: bool | None = None
 
 
 @runtime_checkable
@@ -108,7 +111,7 @@ class Listener(Protocol):
         ...
 
     def on_done(self, report: Report) -> None:
-        """The answer is complete, and its turn is kept."""
+        """The answer is complete, and its turn is kept as the report says."""
         ...
 
     def on_error(self, error: Exception) -> None:

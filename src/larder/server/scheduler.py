@@ -26,6 +26,7 @@ from larder.server.refusals import too_much
 from larder.server.request import Report
 from larder.server.sitting import Sitting
 from larder.server.tiers import Tiers
+from larder.server.unwritten_turns import UnwrittenTurns
 from larder.server.waiting import Waiting
 
 # What a pass or a listener may fail with. It ends one request, not the server.
@@ -49,15 +50,15 @@ class Scheduler:
         tiers: Tiers,
         keeper: Keeper,
         news: News,
+        unwritten: UnwrittenTurns,
         clock: Callable[[], float],
         queue: Waiting,
         rows: int = 64,
         tasks: int = 256,
     ) -> None:
-        self._answering, self._tiers = answering, tiers
-        self._keeper, self._news = keeper, news
+        self._answering, self._tiers, self.queue = answering, tiers, queue
+        self._keeper, self._news, self._unwritten = keeper, news, unwritten
         self._clock, self._rows, self._tasks = clock, rows, tasks
-        self.queue = queue
         self.running: list[Job] = []
         self.ending: list[Job] = []  # answers that are complete, and are being written
         self._served: dict[str, float] = defaultdict(float)
@@ -216,10 +217,10 @@ class Scheduler:
             return
         self.ending.append(job)
         if self._tiers.vault.durability is Durability.NONE:
-            self._news.owe(job.sitting, written, lambda _: None)
+            self._news.owe(sitting, written, partial(self._unwritten.note, sitting))
             self._told(job, reason)
         else:
-            self._news.owe(job.sitting, written, partial(self._written, job, reason))
+            self._news.owe(sitting, written, partial(self._written, job, reason))
 
     def _charge(self, sitting: Sitting) -> None:
         """Take what was said into host memory before anybody is told that it is kept.
@@ -232,8 +233,8 @@ class Scheduler:
             raise too_much(BudgetError(said))
 
     def _written(self, job: Job, reason: str, done: Future[Any] | None) -> None:
-        """The turn is kept, or could not be."""
-        error = None if done is None else done.exception()
+        """The turn is in the store, or could not be written."""
+        error, job.durable = self._unwritten.outcome(job.sitting, done)
         if isinstance(error, Exception):
             self._take_back(job, error)
             return

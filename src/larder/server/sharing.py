@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from larder.core.errors import StoreError
+from larder.core.errors import LarderError, StoreError
 from larder.server.fencing import Fencing
 from larder.server.hub import SessionView
 from larder.server.keeper import Keeper, Recalled
@@ -42,7 +42,7 @@ class Sharing(Keeper):
         self._held: dict[int, Claim] = {}
         self.failed: Counter[str] = Counter()
 
-    def commit(self, sitting: Sitting, said: Said) -> Future[None] | None:
+    def commit(self, sitting: Sitting, said: Said) -> Future[LarderError | None] | None:
         """Write the session.
 
         Raises:

@@ -41,6 +41,7 @@ def view_of(sitting: Sitting) -> SessionView:
         epoch=sitting.epoch,
         made=sitting.made,
         last_used=sitting.last_used,
+        durable=sitting.written > 0 and sitting.logged == len(sitting.said),
     )
 
 

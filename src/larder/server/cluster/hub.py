@@ -111,6 +111,9 @@ class ClusterHub(Hub):
     def is_healthy(self) -> bool:
         return not self._is_closed and any(self._ask_all("is_healthy"))
 
+    def problems(self) -> tuple[str, ...]:
+        return tuple(sorted({each for told in self._ask_all("problems") for each in told}))
+
     def close(self) -> None:
         with self._lock:
             if self._is_closed:

@@ -41,9 +41,14 @@ class TokensAsked(BaseModel):
 
 @router.get("/health")
 def health(http: HttpRequest) -> JSONResponse:
-    """Whether requests are taken."""
-    is_healthy = desk_of(http).hub.is_healthy()
-    return JSONResponse({"status": "ok" if is_healthy else "down"}, 200 if is_healthy else 503)
+    """Whether requests are taken, and what is wrong meanwhile."""
+    hub = desk_of(http).hub
+    if not hub.is_healthy():
+        return JSONResponse({"status": "down"}, 503)
+    problems = hub.problems()
+    if problems:
+        return JSONResponse({"status": "degraded", "problems": list(problems)})
+    return JSONResponse({"status": "ok"})
 
 
 @router.get("/version")

@@ -209,8 +209,11 @@ def input_usage(report: Report) -> dict[str, Any]:
 
 
 def kv(report: Report) -> dict[str, Any]:
-    """What the cache did for an answer: a field beside OpenAI's own."""
+    """What the cache did for an answer, and whether its turn is in the store where that was waited
+    for: a field beside OpenAI's own."""
+    told = {} if report.durable is None else {"durable": report.durable}
     return {
+        **told,
         "session": report.session,
         "tier": report.tier,
         "lossless": report.lossless,

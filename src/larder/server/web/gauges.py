@@ -99,6 +99,8 @@ def _gauges(stats: Stats) -> Iterator[Metric]:
     yield _gauge("num_requests_running", "Requests that are read or answered.", stats.running)
     yield _gauge("num_requests_waiting", "Requests that wait for room.", stats.waiting)
     yield _by("sessions", "Sessions by state.", "state", stats.sessions)
+    told = "Sessions with turns that only memory has, for the store did not take them."
+    yield _gauge("sessions_not_durable", told, stats.sessions_not_durable)
     yield _by("tier_bytes", "Bytes held or on their way.", "tier", stats.tier_bytes)
     yield _by("peak_bytes", "The most that was held.", "tier", stats.peak_bytes)
     yield _by("budget_bytes", "Bytes that may be held.", "tier", stats.budget_bytes)
@@ -143,6 +145,8 @@ def _counters(stats: Stats) -> Iterator[Metric]:
     yield _counted("sessions_passed_over", told, "reason", stats.passed_over)
     told = "Sessions whose saved text is damaged, gone on with from the text of a request."
     yield _counted("sessions_begun_again", told, "reason", stats.begun_again)
+    told = "Turns that the store did not take when they were complete."
+    yield _counted("turns_not_durable", told, "reason", stats.turns_not_durable)
     yield _counted("kv_parked", "Caches moved to a slower tier.", "tier", stats.parked)
     yield _counted("kv_restored", "Caches brought back.", "tier", stats.restored)
     told = "Saved sessions and caches that were not taken back; their text is read again."
