@@ -16,6 +16,7 @@ from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.tenants import Loopback
 from larder.server.web.archive import Archive
+from larder.server.web.archive_rows import Rows
 from larder.server.web.desk import Settings
 from larder.server.web.responses import RETRIES
 from server.web.places import listening
@@ -52,19 +53,19 @@ def serving(folder: Path, loaded: Loaded) -> Iterator[httpx2.Client]:
 def dying(patch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
     """While the process dies in front of the given row that the archive writes; behind all of
     them, before the client hears of it."""
-    written, insert = list[object](), Archive._insert
+    written, insert = list[object](), Rows._insert
 
-    def inserted(self: Archive, *given: Any) -> None:
+    def inserted(self: Rows, *given: Any) -> Any:
         if len(written) == step:
             raise Dead
         written.append(given)
-        insert(self, *given)
+        return insert(self, *given)
 
     def told(*given: object, **named: object) -> None:
         raise Dead
 
     with patch.context() as patched:
-        patched.setattr(Archive, "_insert", inserted)
+        patched.setattr(Rows, "_insert", inserted)
         patched.setattr("larder.server.web.responses.JSONResponse", told)
         yield
 
