@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from larder.bench.cases import case
 from larder.bench.cells import cells_of, without_twins
 from larder.bench.study import CONTROLS, Study, TaskAt, read_study, study_names
 from larder.bench.studying import check, measure_of
+from larder.bench.tables import SCALES
 from larder.core.errors import InputError, LarderError, UnknownName, UsageError
+from larder.session.presets import PRESETS
 
 TEXT = """
 name = "tiny"
@@ -120,6 +123,42 @@ def test_a_preset_has_twins() -> None:
     assert str(case("d2o:whole").policy) == str(case("d2o_whole").policy)
     with pytest.raises(UnknownName, match="Did you mean 'whole'"):
         case("h2o:hole")
+
+
+BASELINES = ("kvzip_blockwise", "infinipot_summarize", "random")
+COSTS = ("reading", "stages", "decode")  # measures of bytes and seconds alone
+
+
+def test_baselines_have_the_layer_budgets_of_epicache() -> None:
+    epicache = case("epicache").policy
+    assert "protect(sinks=0, recent=0)" in PRESETS["epicache"] and "floor=" in PRESETS["epicache"]
+    for name in BASELINES:
+        twin = case(f"{name}:sensitivity").policy
+        assert (twin.budget, twin.protect) == (epicache.budget, epicache.protect)
+        assert twin.schedule == case("random").policy.schedule
+    alone = case("epicache:pooled").policy
+    assert alone == replace(epicache, budget=case("snapkv_pooled").policy.budget)
+
+
+def test_every_study_of_epicache_has_baselines_under_its_layer_budgets() -> None:
+    asked = [
+        study
+        for study in map(read_study, study_names())
+        if "epicache" in study.policies and study.measure[0] not in COSTS
+    ]
+    assert len(asked) > 15
+    for study in asked:
+        assert {f"{name}:sensitivity" for name in BASELINES} <= set(study.policies), study.name
+
+
+def test_a_random_choice_stands_beside_d2o_in_every_table_of_its_paper() -> None:
+    papers = [study.paper for study in map(read_study, study_names()) if study.paper is not None]
+    tables = [one.values for one in papers if "2406.13035" in one.cite]
+    answers = [[one for one in table if one.scale in SCALES] for table in tables]
+    for values in filter(None, answers):
+        places = {(v.budget, v.task) for v in values if v.policy in ("d2o", "d2o_whole")}
+        beside = {(v.budget, v.task) for v in values if "random" in (v.policy, v.above)}
+        assert places == beside and places
 
 
 def test_a_measure_is_spelled() -> None:

@@ -16,6 +16,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Scored
 from larder.core.plan import Plan
 from larder.core.spelling import name_of
+from larder.session.policy import Policy
 
 SIGMA = st.floats(-1, 1.0001, allow_nan=False)
 
@@ -212,6 +213,11 @@ def test_without_a_floor_a_sharper_alpha_is_another_split() -> None:
     assert min(split(floor=0.001)) == 1
     with pytest.raises(BadParameter, match=r"sensitivity\.floor"):
         split(floor=1.5)
+    preset = Policy.parse("epicache")
+    assert preset.protect.least(256).tokens == 0  # neither the paper nor its code protects any
+    sharp, sharper = (replace(preset.budget, alpha=alpha) for alpha in (4.0, 8.0))
+    splits = [one.layer_tokens(256, 6, 0, 2000, BUNDLED) for one in (sharp, sharper)]
+    assert splits[0] != splits[1]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 `NAME:drop` is a preset that drops what it would merge, `NAME:exact` one that holds fewer entries
 but in full, `NAME:fold` one that merges as D2O does what it would drop, `NAME:whole` one that reads
-everything before it decides, `NAME:blockwise` one that decides block by block. Several twists may
-follow each other, as in `NAME:blockwise:exact`. A policy that is written out goes by what it is
-written as.
+everything before it decides, `NAME:blockwise` one that decides block by block,
+`NAME:sensitivity` one under the layer budgets of the preset `epicache` and with its protection,
+`NAME:pooled` one under equal layers whose heads compete. Several twists may follow each other, as
+in `NAME:blockwise:exact`. A policy that is written out goes by what it is written as.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 
 from larder.core.errors import UnknownName
 from larder.core.family import unknown
+from larder.policy.budgets.pooled import Pooled
+from larder.policy.budgets.sensitivity import Sensitivity
 from larder.policy.compensation.drop import Drop
 from larder.policy.compensation.fold_ema import FoldEma
+from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
@@ -29,6 +33,8 @@ TWISTS: Mapping[str, Mapping[str, Any]] = {
     "fold": {"compensation": FoldEma()},
     "whole": {"schedule": Whole()},
     "blockwise": {"schedule": Blockwise()},
+    "sensitivity": {"budget": Sensitivity(floor=0.015), "protect": Protect(sinks=0, recent=0)},
+    "pooled": {"budget": Pooled()},
 }
 
 

@@ -8,8 +8,10 @@ RoCo (strides of the prompt in its released code), SirLLM, LaCache, DuoAttention
 EpiCache compares with: block by block, with heads that share a budget. `snapkv_pooled` is SnapKV
 with such heads. A sentence that spells no protection keeps 4 sinks and 32 recent tokens.
 
-`epicache` reads as many episodes together as an accelerator's memory holds, and one after the other
-on a CPU, where that is faster and holds least; `epicache_batched` reads all of them together.
+`epicache` protects nothing, as its paper and code. A layer keeps at least .015 of the average, so
+that none is left empty and sharper alphas still differ (paper: no floor, code: a quarter). It reads
+as many episodes together as an accelerator's memory holds, and one after the other on a CPU, where
+that is faster and holds least; `epicache_batched` reads all of them together.
 
 `razor_attention`, `duo_attention` and `kvzip_heads` keep their retrieval heads whole where the
 budget allows it; where it does not, `snapkv` says what these keep, which the papers have no need
@@ -40,9 +42,13 @@ from collections.abc import Mapping
 
 PRESETS: Mapping[str, str] = {
     "full": "whole() > unlimited()",
-    "epicache": 'episodes() > episodic() > patched(prompt="episode") > sensitivity()',
+    "epicache": (
+        'episodes() > episodic() > protect(sinks=0, recent=0) > patched(prompt="episode") > '
+        "sensitivity(floor=0.015)"
+    ),
     "epicache_batched": (
-        'episodes() > episodic(together="all") > patched(prompt="episode") > sensitivity()'
+        'episodes() > episodic(together="all") > protect(sinks=0, recent=0) > '
+        'patched(prompt="episode") > sensitivity(floor=0.015)'
     ),
     "streaming_llm": "blockwise() > protect(sinks=4, recent=0) > sinks_and_window() > uniform()",
     "streaming_llm_compact": (

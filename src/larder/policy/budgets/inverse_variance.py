@@ -7,8 +7,8 @@ layers share the memory by softmax(-F).
 
 `paper` takes the softmax of raw variances. They grow with the square of the length, so that all
 memory goes to one layer, down to the floors. They also say less of a layer than of its first token,
-which draws up to half of all attention and stays anyway, and of age, since an early token is seen
-by more queries than a late one.
+which can draw more than half of all attention and stays anyway, and of age, since an early token is
+seen by more queries than a late one.
 
 `larder` therefore takes the variance of the attention received per query that could see the entry,
 the first four tokens left aside, and the logarithm of its root for F: shares go by one over the
