@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import Damaged, InputError, Refused, StoreError, StoreSlow, Superseded
+from larder.core.errors import Damaged, InputError, StoreError, StoreSlow, Superseded
 from larder.store.at_once import at_once
 from larder.store.deadline import Patience
 from larder.store.places import place_at
@@ -98,7 +98,7 @@ def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
     for path in (tmp_path / "store" / "sessions").rglob("*.json"):
         path.write_bytes(b"damaged")
     for _ in range(2):
-        with pytest.raises(Refused, match="remove it, and begin it again"):
+        with pytest.raises(Damaged, match="remove it, and begin it again"):
             store.turns.newest(WHO, TALK)
     with pytest.raises(Damaged):
         store.turns.append(WHO, TALK, Turn(IDS, b"one"), 0)
