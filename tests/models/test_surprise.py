@@ -109,20 +109,20 @@ def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
     got = decoder.predict([Row(one, IDS[:7])], Mode.APPEND, wanted)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
     decoder.read([Row(other, IDS[:7])], Mode.APPEND)
-    torch.testing.assert_close(one.tail, other.tail)
-    assert not len(plain.tail)
+    torch.testing.assert_close(one.latest.tail, other.latest.tail)
+    assert not len(plain.latest.tail)
 
 
 def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     cache = following(decoder)
     decoder.read([Row(cache, IDS[:8])], Mode.APPEND)
-    tail, width = cache.tail.clone(), decoder.token_table().shape[1]
+    tail, width = cache.latest.tail.clone(), decoder.token_table().shape[1]
     assert tail.shape == (width,)
     decoder.read([Row(cache, IDS[8:12])], Mode.SCRATCH)
     decoder.weigh([Row(cache, IDS[8:12])], Mode.SCRATCH)
     bare = SequenceCache(decoder.spec, Form.RAGGED, Ledger((SURPRISE,)))
     decoder.read([Row(bare, IDS[:8])], Mode.APPEND)
-    bare.tail = torch.empty(0)
+    bare.latest.tail = torch.empty(0)
     assert cache.nbytes == bare.nbytes + 4 * width
     meta = cache.meta()
     restored = SequenceCache.restore(decoder.spec, cache.state(), meta)
@@ -130,11 +130,11 @@ def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     copies.append(
         SequenceCache.adopt(decoder.spec, cache.fork().surrender(torch.device("cpu")), meta)
     )
-    assert all(torch.equal(copy.tail, tail) for copy in copies)
-    assert len({copy.tail.data_ptr() for copy in copies}) == len(copies)
+    assert all(torch.equal(copy.latest.tail, tail) for copy in copies)
+    assert len({copy.latest.tail.data_ptr() for copy in copies}) == len(copies)
     cache.truncate(8)
-    assert torch.equal(cache.tail, tail)
+    assert torch.equal(cache.latest.tail, tail)
     cache.truncate(7)
-    assert not len(cache.tail) and torch.equal(copies[1].tail, tail)
+    assert not len(cache.latest.tail) and torch.equal(copies[1].latest.tail, tail)
     cache.surrender(torch.device("cpu"))
-    assert not len(cache.tail)
+    assert not len(cache.latest.tail)

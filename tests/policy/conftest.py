@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "lookahead": {"tokens": 3, "kernel": 3},
     "positions_first": {"tokens": 3},
     "random": {"seed": 3},
+    "morph": {"window": 3},
     "leverage": {"sketch": 5, "ridge": 0.02, "seed": 2},
     "expected": {"future": 5, "sinks": 2, "epsilon": 0.03},
     "sinks_and_window": {"sinks": 2},

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from larder.core.observation import Entries, Seen
+from larder.core.errors import LarderError, SpellingError
+from larder.core.latest import LatestQueries
+from larder.core.observation import Entries, Seen, Stage
 from larder.core.spec import LayerSpec
+from larder.policy.scorers.last_query import LastQuery
+from larder.policy.scorers.morph import Fusion, Morph
 from larder.policy.scorers.snapkv import Pool, SnapKV
+from larder.policy.timing.split import Split, Strategy
 from larder.policy.values.base import Selection
 from larder.policy.values.criticality import Criticality, Norms
 from larder.session.policy import Policy
@@ -156,3 +162,117 @@ def test_the_preset_keeps_what_its_stages_say() -> None:
     plan = planner.plan({0: scored}, {0: 5}, lambda index: seen.entries)[0]
     assert plan.kept.tolist() == [0, 2, 4, 5, 6]
     assert scored.scores.isposinf().nonzero().flatten().tolist() == [0, 4, 6]
+
+
+def looked(seen: Seen, generating: bool, held: int) -> Seen:
+    """The same after a pass of the newest token alone; `held` queries before it are remembered."""
+    count = seen.queries.shape[1]
+    before = slice(count - 1 - held, count - 1)
+    latest = LatestQueries(seen.queries[:, before], seen.query_positions[before])
+    stage = Stage.GENERATING if generating else Stage.READING
+    return replace(
+        seen,
+        queries=seen.queries[:, -1:],
+        keys=seen.keys[:, -1:],
+        query_positions=seen.query_positions[-1:],
+        latest=latest if held else None,
+        stage=stage,
+    )
+
+
+ROWS = [  # of two query heads, three queries each; what the last three entries get does not count
+    [
+        [0.4, 0.2, 0.1, 0.3, 0.0, 0.0],
+        [0.1, 0.1, 0.1, 0.3, 0.4, 0.0],
+        [0.0, 0.1, 0.9, 0.0, 0.0, 0.0],
+    ],
+    [
+        [0.1, 0.1, 0.3, 0.5, 0.0, 0.0],
+        [0.3, 0.2, 0.1, 0.2, 0.2, 0.0],
+        [0.0, 0.9, 0.1, 0.0, 0.0, 0.0],
+    ],
+]
+
+
+@pytest.mark.parametrize("fusion", Fusion)
+def test_morph_asks_the_latest_queries_about_older_entries_alone(fusion) -> None:
+    """While text is generated two queries judge, without the newest; three entries stay."""
+    seen = looked(attended(ROWS), generating=True, held=2)
+    scores = Morph(window=2, fusion=fusion).score(seen).tolist()
+    first = [max(4 / 7, 1 / 5), max(2 / 7, 1 / 5), max(1 / 7, 3 / 5)]
+    second = [max(1 / 3, 3 / 6), max(1 / 3, 2 / 6), max(1 / 3, 1 / 6)]
+    fuse = sum if fusion is Fusion.SUM else max
+    expected = [fuse(pair) for pair in zip(first, second, strict=True)]
+    assert scores[:3] == pytest.approx(expected, abs=1e-5)
+    assert scores[3:] == [math.inf] * 3
+
+
+def test_morph_of_one_query_ranks_older_entries_as_the_newest_token_does() -> None:
+    seen = attended([[[0.3, 0.1, 0.2, 0.05, 0.35]]])
+    ranks = Morph(window=1, fusion=Fusion.SUM).score(seen)[:-1].argsort().tolist()
+    assert ranks == LastQuery().score(seen)[:-1].argsort().tolist() == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+@pytest.mark.parametrize("generating", [False, True])
+def test_morph_equals_its_loop_with_what_is_remembered(loop_of, generating, held) -> None:
+    seen = looked(attended(ROWS), generating, held)
+    for part in (Morph(2), Morph(2, Fusion.SUM), Morph(4)):
+        got = part.score(seen).tolist()
+        assert got == pytest.approx(loop_of(part).scores(part, seen)[0], abs=1e-5)
+
+
+def test_old_queries_have_no_say_whatever_they_looked_at() -> None:
+    """An entry that was looked at for long, but not lately, goes."""
+    long_ago = [[0.97, 0.01, 0.01, 0.01, 0.0, 0.0]] * 2
+    lately = [[0.01, 0.6, 0.2, 0.1, 0.09, 0.0], [0.01, 0.5, 0.2, 0.1, 0.1, 0.09]]
+    seen = attended([long_ago + lately])
+    scores = Morph(window=2).score(seen)
+    assert int(scores.argmin()) == 0 and float(scores[0]) < 0.02
+
+
+def test_scope_reads_by_the_scorer_of_prompts_and_goes_on_by_the_newest_query() -> None:
+    policy = Policy.parse("scope")
+    assert isinstance(policy.scorer, SnapKV) and policy.scorer.window == 8
+    planner = Policy.parse(str(policy).replace("window=8", "window=1")).planner
+    row = [0.0, 0.5, 0.1, 0.2, 0.15, 0.05]
+    reading = attended([[row]])
+    assert planner.score(reading).tolist()[:2] == pytest.approx([0.5, 0.5], abs=1e-5)  # smoothed
+    generating = replace(reading, stage=Stage.GENERATING)
+    assert planner.score(generating).tolist() == pytest.approx(row, abs=1e-5)
+
+
+def test_the_room_of_scope_grows_once_in_nine_tokens() -> None:
+    """8192 tokens are expected; 128 of 1024 entries are for the latest: 8064 // 896."""
+    split = Split(reading=2 / 3, strategy=Strategy.ADAPTIVE, recent=128, expected=8192)
+    filled = split.under(3072)
+    assert filled.every == 9 and filled.recent_tokens(3072) == 128
+    rooms = [filled.quota(2048, 3072, step) - 2048 for step in (0, 8, 9, 18, 8063, 8064)]
+    assert rooms == [128, 128, 129, 130, 1023, 1024]
+    policy = Policy.parse("snapkv() > uniform() > split(reading=0.5, expected=900, recent=0.1)")
+    assert isinstance(filled := policy.filled(200, None).timing, Split)
+    assert filled.every == (900 - 10) // 90
+
+
+@pytest.mark.parametrize(
+    "sentence, said",
+    [
+        ("last_quary()", "last_query"),
+        ("last_query() > uniform()", "uniform has no place"),
+        ("keydiff() > sum()", "looks at no attention"),
+        ("last_query() > group_mean() > sum()", "sum has no place"),
+        ("last_query(", "does not parse"),
+    ],
+)
+def test_a_scorer_for_what_is_generated_is_checked_when_it_is_parsed(sentence, said) -> None:
+    with pytest.raises(LarderError, match=re.escape(said)):
+        Policy.parse(f'snapkv() > split(scorer="{sentence}")')
+
+
+def test_prompts_may_judge_what_is_read_where_something_else_judges_what_is_generated() -> None:
+    sentence = 'whole() > reconstruct() > uniform() > split(scorer="last_query()")'
+    assert str(Policy.parse(sentence)) == str(Policy.parse(str(Policy.parse(sentence))))
+    with pytest.raises(SpellingError, match="reconstruct.* judges by prompts"):
+        Policy.parse("whole() > reconstruct() > uniform() > split()")
+    with pytest.raises(SpellingError, match="judges by prompts"):
+        Policy.parse('whole() > snapkv() > uniform() > split(scorer="reconstruct()")')

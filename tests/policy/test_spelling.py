@@ -21,6 +21,7 @@ from larder.policy.joining import Unasked, Unobserved
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.prefill_only import PrefillOnly
+from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.schedules.whole import Whole
 from larder.session.agreeing import judges_by_prompts
 from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
@@ -78,6 +79,7 @@ def test_any_policy_round_trips(slots) -> None:
             parts[slot] = kind()
     if parts["scorer"].published() is None:
         parts |= {"aggregation": Unobserved(), "heads": Unasked()}
+        parts["values"] = KeysAlone()
     if judges_by_prompts(parts["scorer"]):
         parts["timing"] = PrefillOnly()
     if not parts["compensation"].parks:
@@ -85,7 +87,7 @@ def test_any_policy_round_trips(slots) -> None:
     else:
         parts["storage"] = Exact()
         parts["recall"] = replace(parts["recall"], corrected=0)
-    if isinstance(parts["compensation"], Recompute):
+    if isinstance(parts["compensation"], Recompute) or parts["scorer"].queries():
         parts["storage"] = Exact()
     if parts["compensation"].splits:
         parts["budget"] = RetrievalHeads()
@@ -115,6 +117,8 @@ def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
 
 
 WRONG = {
+    "morph() > compact()": (SpellingError, "judges by queries at their true positions"),
+    "criticality(mass=0.9)": (SpellingError, "asks how much attention entries hold, but sinks"),
     "flat()": (SpellingError, "flat() finds parked entries again, but drop() parks none: write"),
     "recompute() > quantized()": (SpellingError, "makes entries anew as the model made them"),
     "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: before"),

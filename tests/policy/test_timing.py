@@ -119,9 +119,10 @@ def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
 
 def test_only_what_was_read_is_spared(timing) -> None:
     protected = torch.tensor([False, True, False, False, True, False])
-    shielded = timing.shielded(protected, torch.arange(6, dtype=torch.int32), 3).tolist()
+    told = torch.arange(6, dtype=torch.int32), 3, 6, TOKENS
     own = isinstance(timing, Split)
-    assert shielded == [own, True, own, False, True, False]
+    shielded = timing.shielded(protected, *told).tolist()
+    assert shielded == [own, True, own, False, True, own]  # two of the latest, under a split
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatc
     planner = Policy.parse("blockwise(tokens=8) > protect(sinks=1, recent=2) > keydiff()").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
     Blockwise(BLOCK).read(reader, [lane], some_ids(LENGTH), silent)
-    assert not len(lane.cache.tail)
+    assert not len(lane.cache.latest.tail)
 
 
 def test_infinipot_shares_the_room_between_both_lists() -> None:

@@ -39,7 +39,7 @@ POLICIES = {
     "mass": f"{BLOCKS} > protect(sinks=1, recent=2) > column_mass() > pooled() > every_step()",
     "tova": "whole() > protect(sinks=0, recent=0) > last_query() > uniform() > every_step()",
     "roco": f"{BLOCKS} > protect(sinks=0, recent=3) > roco() > uniform() > every_step()",
-    "morph": f"{BLOCKS} > protect(sinks=0, recent=4) > morph() > pooled() > lagged(tokens=4)",
+    "morph": f"{BLOCKS} > protect(sinks=2, recent=0) > morph(window=3) > lagged(tokens=4)",
     "lazy": f"{BLOCKS} > protect(sinks=0, recent=6) > recurrence() > uniform() > lagged(tokens=6)",
     "novelty": f"{BLOCKS} > protect(sinks=1, recent=3) > novelty() > uniform() > every_step()",
     "lagkv": f"{BLOCKS} > protect(sinks=2, recent=2) > lagkv(sinks=2, lag=4) > uniform() > "

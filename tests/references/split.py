@@ -14,7 +14,8 @@ def reading(part: Any, tokens: int) -> int:
 
 def room(part: Any, tokens: int, step: int) -> int:
     """Entries per head for what is generated, once `step` tokens are."""
-    free, now = tokens - reading(part, tokens), part.recent
+    free = tokens - reading(part, tokens)
+    now = part.recent if isinstance(part.recent, int) else max(1, int(part.recent * free))
     if part.strategy.value == "slide":
         return free
     for generated in range(1, step + 1):

@@ -36,6 +36,7 @@ def decoder() -> Decoder:
         "sinks_and_window() > ladder()",
         "novelty() > uniform()",
         "roco() > uniform() > quantized(bits=2, group=32)",
+        "morph(window=8) > uniform()",
     ],
 )
 def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, sentence) -> None:
@@ -45,7 +46,7 @@ def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, 
     desk = Desk(decoder, object.__new__(Scribe), _nobody, lambda names: {})
     shelf = build(desk, policy.filled(tokens, None), some_ids(CONTEXT), [{}], Meter())
     assert 0.8 * ASKED < shelf.nbytes <= ASKED
-    tail = shelf.activate(0).tail
+    tail = shelf.activate(0).latest.tail
     assert len(tail) == ("novelty" in sentence) * spec.width
 
 

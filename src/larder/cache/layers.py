@@ -65,7 +65,7 @@ class Makeup:
 
     def __post_init__(self) -> None:
         if self.form is Form.DENSE and self.ledger != Ledger():
-            names = ", ".join(self.ledger.columns + self.ledger.scalars)
+            names = ", ".join(self.ledger.columns + self.ledger.scalars) or "queries"
             raise CacheError(f"A dense cache remembers no {names}: use a ragged cache.")
         if self.form is not Form.RAGGED and self.codecs:
             raise CacheError(
@@ -114,6 +114,7 @@ class Makeup:
             "form": self.form.value,
             "columns": ",".join(self.ledger.columns),
             "scalars": ",".join(self.ledger.scalars),
+            "queries": str(self.ledger.queries),
             "codecs": json.dumps([asdict(codec) for codec in self.codecs]),
             "pairing": json.dumps(asdict(self.pairing)),
             "parking": "" if self.parking is None else self.parking.told(),
@@ -147,4 +148,5 @@ class Makeup:
         parking = Parking.of(told) if told else None
         manner = meta.get("rebuilding", "")
         rebuilding = Rebuilding.of(manner) if manner else None
-        return Makeup(Form(meta["form"]), Ledger(*names), codecs, pairing, parking, rebuilding)
+        ledger = Ledger(*names, queries=int(meta.get("queries", "0")))
+        return Makeup(Form(meta["form"]), ledger, codecs, pairing, parking, rebuilding)

@@ -11,6 +11,7 @@ from larder.cache.base import Store
 from larder.cache.checking import check_ledger
 from larder.cache.columns import remembered
 from larder.cache.graded import saved_codecs
+from larder.cache.latest import is_latest
 from larder.cache.layers import Makeup
 from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW
 from larder.core.errors import CacheError
@@ -90,7 +91,7 @@ def _of_layer(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> dict[
     """One layer's tensors on the model's device; lengths and what was parked stay on the host."""
     prefix, host = f"{index}.", torch.device("cpu")
     stays = (f"{prefix}{SLOW}", f"{prefix}{INDEX}", f"{prefix}{OBSERVED}")
-    own = {name: t for name, t in state.items() if name.startswith(prefix)}
+    own = {n: t for n, t in state.items() if n.startswith(prefix) and not is_latest(n)}
     is_host = {name: name.endswith(".lengths") or name.startswith(stays) for name in own}
     return {
         name.removeprefix(prefix): t.to(host if is_host[name] else spec.device)

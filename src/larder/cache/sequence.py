@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.base import Store
+from larder.cache.latest import Latest
 from larder.cache.layers import Form, Makeup
 from larder.cache.saving import filled, handed_over, told
 from larder.cache.tiered import Tiered, tiered
@@ -24,8 +25,6 @@ from larder.core.recall import Parking
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 
-TAIL = "tail"  # its name in a state
-
 
 class SequenceCache:
     """Keys and values of one sequence, for all layers.
@@ -35,7 +34,7 @@ class SequenceCache:
     carried out in it: what a plan rejects is freed at once. Such a cache is `spoil`ed, and of no
     use any more. Two threads must not use one cache; what forks share stands still.
     `plans` counts the changes so far that cannot be taken back: plans, and columns written.
-    `tail` is what the model made of the last token, where somebody asks how surprising the next is.
+    `latest` is what is remembered of the newest tokens, where somebody asks for it.
 
     Args:
         ledger, ..., rebuilding: as in `Makeup`, which refuses what does not fit.
@@ -55,7 +54,7 @@ class SequenceCache:
         self.makeup = Makeup(form, ledger, tuple(codecs), pairing or Pairing(), parking, rebuilding)
         self.next_position = 0
         self.plans = 0
-        self.tail = torch.empty(0)
+        self.latest = Latest(ledger.queries)
         self._is_spoiled = False
         self._stores = [self.makeup.store(layer, spec) for layer in spec.layers]
         self.makeup.connect(self._stores)
@@ -76,8 +75,7 @@ class SequenceCache:
         Args:
             shift: how much later than `next_position` a scratch text begins; below 0 earlier.
 
-        Raises:
-            CacheError: several sections were to be appended, or the cache is spoiled.
+        Raises: CacheError: several sections were to be appended, or the cache is spoiled.
         """
         self._check()
         if mode is Mode.PROBE:
@@ -117,6 +115,11 @@ class SequenceCache:
         with self._changing():
             self._stores[layer].note(columns)
 
+    def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
+        """Take the queries of a pass, post-RoPE, among the latest of a layer."""
+        with self._changing():
+            self.latest.remember(layer, queries, positions)
+
     def forget(self, start: int, stop: int) -> None:
         """Have managed layers drop for good what they hold at true positions [start, stop)."""
         with self._changing():
@@ -147,7 +150,8 @@ class SequenceCache:
         for store in self._stores:
             store.truncate(length)
         if length < self.next_position:
-            self.next_position, self.tail = length, torch.empty(0)
+            self.next_position = length
+            self.latest.truncate(length)
 
     def fork(self) -> SequenceCache:
         """An independent copy, without slack."""
@@ -155,7 +159,7 @@ class SequenceCache:
         copy = SequenceCache(self.spec, **vars(self.makeup))
         copy._stores = [store.fork() for store in self._stores]
         copy.makeup.connect(copy._stores)
-        copy.next_position, copy.tail = self.next_position, self.tail.clone()
+        copy.next_position, copy.latest = self.next_position, self.latest.fork()
         return copy
 
     def entries(self, layer: int) -> Entries:
@@ -203,12 +207,12 @@ class SequenceCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack and metadata included."""
-        return sum(store.nbytes for store in self._stores) + self.tail.nbytes
+        return sum(store.nbytes for store in self._stores) + self.latest.nbytes
 
     @property
     def fast_nbytes(self) -> int:
         """Bytes of them in the model's memory, where a cache has a slower tier."""
-        return sum(store.fast_nbytes for store in self._stores) + self.tail.nbytes
+        return sum(store.fast_nbytes for store in self._stores) + self.latest.nbytes
 
     @property
     def shared_nbytes(self) -> int:
@@ -227,18 +231,16 @@ class SequenceCache:
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
         self._check()
-        return told(self._stores) | ({TAIL: self.tail.clone()} if len(self.tail) else {})
+        return told(self._stores) | self.latest.state()
 
     def surrender(self, place: torch.device) -> dict[str, Tensor]:
         """As `saving.handed_over`: all tensors, layer by layer; the cache is empty afterwards."""
         self._check()
-        tail = {TAIL: self.tail.to(place)} if len(self.tail) else {}
         try:
             handed = handed_over(self._stores, self.makeup, self.spec, place)
         finally:
             self.makeup.connect(self._stores)
-        self.tail = torch.empty(0)
-        return tail | handed
+        return handed | self.latest.surrender(place)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -268,8 +270,7 @@ class SequenceCache:
     ) -> SequenceCache:
         """The cache that `state` and `meta` came from, on tensors of its own.
 
-        Raises:
-            CacheError: the state has other layers than the model, or another ledger than `meta`.
+        Raises: CacheError: the state has other layers than the model, or no ledger of `meta`'s.
         """
         return cls._rebuilt(spec, state, meta, lambda store, own: store.restore(store.layer, own))
 
@@ -295,5 +296,5 @@ class SequenceCache:
         cache._stores = filled(cache._stores, cache.makeup, spec, state, fill)
         cache.makeup.connect(cache._stores)
         cache.next_position = int(meta["next_position"])
-        cache.tail = state.get(TAIL, cache.tail).to(spec.device, copy=True)
+        cache.latest = Latest.restore(state, cache.makeup.ledger.queries, spec.device)
         return cache

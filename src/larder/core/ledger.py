@@ -15,20 +15,23 @@ SURPRISE = "surprise"
 
 @dataclass(frozen=True)
 class Ledger:
-    """Names of float32 numbers that a managed layer holds, saves and counts.
+    """What a managed layer holds, saves and counts: float32 numbers by name, and queries.
 
     Args:
         columns: one number per entry; 0 for a new one.
         scalars: one number per kv head; NaN until it is first written.
+        queries: how many of the latest queries.
     """
 
     columns: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+    queries: int = 0
 
     @staticmethod
     def union(ledgers: Iterable[Ledger]) -> Ledger:
-        """Everything that any of several parts asks for, each name once, in alphabetical order."""
+        """Everything that any of several parts asks for: each name once, in alphabetical order."""
         held = list(ledgers)
         columns = sorted({name for ledger in held for name in ledger.columns})
         scalars = sorted({name for ledger in held for name in ledger.scalars})
-        return Ledger(tuple(columns), tuple(scalars))
+        queries = max((ledger.queries for ledger in held), default=0)
+        return Ledger(tuple(columns), tuple(scalars), queries)

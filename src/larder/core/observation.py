@@ -14,6 +14,7 @@ from jaxtyping import Float, Int, Int8, Int64, Shaped
 from torch import Tensor
 
 from larder.core.inspected import Inspected
+from larder.core.latest import LatestQueries
 from larder.core.nothing import nothing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
@@ -190,6 +191,8 @@ class Seen:
         states: hidden states of the tokens as they entered attention; empty where nobody asks.
         projection: the matrix that takes each query head's output to the layer's; None where nobody
             asks.
+        latest: queries of the last tokens before the pass; None where nobody asks, or there were
+            none.
     """
 
     layer: LayerSpec
@@ -207,6 +210,7 @@ class Seen:
     places: Int[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.int64, 0, 0))
     states: Float[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
     projection: Float[Tensor, "H D N"] | None = None
+    latest: LatestQueries | None = None
 
     @property
     def turned_to(self) -> Int[Tensor, "K Q"]:

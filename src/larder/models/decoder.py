@@ -105,7 +105,7 @@ class Decoder:
         The first token of a text, and one behind a token whose `tail` the cache no longer has, is
         as surprising as the most surprising one of its row.
         """
-        tails = [row.cache.tail for row in rows]
+        tails = [row.cache.latest.tail for row in rows]
         passed = [part[:-1] for part in self._hidden(rows, mode, observer)]
         return [self._surprises(*each) for each in zip(rows, tails, passed, strict=True)]
 
@@ -117,7 +117,7 @@ class Decoder:
         nothing = self.token_table().new_empty(0, self.token_table().shape[1])
         passed = [next(parts) if len(row.ids) > 1 else nothing for row in rows]
         pairs = zip(rows, passed, strict=True)
-        return [self._surprises(row, row.cache.tail, part) for row, part in pairs]
+        return [self._surprises(row, row.cache.latest.tail, part) for row, part in pairs]
 
     @torch.no_grad()
     def predict(
@@ -186,7 +186,7 @@ class Decoder:
         if mode is Mode.APPEND:
             for row, part in zip(rows, parts, strict=True):
                 if _follows(row):
-                    row.cache.tail = part[-1].clone()
+                    row.cache.latest.tail = part[-1].clone()
         return parts
 
     def _surprises(

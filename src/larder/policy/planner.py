@@ -26,6 +26,7 @@ from larder.policy.facts import by_layer, of_kv_heads
 from larder.policy.joining import Joining, Unasked, Unobserved
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
+from larder.policy.scoring import Scoring
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.tallies.base import Tally
@@ -75,19 +76,37 @@ class Planner:
     @property
     def ledger(self) -> Ledger:
         """What the parts have the cache remember."""
-        own = [self.scorer.ledger, self.compensation.remembered(), self.budget.ledger]
+        own = [scorer.ledger for scorer in self._scorers]
+        own += [self.compensation.remembered(), self.budget.ledger]
+        own.append(Ledger(queries=self.queries))
         return Ledger.union([*own, *(Ledger(tally.columns) for tally in self._tallies)])
 
     @cached_property
     def _tallies(self) -> tuple[Tally, ...]:
-        named = self.scorer.tallies | self.budget.tallies | self.compensation.tallied()
+        named = self.budget.tallies | self.compensation.tallied()
+        named = named.union(*(scorer.tallies for scorer in self._scorers))
         named |= self.unit.tallies | self.recalled
         return tuple(TALLIES.load(name)() for name in sorted(named))
 
     @property
     def counts(self) -> bool:
         """Whether anything is counted of every pass, judged or not."""
-        return bool(self._tallies)
+        return bool(self._tallies or self.queries)
+
+    @property
+    def queries(self) -> int:
+        """How many of the latest queries of each layer are held."""
+        return max(scorer.queries() for scorer in self._scorers)
+
+    @property
+    def _scorers(self) -> tuple[Scorer, ...]:
+        """The one that judges what is read, and another for what is generated, if there is one."""
+        return (self.scorer, *self.timing.scorers)
+
+    def _scoring(self, stage: Stage) -> Scoring:
+        """What judges a layer."""
+        other = self.timing.scoring if stage is Stage.GENERATING else None
+        return other or Scoring(self.scorer, self.joining)
 
     def tally(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
         """New values of all columns, after a pass that appended."""
@@ -115,7 +134,8 @@ class Planner:
         Args:
             is_due: whether scores are asked for.
         """
-        looks = self.storage.turns or self.scorer.published() is not None
+        scorer = self._scoring(Stage.GENERATING).scorer
+        looks = self.storage.turns or scorer.published() is not None
         return bool(self._tallies) or (is_due and looks)
 
     def knowing(self, seen: Seen) -> Seen:
@@ -160,17 +180,18 @@ class Planner:
         Raises:
             ScoreError: it is not one number per entry.
         """
-        scores = self.scorer.judge(seen, self.joining)
-        self._check(scores, seen)
+        own = self._scoring(seen.stage)
+        scores = own.scorer.judge(seen, own.joining)
+        self._check(scores, own.scorer, seen)
         selection = Selection(quota)
         if quota and self.values.selects:
-            weights = self.scorer.weights(seen) if self.values.wants_weights else None
+            weights = own.scorer.weights(seen) if self.values.wants_weights else None
             selection = Selection(quota, self._protection(seen, start)(tokens), weights)
         weighed = self.values.weigh(scores.to(torch.float32), seen, selection)
         return self.unit.pool(weighed, seen)
 
-    def _check(self, scores: Tensor, seen: Seen) -> None:
-        wanted, whose = sum(seen.entries.lengths), name_of(type(self.scorer))
+    def _check(self, scores: Tensor, scorer: Scorer, seen: Seen) -> None:
+        wanted, whose = sum(seen.entries.lengths), name_of(type(scorer))
         if tuple(scores.shape) != (wanted,):
             raise ScoreError(
                 f"{whose} returned scores of shape {tuple(scores.shape)} for layer "
@@ -215,7 +236,7 @@ class Planner:
     ) -> PackedMask:
         protected = self.protect.mask(positions, length, tokens)
         if stage is Stage.GENERATING and self.timing.shields:
-            return self.timing.shielded(protected, positions, start)
+            return self.timing.shielded(protected, positions, start, length, tokens)
         return protected
 
     def plan(

@@ -143,12 +143,15 @@ class Judge:
             recorded.keys,
             cache.heard(layer),
             states=recorded.states,
+            latest=cache.latest.queries(layer),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.knowing(placed(seen, own))
 
     def _tally(self, row: int, layer: int, seen: Seen) -> Seen:
-        """Bring the columns of a layer up to date before anything looks at them."""
+        """Bring what is remembered of a layer up to date before anything looks at its columns."""
+        if self._planner.queries:
+            self._caches[row].remember(layer, seen.queries, seen.query_positions)
         columns = self._planner.tally(seen)
         if not columns:
             return seen

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+from larder.cache.latest import latest_bytes
 from larder.cache.ragged import GROWTH_TOKENS
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
@@ -265,6 +266,7 @@ class Rule:
         heads = sum(layer.kv_heads for layer in spec.layers)
         fixed = heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars))
         tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
+        tail += latest_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
         scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
         passing = LAYERS_PASSING * max(layers) if self.is_limited else max(layers)
         return Need(sum(layers) + fixed + tail, passing + scratch)

@@ -25,11 +25,21 @@ DEFAULT_BLOCK_TOKENS = 512
 
 
 def check_timing(scorer: Scorer, timing: Timing) -> None:
-    """Raises: SpellingError: a prompt of the scorer's own would have to be read at every step."""
-    if timing.excess() is not None and judges_by_prompts(scorer):
+    """Raises: SpellingError: a prompt of the scorer would have to be read at every step."""
+    generating = timing.scorers[0] if timing.scorers else scorer
+    if timing.excess() is not None and judges_by_prompts(generating):
         raise SpellingError(
-            f"{spell(scorer)} judges by prompts read behind the cache, which are not read while "
-            f"text is generated: leave {spell(timing)} out, or take another scorer."
+            f"{spell(generating)} judges by prompts read behind the cache, which are not read "
+            f"while text is generated: leave {spell(timing)} out, or take another scorer."
+        )
+
+
+def check_latest(scorer: Scorer, storage: Storage) -> None:
+    """Raises: SpellingError: queries are held as they were, but keys turned to other positions."""
+    if scorer.queries() and storage.turns:
+        raise SpellingError(
+            f"{spell(scorer)} judges by queries at their true positions, but {spell(storage)} "
+            "turns keys to other ones: leave the storage out, or take another scorer."
         )
 
 

@@ -25,10 +25,11 @@ from larder.policy.aggregation.base import Aggregation
 from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation
 from larder.policy.heads.base import HeadRule
-from larder.policy.joining import AGGREGATIONS, HEAD_RULES, Joining, Unasked, Unobserved
+from larder.policy.joining import Joining, Unasked, Unobserved
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
+from larder.policy.scoring import JOINING, SCORERS, joining_of
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing
@@ -42,6 +43,7 @@ from larder.session.agreeing import (
     check_corrected,
     check_cut,
     check_heads,
+    check_latest,
     check_recomputed,
     check_timing,
     check_weights,
@@ -52,9 +54,8 @@ from larder.session.presets import PRESETS
 FAMILIES: Mapping[str, Family] = {
     "session": Family("session", "larder.session.arrangements"),
     "schedule": Family("schedule", "larder.prefill.schedules"),
-    "scorer": Family("scorer", "larder.policy.scorers"),
-    "aggregation": AGGREGATIONS,
-    "heads": HEAD_RULES,
+    "scorer": SCORERS,
+    **JOINING,
     "values": Family("values", "larder.policy.values"),
     "unit": Family("unit", "larder.policy.units"),
     "budget": Family("budget", "larder.policy.budgets"),
@@ -78,7 +79,6 @@ SLOTS = (
     "storage",
     "timing",
 )
-JOINING = ("aggregation", "heads")
 CHOSEN_LATER = (*JOINING, "recall")
 NULLS = (Unobserved(), Unasked(), KeysAlone(), Token(), Exact())  # what does nothing is not spelled
 DEFAULTS = {
@@ -136,13 +136,15 @@ class Policy:
         given = dict(zip(slots, calls, strict=True))
         chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in CHOSEN_LATER}
         check_timing(chosen["scorer"], chosen["timing"])
-        check_weights(chosen["scorer"], chosen["values"])
+        for scorer in (chosen["scorer"], *chosen["timing"].scorers):
+            check_weights(scorer, chosen["values"])
+            check_latest(scorer, chosen["storage"])
         check_cut(chosen["schedule"], chosen["compensation"])
         check_heads(chosen["budget"], chosen["compensation"])
         check_recomputed(chosen["compensation"], chosen["storage"])
         recall = _recall(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_corrected(chosen["protect"], recall)
-        return Policy(**chosen, recall=recall, **_joining(chosen["scorer"], given))
+        return Policy(**chosen, recall=recall, **joining_of(chosen["scorer"], given))
 
     def __str__(self) -> str:
         """Every part that does something, with all its parameters."""
@@ -173,7 +175,7 @@ class Policy:
     @property
     def calibrations(self) -> frozenset[str]:
         """Names of the measurements of the model that its parts look up."""
-        return self.budget.measured() | self.heads.calibrations
+        return self.budget.measured() | self.heads.calibrations | self.timing.calibrations
 
     def filled(self, tokens: int, block: int | None) -> Policy:
         """The same policy with the open sizes filled in.
@@ -196,7 +198,12 @@ class Policy:
             staying = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
             check_corrected(self.protect, recall, max(0, staying))
         return replace(
-            self, budget=budget, schedule=own, compensation=settled[0], recall=settled[1]
+            self,
+            budget=budget,
+            schedule=own,
+            compensation=settled[0],
+            recall=settled[1],
+            timing=self.timing.under(tokens),
         )
 
     def _recalling(self, tokens: int) -> Recall | None:
@@ -255,21 +262,6 @@ def _recall(compensation: Compensation, storage: Storage, given: Call | None) ->
             "quantized() to hold what is parked in few bits."
         )
     return _part("recall", given)
-
-
-def _joining(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
-    """The aggregation and head rule: those given, else those of the scorer's paper."""
-    published = scorer.published()
-    if published is None:
-        wrong = [given[slot].name for slot in JOINING if slot in given]
-        if wrong:
-            raise SpellingError(
-                f"{spell(scorer)} looks at no attention, so {wrong[0]}() has nothing to join: "
-                "leave it out, or take a scorer by attention such as snapkv."
-            )
-        return dict(zip(JOINING, (Unobserved(), Unasked()), strict=True))
-    calls = [given.get(s, Call(name)) for s, name in zip(JOINING, published, strict=True)]
-    return {slot: _part(slot, call) for slot, call in zip(JOINING, calls, strict=True)}
 
 
 def _slot(call: Call) -> str:

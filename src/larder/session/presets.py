@@ -82,13 +82,13 @@ PRESETS: Mapping[str, str] = {
     ),
     "tova": "whole() > protect(sinks=0, recent=0) > last_query() > uniform() > every_step()",
     "roco": "blockwise() > protect(sinks=0, recent=10) > roco() > uniform() > every_step()",
-    "morphkv": "whole() > protect(sinks=0, recent=32) > morph() > uniform() > every_step()",
+    "morphkv": "whole() > protect(sinks=0, recent=0) > morph() > uniform() > every_step()",
     "lazy_eviction": (
         "whole() > protect(sinks=0, recent=0.12) > recurrence() > uniform() > lagged()"
     ),
     "scope": (
-        "whole() > protect(sinks=0, recent=0.1) > last_query() > sum() > group_mean() > "
-        "uniform() > split()"
+        "whole() > protect(sinks=0, recent=0) > snapkv(window=8) > uniform() > "
+        'split(scorer="last_query() > sum() > group_mean()")'
     ),
     "leverage": "blockwise() > leverage() > uniform()",
     "expected": "whole() > expected() > ada()",

@@ -9,6 +9,7 @@ episodes, one of them on the device.
 
 from __future__ import annotations
 
+from larder.cache.latest import latest_bytes
 from larder.core.amount import Amount, Unit
 from larder.core.errors import BudgetError, UsageError
 from larder.core.ledger import SURPRISE
@@ -111,7 +112,8 @@ def _fixed_bytes(policy: Policy, spec: ModelSpec) -> int:
     """Bytes of what is held of each kv head, however many entries it has, and of the last token."""
     ledger = policy.planner.ledger
     tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
-    return _heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail
+    latest = latest_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
+    return _heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail + latest
 
 
 def _heads(spec: ModelSpec) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import TAIL, Form, SequenceCache
+from larder.cache.latest import TAIL
+from larder.cache.sequence import Form, SequenceCache
 from larder.core.errors import Damaged
 from larder.core.spec import ModelSpec
 from larder.store.coding import layer_of, nbytes

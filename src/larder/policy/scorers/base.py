@@ -27,6 +27,10 @@ class Scorer(ABC):
     # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
 
+    def queries(self) -> int:
+        """How many of the latest queries of each layer it has the cache hold; none by default."""
+        return 0
+
     @abstractmethod
     def score(self, seen: Seen) -> Packed:
         """A float32 score for every cached entry, packed over heads; higher stays longer."""

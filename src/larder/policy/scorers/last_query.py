@@ -4,8 +4,8 @@ Oren et al., "Transformers are Multi-State RNNs" (2024), arXiv:2401.06104 (TOVA)
 last query, averaged over all heads of the layer (`layer_mean`), so that all heads keep the same
 tokens under a budget per head. The newest token competes with the others, as in the paper.
 
-With `group_mean` each kv head is judged by the query heads that share it. So, with what was read
-spared (`split`), does the released code of SCOPE (arXiv:2412.13649) choose among generated tokens.
+With `group_mean` each kv head is judged by the query heads that share it. So does the released code
+of SCOPE (arXiv:2412.13649) choose among generated tokens: see `split`.
 """
 
 from __future__ import annotations

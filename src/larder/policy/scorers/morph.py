@@ -1,10 +1,14 @@
 """Keep what the latest tokens look at.
 
 Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs"
-(2025), arXiv:2503.00979 (MorphKV): the weights of the last R queries, summed or their highest; the
-last R tokens stay themselves. The weights come from the tally `fading`, where old queries fade out
-instead of dropping out of a window; the latest tokens are for `protect(recent=R)`. The released
-code takes weights among the older entries alone; here they are those of plain attention.
+(2025), arXiv:2503.00979 (MorphKV): the last R tokens stay, and of the older ones those that the
+queries of these R look at most. Each query's weights are taken among the older entries alone; of
+the query heads that share a kv head the highest counts; over the queries they are summed, or the
+highest counts. The queries themselves are held, R vectors for each query head of a layer, so that
+older ones have no say whatever they looked at.
+
+While text is generated the newest token is not among the R: it stays beside them, and has its say
+at the next step.
 """
 
 from __future__ import annotations
@@ -12,8 +16,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from larder.core.observation import Seen
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.latest import LatestQueries
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Seen, Stage
 from larder.core.types import Packed
+from larder.ops.columns import gather_columns
+from larder.policy.ends import Ends
 from larder.policy.scorers.base import Scorer
 
 
@@ -29,14 +42,77 @@ class Morph(Scorer):
     """Attention from the latest queries, whatever earlier ones thought.
 
     Args:
+        window: R, the queries that judge, in tokens. They always stay themselves.
         fusion: `sum` or `max` over the queries; the released scripts take `max`.
     """
 
+    window: int = 32
     fusion: Fusion = Fusion.MAX
-    tallies = frozenset({"fading"})
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise BadParameter(f"morph.window must be at least 1 token, got {self.window}.")
+
+    def queries(self) -> int:
+        return self.window
+
+    def least(self) -> Ends:
+        """The window, and the newest token beside it while text is generated."""
+        return Ends(last=self.window + 1)
 
     def score(self, seen: Seen) -> Packed:
-        return seen.entries.column(f"fading_{self.fusion.value}")
+        judges = self._judges(seen)
+        start = seen.length - self.window - self._newest(seen)
+        older = seen.entries.between(0, max(start, 0))
+        heads = gather_columns(
+            _Fused(self.fusion),
+            judges.queries,
+            older.keys,
+            *older.layout,
+            seen.layer.scaling,
+            bias=older.columns.get(LOG_COUNT),
+        )
+        pairs = zip(heads, seen.entries.lengths, strict=True)
+        return torch.cat([_with_window(head[0], length) for head, length in pairs])
+
+    def _judges(self, seen: Seen) -> LatestQueries:
+        """The last queries, without that of the newest token while text is generated."""
+        latest = LatestQueries.of(seen.queries, seen.query_positions)
+        if seen.latest is not None:
+            latest = seen.latest.followed(latest)
+        return latest.before(seen.length - self._newest(seen)).last(self.window)
+
+    def _newest(self, seen: Seen) -> int:
+        return int(seen.stage is Stage.GENERATING)
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """Gathers one number per entry: the highest of the query heads, joined over queries."""
+
+    fusion: Fusion
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like.new_zeros(1, like.shape[1]),)
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        del first, total
+        highest = weights.amax(0)  # [c, S]
+        if self.fusion is Fusion.SUM:
+            state[0].add_(highest.sum(0))
+        else:
+            torch.maximum(state[0], highest.amax(0), out=state[0])
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "1 S"]:
+        del total
+        return state[0]
+
+
+def _with_window(older: Float[Tensor, " O"], length: int) -> Float[Tensor, " S"]:
+    """A head's scores: what stands behind the older entries stays."""
+    return torch.nn.functional.pad(older, (0, length - len(older)), value=torch.inf)
 
 
 Part = Morph

@@ -9,12 +9,35 @@ from jaxtyping import Int
 from torch import Tensor
 
 from larder.core.types import PackedMask
+from larder.policy.scorers.base import Scorer
+from larder.policy.scoring import Scoring
 
 
 class Timing(ABC):
     """Says whether and when entries go while generating. A frozen dataclass."""
 
     shields: ClassVar[bool] = False  # whether `shielded` protects anything
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """What scores while text is generated; None where that is the policy's own scorer."""
+        return None
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """Its scorer; none where the policy's own goes on."""
+        return () if self.scoring is None else (self.scoring.scorer,)
+
+    @property
+    def calibrations(self) -> frozenset[str]:
+        """Names of the measurements of the model that `scoring` looks up."""
+        own = self.scoring
+        return frozenset() if own is None else own.joining.heads.calibrations
+
+    def under(self, tokens: int) -> Timing:
+        """The same under a budget of `tokens` entries per kv head."""
+        del tokens
+        return self
 
     @abstractmethod
     def excess(self) -> int | None:
@@ -46,8 +69,19 @@ class Timing(ABC):
         del tokens
 
     def shielded(
-        self, protected: PackedMask, positions: Int[Tensor, " T"], start: int
+        self,
+        protected: PackedMask,
+        positions: Int[Tensor, " T"],
+        start: int,
+        length: int,
+        tokens: int,
     ) -> PackedMask:
-        """What is protected while generating from `start` on: more than while reading, perhaps."""
-        del positions, start
+        """What is protected while generating: more than while reading, perhaps.
+
+        Args:
+            start: true position where generating began.
+            length: true tokens so far.
+            tokens: M, as in `quota`.
+        """
+        del positions, start, length, tokens
         return protected

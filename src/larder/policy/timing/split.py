@@ -2,31 +2,40 @@
 
 Wu et al., "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation" (2024),
 arXiv:2412.13649. A share of the budget is for reading, the rest for what comes after, where
-entries compete among themselves: `slide` lets them fill it all at once; `adaptive` starts at
-`recent` entries and allows one more every `every` tokens; `discontinuous` does so too, and plans
-only once `every` entries have piled up.
+entries compete among themselves beside the `recent` latest, which stay: `slide` lets them fill it
+all at once; `adaptive` starts at `recent` entries and allows one more every `every` tokens;
+`discontinuous` does so too, and plans only once `every` entries have piled up.
+
+What is read is cut by the policy's own scorer, as a prompt is anywhere else; `scorer` names another
+one for what is generated. The released code takes the weights of the newest query alone, not
+smoothed: `scorer="last_query() > sum() > group_mean()"`.
 
 A budget counts both, as the paper's 2560 entries do; reading never fills more than its share. So
 at 100 % of a context the preset `scope` reads 80 % of it: to read all of it whole, give the budget
 that leaves as much for reading, 125 %, in tokens. The paper has what was read whole wherever it is
 no longer than its 2048, which is the same rule.
 
-The paper divides the tokens that are expected by the entries that are free to find `every`, and
-its released code takes 15 where nobody says. The question is part of what was read there; here
-it is read once generating has begun, and competes with the answer.
+The paper divides the tokens that are expected by the entries that are free to find `every`, which
+`expected` does here; its released code takes 15 where nobody says, and so do we. The question is
+part of what was read there; here it is read once generating has begun, and competes with the
+answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 from jaxtyping import Int
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
+from larder.policy.scoring import Scoring
 from larder.policy.timing.base import Timing
+
+EVERY_TOKENS = 15  # where neither `every` nor `expected` is given, as in the released code
 
 
 class Strategy(Enum):
@@ -45,15 +54,22 @@ class Split(Timing):
         reading: share of the budget that reading may fill, in (0, 1); in the paper 2048 of 2560
             entries, or of 3072.
         strategy: `slide`, `adaptive` or `discontinuous`.
-        recent: entries per head that generated tokens have from the start, under the strategies
-            that grow.
-        every: tokens per further entry, and between two plans of `discontinuous`.
+        recent: the latest generated tokens, which stay; under the strategies that grow all that
+            there is room for at the start. A whole number is tokens, a fraction in (0, 1) that
+            share of the room for generated tokens; in the paper 128 of 1024.
+        every: tokens per further entry, and between two plans of `discontinuous`; left open, what
+            follows from `expected`, or 15.
+        expected: tokens that will be generated.
+        scorer: what scores while text is generated, with an aggregation and a head rule behind it
+            if its paper's are not wanted; left open, the policy's own scorer goes on.
     """
 
     reading: float = 0.8
     strategy: Strategy = Strategy.SLIDE
-    recent: int = 256
-    every: int = 15
+    recent: int | float = 0.125
+    every: int | None = None
+    expected: int | None = None
+    scorer: str | None = None
     shields = True
 
     def __post_init__(self) -> None:
@@ -61,13 +77,51 @@ class Split(Timing):
             raise BadParameter(
                 f"split.reading must be a fraction between 0 and 1, got {self.reading}."
             )
-        if self.recent < 1:
-            raise BadParameter(f"split.recent must be at least 1 token, got {self.recent}.")
-        if self.every < 1:
-            raise BadParameter(f"split.every must be at least 1 token, got {self.every}.")
+        is_share = isinstance(self.recent, float)
+        if not (0 < self.recent < 1 if is_share else self.recent >= 1):
+            raise BadParameter(
+                "split.recent must be tokens (at least 1) or a fraction between 0 and 1, "
+                f"got {self.recent}."
+            )
+        for name in ("every", "expected"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise BadParameter(f"split.{name} must be at least 1 token, got {number}.")
+        if self.every is not None and self.expected is not None:
+            raise BadParameter(
+                f"split was given every={self.every} and expected={self.expected}: give one."
+            )
+        if self.scorer is not None:
+            try:
+                Scoring.parse(self.scorer)
+            except (SpellingError, UnknownName) as error:
+                raise BadParameter(f"split.scorer must be a scorer: {error}") from None
+
+    @property
+    def scoring(self) -> Scoring | None:
+        return None if self.scorer is None else _parsed(self.scorer)
+
+    def under(self, tokens: int) -> Split:
+        """With `every` filled in from the tokens that are expected."""
+        if self.expected is None:
+            return self
+        free = tokens - self.reading_tokens(tokens)
+        recent = self.recent_tokens(tokens)
+        every = max(1, (self.expected - recent) // max(1, free - recent))
+        return replace(self, every=every, expected=None)
+
+    def recent_tokens(self, tokens: int) -> int:
+        """The latest generated tokens that stay, under a budget of `tokens` entries per head."""
+        free = tokens - self.reading_tokens(tokens)
+        if not isinstance(self.recent, float):
+            return min(self.recent, free)
+        return max(1, int(self.recent * free))
 
     def excess(self) -> int | None:
-        return self.every - 1 if self.strategy is Strategy.DISCONTINUOUS else 0
+        return self._every - 1 if self.strategy is Strategy.DISCONTINUOUS else 0
+
+    @property
+    def _every(self) -> int:
+        return EVERY_TOKENS if self.every is None else self.every
 
     def reading_tokens(self, tokens: int) -> int:
         return max(1, int(self.reading * tokens))
@@ -76,16 +130,27 @@ class Split(Timing):
         free = tokens - self.reading_tokens(tokens)
         if self.strategy is Strategy.SLIDE:
             return quota + free
-        return quota + min(free, self.recent + step // self.every)
+        return quota + min(free, self.recent_tokens(tokens) + step // self._every)
 
     def room(self, tokens: int) -> int | None:
         return self.quota(0, tokens, 0)
 
     def shielded(
-        self, protected: PackedMask, positions: Int[Tensor, " T"], start: int
+        self,
+        protected: PackedMask,
+        positions: Int[Tensor, " T"],
+        start: int,
+        length: int,
+        tokens: int,
     ) -> PackedMask:
-        """What was read, too."""
-        return protected | (positions < start)
+        """What was read, too, and the latest."""
+        latest = length - self.recent_tokens(tokens)
+        return protected | (positions < start) | (positions >= latest)
+
+
+@cache
+def _parsed(sentence: str) -> Scoring:
+    return Scoring.parse(sentence)
 
 
 Part = Split

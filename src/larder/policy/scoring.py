@@ -1,0 +1,66 @@
+"""A scorer together with the way in which it joins queries and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.errors import SpellingError
+from larder.core.family import Family
+from larder.core.spelling import Call, build, parse, spell
+from larder.policy.joining import AGGREGATIONS, HEAD_RULES, Joining, Unasked, Unobserved
+from larder.policy.scorers.base import Scorer
+
+SCORERS = Family("scorer", "larder.policy.scorers")
+JOINING: Mapping[str, Family] = {"aggregation": AGGREGATIONS, "heads": HEAD_RULES}
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What scores, and how."""
+
+    scorer: Scorer
+    joining: Joining
+
+    @staticmethod
+    def parse(sentence: str) -> Scoring:
+        """A scorer, and behind it an aggregation and a head rule where its paper's are not wanted.
+
+        Raises:
+            SpellingError: it does not parse, or there are other parts.
+            UnknownName: no such part or parameter.
+            BadParameter: a value out of range.
+        """
+        first, *others = parse(sentence, "scorer")
+        scorer = build(SCORERS.load(first.name), first.parameters)
+        given: dict[str, Call] = {}
+        for call in others:
+            slot = next((s for s, family in JOINING.items() if call.name in family.names()), None)
+            if slot is None or slot in given or (slot == "aggregation" and "heads" in given):
+                raise SpellingError(
+                    f"{call.name} has no place in the scorer {sentence!r}: write a scorer, then at "
+                    "most an aggregation and a head rule."
+                )
+            given[slot] = call
+        return Scoring(scorer, Joining(**joining_of(scorer, given)))
+
+
+def joining_of(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
+    """The aggregation and head rule: those given, else those of the scorer's paper.
+
+    Raises:
+        SpellingError: some are given, but the scorer looks at no attention.
+    """
+    published = scorer.published()
+    if published is None:
+        wrong = [given[slot].name for slot in JOINING if slot in given]
+        if wrong:
+            raise SpellingError(
+                f"{spell(scorer)} looks at no attention, so {wrong[0]}() has nothing to join: "
+                "leave it out, or take a scorer by attention such as snapkv."
+            )
+        return dict(zip(JOINING, (Unobserved(), Unasked()), strict=True))
+    calls = [given.get(s, Call(name)) for s, name in zip(JOINING, published, strict=True)]
+    pairs = zip(JOINING.items(), calls, strict=True)
+    return {slot: build(family.load(call.name), call.parameters) for (slot, family), call in pairs}
