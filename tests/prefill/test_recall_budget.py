@@ -37,6 +37,10 @@ def decoder() -> Decoder:
     return adopt(tiny("qwen3"))
 
 
+def desk(decoder: Decoder) -> Desk:
+    return Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
+
+
 def attended(tier: Tiered) -> list[int]:
     """Entries that each set of query heads has just attended to."""
     stays, choice = tier.lengths, tier.finder.choice
@@ -57,11 +61,10 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
             counts.extend(attended(self))
         return out
 
-    desk = Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tiered, "_attention", noting)
-        cache = build(desk, wanted, some_ids(context), [{}], Meter()).activate(0)
-        tending = tend(desk, wanted, [cache])
+        cache = build(desk(decoder), wanted, some_ids(context), [{}], Meter()).activate(0)
+        tending = tend(desk(decoder), wanted, [cache])
         assert tending is not None
         told = [cache], [some_ids(3, seed=5)], Sampling(), Limits(steps), endless
         generate(decoder, *told, tending.observer)
@@ -89,6 +92,35 @@ def test_icecache_attends_to_the_budget_of_its_paper(decoder) -> None:
     """32 sinks, 17 to 32 recent tokens, and pages of 16 for the rest."""
     wanted = Policy.parse(PRESETS["icecache"].replace("dci()", "dci(dense=0)")).filled(128, None)
     assert max(counts_of_steps(decoder, wanted, 160, 36)) <= 128
+
+
+def test_each_query_head_has_pages_of_its_own_as_in_the_paper(decoder) -> None:
+    stays = "blockwise(tokens=8) > protect(sinks=2, recent=2) > sinks_and_window(sinks=2)"
+    sentence = f"{stays} > uniform() > park() > {{}} > lagged(tokens=2)"
+    part = 'dci(page=2, dense=0, tokens=16, variant="{}")'
+    ways = [Policy.parse(sentence.format(part.format(name))) for name in ("code", "paper")]
+    code, paper = (counts_of_steps(decoder, each.filled(24, None), 60, 4) for each in ways)
+    group = decoder.spec.layers[0].group
+    assert group > 1 and len(paper) == group * len(code)
+    assert min(code) > 16 and min(paper) > 16  # sinks and window alone are at most 6
+
+
+def test_slots_of_query_heads_are_counted(decoder) -> None:
+    names = "code", "paper"
+    sentence = 'sinks_and_window() > park() > dci(page=4, dense=0, variant="{}") > lagged(tokens=4)'
+    shelves = [
+        build(
+            desk(decoder),
+            Policy.parse(sentence.format(n)).filled(64, None),
+            some_ids(96),
+            [{}],
+            Meter(),
+        )
+        for n in names
+    ]
+    [code], [paper] = (shelf.holdings() for shelf in shelves)
+    assert paper.paged == decoder.spec.layers[0].group * code.paged
+    assert paper.in_use > code.in_use == sum(code.layers)
 
 
 def test_a_lag_that_leaves_no_page_is_refused() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from larder.cache.finding import Finder
 from larder.cache.sequence import SequenceCache
+from larder.cache.slow import Slow
 from larder.core.errors import BudgetError
-from larder.core.recall import RECALLS
+from larder.core.recall import RECALLS, Prefill
 from larder.core.types import Mode
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
@@ -43,7 +44,6 @@ SIZES = {
     "graph": "least=8, links=4",
     "mpcache": "page=4",
     "rocket": "ratio=4",
-    "sentences": "page=4",
     "wave": "page=4, size=4, update=8, segment=16",
 }
 PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
@@ -80,8 +80,11 @@ def policy(name: str, recalled: int) -> Policy:
     return Policy.parse(sentence).filled(STAYING + LAG + recalled, None)
 
 
-def desk(decoder: Decoder) -> Desk:
-    return Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
+def desk(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> Desk:
+    """Args: closing: tokens that end a sentence."""
+    scribe = object.__new__(Scribe)
+    vars(scribe)["_closing_tokens"] = closing
+    return Desk(decoder, scribe, lambda name: pytest.fail(name), lambda names: {})
 
 
 def said(
@@ -128,6 +131,40 @@ def test_where_everything_is_recalled_generated_text_is_the_full_caches(
     expected = own_logits(own, ids)[-STEPS - 1 : -1]
     assert torch.allclose(heard, expected, atol=1e-3)
     assert cache.pages[0] > 0
+
+
+def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
+    decoder, own, monkeypatch
+) -> None:
+    wanted = policy("votes", 320)
+    wanted = replace(wanted, recall=replace(wanted.recall, prefill=Prefill.RECALLED))
+    park_at_once(monkeypatch)
+    monkeypatch.setattr(Slow, "attended", lambda self, queries: pytest.fail("attended to all"))
+    cache = read(decoder, wanted).activate(0)
+    tokens, heard = said(decoder, wanted, cache, QUESTION, 5)
+    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
+    assert torch.allclose(heard, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("closing", [frozenset(range(128)), frozenset[int]()])
+def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeypatch) -> None:
+    """Every token is the first of one, or the first of all is."""
+    wanted, steps, seen = policy("sentences", 8), 6, list[int]()
+    cache = build(desk(decoder, closing), wanted, CONTEXT, [{}], Meter()).activate(0)
+    recalled = Finder.recalled
+
+    def noting(self: Finder, *given: Any) -> Any:
+        parts = recalled(self, *given)
+        seen.append(parts is None)
+        return parts
+
+    monkeypatch.setattr(Finder, "recalled", noting)
+    observer = tend(desk(decoder, closing), wanted, [cache]).observer
+    generate(decoder, [cache], [QUESTION], Hearing(), Limits(steps), lambda *_: True, observer)
+    layers = len(decoder.spec.layers)
+    later = [bool(closing)] * (len(seen) - layers)
+    assert len(later) == (steps - 2) * layers
+    assert seen == [True] * layers + later
 
 
 def test_correcting_what_was_not_missed_changes_nothing(decoder, own, monkeypatch) -> None:

@@ -21,9 +21,10 @@ GROWTHS = st.lists(
     st.tuples(*[st.sampled_from([0, 1, 2, 15, 16, 17, 40, 90])] * 2), min_size=1, max_size=4
 )
 # Where the defaults are for texts that are longer than those of tests.
-SMALL = {"clusters": {"size": 4}, "graph": {"least": 8, "links": 4}}
+SMALL = {"clusters": {"size": 4}, "graph": {"least": 8, "links": 4}, "wave": {"update": 64}}
 # Entries that come later join a cluster, whose centroid does not go to them: so many are looked at.
-ENOUGH = {"clusters": 60}
+# A sentence that stands out is fetched from its first entry on.
+ENOUGH = {"clusters": 60, "sentences": 64}
 NEEDS = {"graph": "usearch"}  # packages that may be missing
 PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
 

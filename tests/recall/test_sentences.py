@@ -1,4 +1,4 @@
-"""Sentences equal the loop: where they are cut, as they come, and how they are ranked."""
+"""Sentences equal the loop: how they are ranked and taken, and what a step searches with."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from builders import a_layer
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.recall.sentences import Sentences
+from larder.core.recall import Fetch
+from larder.recall.sentences import Sentences, SentencesIndex
 from ranks import assert_best, keys_of
 from references import sentences as loop
-from tiers import Tier, pages_of
+from tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 # Lengths of sentences; each is one number, below zero at the last token.
@@ -37,42 +38,103 @@ def with_column(entries: Entries, numbers: list[list[float]]) -> Entries:
     return replace(entries, columns={"sentence": column})
 
 
-@settings(max_examples=30)
-@given(
-    texts=st.tuples(TEXTS, TEXTS),
-    page=st.sampled_from([1, 4, 20]),
-    step=st.integers(1, 30),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    seed=st.integers(0, 2**31),
-)
-def test_it_equals_the_loop(texts, page, step, dtype, seed) -> None:
-    numbers = [numbers_of(text) for text in texts]
-    tier, index = Tier(LAYER, seed, dtype), Sentences(page=page).index(LAYER)
+def grown(numbers: list[list[float]], step: int, tier: Tier) -> SentencesIndex:
+    index = Sentences().index(LAYER)
     while any(len(own) > length for own, length in zip(numbers, tier.lengths, strict=True)):
         left = zip(numbers, tier.lengths, strict=True)
         tier.grow([min(step, len(own) - length) for own, length in left])
         index.add(with_column(tier.entries(), numbers))
-        for own, length, pages in zip(
-            numbers, tier.lengths, pages_of(index, tier.lengths), strict=True
-        ):
-            assert [list(page) for _, page in pages] == loop.cut(own[:length], index.page)
+    return index
+
+
+def newest(position: int, number_before: float = 0.0) -> Entries:
+    """A fast tier of the newest token and the one before it."""
+    keys = torch.zeros(4, LAYER.head_dim)
+    positions = torch.tensor([position - 1, position] * 2).int()
+    column = torch.tensor([number_before, 0.0] * 2)
+    return Entries(keys, keys, positions, (0, 2), (2, 2), {"sentence": column})
+
+
+@settings(max_examples=30)
+@given(
+    texts=st.tuples(TEXTS, TEXTS),
+    step=st.integers(1, 30),
+    count=st.sampled_from([1, 5, 100]),
+    is_late=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_it_equals_the_loop(texts, step, count, is_late, dtype, seed) -> None:
+    numbers = [numbers_of(text) for text in texts]
+    if is_late:  # an entry of the first sentence may leave the fast tier after all others
+        numbers = [[*own[1:], own[0]] for own in numbers]
+    tier = Tier(LAYER, seed, dtype)
+    index = grown(numbers, step, tier)
     query, keys = tier.queries(), keys_of(tier)
-    pages = [loop.cut(own, page) for own in numbers]
-    for search, rank in ((index.find, loop.scores), (index.exact, loop.bests)):
-        found = search(query, tier.entries(), 5).pages
-        scores = [rank(own, keys[h // 2], pages[h // 2]) for h, own in enumerate(query.tolist())]
-        assert_best(found, scores, 5)
+    found = index.find(query, tier.entries(), count)
+    assert not found.is_whole
+    for head, pages in enumerate(found.pages.tolist()):
+        group = query[2 * head : 2 * head + 2].tolist()
+        wanted = loop.ranked(group, keys[head], numbers[head])[:count]
+        assert [page for page in pages if page >= 0] == wanted
+    scores = [loop.products(query[2 * k : 2 * k + 2].tolist(), keys[k]) for k in range(2)]
+    assert_best(index.exact(query, tier.entries(), count).pages, scores, count)
 
 
-def test_without_sentences_pages_are_of_entries_that_follow_each_other() -> None:
-    tier, index = Tier(LAYER), Sentences(page=4).index(LAYER)
-    for growth in ((3, 0), (6, 2)):
-        tier.grow(growth)
-        index.add(tier.entries())
-    held = [[list(page) for _, page in pages] for pages in pages_of(index, tier.lengths)]
-    assert held == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]], [[0, 1]]]
+def test_a_step_asks_with_the_mean_of_its_sentence_and_its_first_token_sees_everything() -> None:
+    numbers, tier = [numbers_of([3, 4, 5])] * 2, Tier(LAYER)
+    index = grown(numbers, 5, tier)
+    ends, queries = [False, False, True, False, False], [tier.queries() for _ in range(5)]
+    for step, query in enumerate(queries):
+        ended = step > 0 and ends[step - 1]
+        index.follow(query, newest(20 + step, -7.0 if ended else 7.0))
+        found = index.find(query, tier.entries(), 6)
+        rows = [loop.asked([q[h].tolist() for q in queries], ends, step) for h in range(4)]
+        assert found.is_whole == rows[0][1] == (step in (0, 3))
+        for head, pages in enumerate(found.pages.tolist()):
+            group = [mean for mean, _ in rows[2 * head : 2 * head + 2]]
+            assert pages == loop.ranked(group, keys_of(tier)[head], numbers[head])[:6]
 
 
-def test_a_page_of_nothing_is_refused() -> None:
-    with pytest.raises(BadParameter, match="sentences.page must be at least 1 entry, got 0"):
-        Sentences(page=0)
+def test_a_sentence_begins_behind_a_text_that_was_read() -> None:
+    tier = Tier(LAYER)
+    index = grown([numbers_of([3, 4])] * 2, 7, tier)
+    for position, is_whole in ((9, True), (10, False), (15, True), (16, False)):
+        index.follow(tier.queries(), newest(position, 5.0))
+        assert index.find(tier.queries(), tier.entries(), 2).is_whole == is_whole
+
+
+def test_hand_values() -> None:
+    """Sentences (1, 0), (1, 0) and (0, 3): their mean keys are (1, 0) and (0, 3)."""
+    layer = a_layer(kv_heads=1, group=1)
+    keys = torch.zeros(3, layer.head_dim)
+    keys[0, 0] = keys[1, 0] = 1.0
+    keys[2, 1] = 3.0
+    column = {"sentence": torch.tensor([1.0, -1.0, 3.0])}
+    entries = Entries(keys, keys, torch.arange(3).int(), (0,), (3,), column)
+    index = Sentences().index(layer)
+    index.add(entries)
+    query = torch.zeros(1, layer.head_dim)
+    query[0, :2] = torch.tensor([2.0, 1.0])  # products 2 and 3
+    assert index.find(query, entries, 2).pages.tolist() == [[2, 0]]
+    query[0, 1] = 0.5  # products 2 and 1.5
+    assert index.find(query, entries, 2).pages.tolist() == [[0, 1]]
+
+
+def test_without_a_column_entries_that_follow_each_other_are_a_sentence() -> None:
+    tier = Tier(LAYER)
+    tier.grow((70, 10))
+    index = Sentences().index(LAYER)
+    index.add(tier.entries())
+    query = tier.queries()
+    found = index.find(query, tier.entries(), 70).pages.tolist()
+    for head, length in enumerate(tier.lengths):
+        numbers = [n // 32 + 1.0 for n in range(length)]
+        group = query[2 * head : 2 * head + 2].tolist()
+        wanted = loop.ranked(group, keys_of(tier)[head], numbers)
+        assert [page for page in found[head] if page >= 0] == wanted
+
+
+def test_queries_that_are_foreseen_are_refused() -> None:
+    with pytest.raises(BadParameter, match="sentences.fetch must be in_turn, got ahead"):
+        Sentences(fetch=Fetch.AHEAD)

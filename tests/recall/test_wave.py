@@ -12,29 +12,30 @@ from hypothesis import strategies as st
 
 from builders import HEAD_DIM, a_layer
 from larder.core.errors import BadParameter
-from larder.recall.wave import Wave
+from larder.recall.wave import Pending, Wave
 from ranks import assert_best, keys_of
 from references import wave as loop
 from tiers import Tier, pages_of
 
 LAYER = a_layer(kv_heads=2, group=2)
-PART = Wave(page=4, size=3, segment=16, update=8, iterations=2, estimated=0.3)
+SMALL = {"page": 4, "size": 3, "segment": 16, "update": 8, "iterations": 2, "estimated": 0.3}
 
 
 @settings(max_examples=15)
 @given(
     growths=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=3),
     count=st.sampled_from([1, 3, 100]),
+    pending=st.sampled_from(Pending),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(growths, count, dtype, seed) -> None:
+def test_it_equals_the_loop(growths, count, pending, dtype, seed) -> None:
     whole, tier = Tier(LAYER, seed, dtype), Tier(LAYER, seed, dtype)
     lengths = [list(accumulate(own)) for own in zip(*growths, strict=True)]
     whole.grow([own[-1] for own in lengths])
     noise = torch.Generator().manual_seed(seed)  # no ties
     whole.keys = [(k + 0.1 * torch.randn(k.shape, generator=noise)).to(dtype) for k in whole.keys]
-    index = PART.index(LAYER)
+    index = Wave(**SMALL, pending=pending).index(LAYER)
     for now in zip(*lengths, strict=True):
         tier.keys = [keys[:length] for keys, length in zip(whole.keys, now, strict=True)]
         tier.values = [values[:length] for values, length in zip(whole.values, now, strict=True)]
@@ -47,9 +48,16 @@ def test_it_equals_the_loop(growths, count, dtype, seed) -> None:
     assert held == pages
     centroids = [loop.means(head, own) for head, own in zip(keys, pages, strict=True)]
     scores = loop.scores(query.tolist(), centroids, LAYER.scaling)
+    left = [loop.pending(own, 16, 8) for own in lengths]
+    if pending is Pending.EXACT:
+        told = zip(scores, pages, left, strict=True)
+        scores = [loop.with_pending(*each) for each in told]
     found = index.find(query, tier.entries(), count)
     assert_best(found.pages, scores, count)
     exact = loop.mass(query.tolist(), keys, pages, LAYER.scaling)
+    if pending is Pending.EXACT:
+        told = zip(exact, pages, left, strict=True)
+        exact = [loop.with_pending(*each) for each in told]
     assert_best(index.exact(query, tier.entries(), count).pages, exact, count)
     wanted = math.ceil(0.3 * max(map(len, pages)))
     for head, own in enumerate(scores):
@@ -67,6 +75,32 @@ def check_estimates(estimate, head, stands, ranked, pages, tier) -> None:
             mean = loop.means(rows[head].float().tolist(), [entries])[0]
             assert told[head, n].tolist() == pytest.approx(mean, rel=1e-3, abs=1e-3)
         assert float(estimate.log_counts[head, n].exp()) == pytest.approx(len(entries))
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_pending_entries_are_never_missed(tokens) -> None:
+    """And fit into half of what is fetched, so that clusters are fetched beside them."""
+    part, tier = Wave(page=4, size=4, tokens=tokens), Tier(LAYER)
+    index = part.index(LAYER)
+    for growth in [(101, 90)] + [(1, 1)] * 40:
+        tier.grow(growth)
+        index.add(tier.entries())
+        pages = index.find(tier.queries(), tier.entries(), part.pages).pages
+        for head, length in enumerate(tier.lengths):
+            done = int(index.state()["settled"][head, 0])
+            fetched = set(index.contents(pages)[head].flatten().tolist()) - {-1}
+            assert length - done < tokens // 2
+            assert fetched >= set(range(done, length))
+            assert fetched & set(range(done))
+
+
+def test_a_text_that_is_shorter_than_an_update_has_no_clusters() -> None:
+    tier, index = Tier(LAYER), Wave(tokens=4096).index(LAYER)
+    tier.grow((1023, 400))
+    index.add(tier.entries())
+    assert index.state()["settled"].tolist() == [[0, 0], [0, 0]]
+    pages = index.find(tier.queries(), tier.entries(), 256).pages
+    assert int((index.contents(pages) >= 0).sum()) == 1423
 
 
 def test_what_is_estimated_of_equal_keys_is_exact() -> None:

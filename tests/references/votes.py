@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from references.lloyd import Vector, dot
-from references.recalling import Rows, attention
+from references.recalling import Rows, attention, largest
 
 
 def scores(
@@ -22,6 +22,17 @@ def scores(
         for position, weight in zip(positions[h // group], row, strict=True):
             votes[position] += weight
     return [[votes[position] for position in own] for own in positions]
+
+
+def chosen(
+    queries: Sequence[Vector],
+    keys: Sequence[Sequence[Vector]],
+    positions: Sequence[Sequence[int]],
+    scaling: float,
+    count: int,
+) -> list[list[int]]:
+    """Entries of every kv head that have most votes; of a block, `queries` are its means."""
+    return [largest(votes, count) for votes in scores(queries, keys, positions, scaling)]
 
 
 def cosine(one: Sequence[Vector], other: Sequence[Vector]) -> float:

@@ -49,6 +49,23 @@ def pages_of(
     return settled + [rest[at : at + page] for at in range(0, len(rest), page)]
 
 
+def pending(lengths: Sequence[int], most: int, update: int) -> int:
+    """Entries of a head that are in no cluster yet, the last ones."""
+    done = 0
+    for length in lengths:
+        while length - done >= update:
+            done += min((length - done) // update * update, most)
+    return lengths[-1] - done
+
+
+def with_pending(scores: Sequence[float], pages: Pages, left: int) -> list[float]:
+    """The same with pages of pending entries before all others."""
+    first = pages[-1][-1] + 1 - left if pages else 0
+    return [
+        math.inf if page[0] >= first and left else s for s, page in zip(scores, pages, strict=True)
+    ]
+
+
 def means(rows: Sequence[Vector], pages: Pages) -> list[list[float]]:
     return [mean([rows[entry] for entry in page]) for page in pages]
 

@@ -26,6 +26,8 @@ from larder.ops.search import interleaved
 
 GROWTH = 2  # times the slots, when there are more pages than slots
 Observed = Float[Tensor, "H O D"]
+# Attention of queries to some of the entries; None where they are to attend to all of them.
+Look = Callable[[Queries, Entries, Observed], list[Attended] | None]
 
 
 class Finder:
@@ -52,11 +54,26 @@ class Finder:
         fill = self._loaded if queries.shape[1] == 1 else self._loaded_once
         return [fill(choice, entries).attend(queries)]
 
-    def recalled(self, queries: Queries, entries: Entries, observed: Observed) -> list[Attended]:
-        """Attention to what the index finds for one query per head."""
+    def follow(
+        self, queries: Queries, entries: Entries, observed: Observed, stays: Entries
+    ) -> None:
+        """Tell the index of a step before it is searched for.
+
+        Args:
+            stays: as `Index.follow` has them.
+        """
+        self.learn(entries, observed)
+        self.learned.index.follow(queries[:, 0].detach().float().cpu(), stays)
+
+    def recalled(
+        self, queries: Queries, entries: Entries, observed: Observed
+    ) -> list[Attended] | None:
+        """Attention to what the index finds for one query per head; None for everything."""
         found = self._foreseen(queries, entries, observed)
         if found is None:
             found = self._found(queries, entries, observed)
+        if found.is_whole:
+            return None
         assert self._pool is not None  # made for what was found
         parts = [self._pool.attend(queries)]
         if found.estimate is not None:
@@ -75,6 +92,14 @@ class Finder:
         lists = torch.stack([pad(pages, (0, wide - pages.shape[1]), value=-1) for pages in rows], 1)
         most = (self.recall.union or 0) // self.recall.page
         self.choice = self._chosen(interleaved(lists.flatten(0, 1), sets, most), most, entries)
+        return [self._loaded_once(self.choice, entries).attend(queries)]
+
+    def block(self, queries: Queries, entries: Entries, observed: Observed) -> list[Attended]:
+        """Attention of a block of queries to the pages that their mean finds, and nothing else."""
+        self.learn(entries, observed)
+        mean = queries.detach().float().mean(1).cpu()
+        found = self.learned.index.exact(mean, entries, self.recall.pages)
+        self.choice = self._chosen(found.pages, self.recall.pages, entries)
         return [self._loaded_once(self.choice, entries).attend(queries)]
 
     def expect(self, arrived: Callable[[], bool] | None) -> None:
@@ -104,7 +129,8 @@ class Finder:
     def foreseen_bytes(self, parked: tuple[int, ...]) -> int:
         """Bytes of the slots that a look at so many parked entries of each head needs, at most."""
         there = self.learned.index.counts if self.learned.known == parked else parked
-        rows = min(self.recall.pages, max(there)) * self.recall.page * self.layer.kv_heads
+        pages = min(self.recall.pages, max(there)) * self.recall.sets(self.layer)
+        rows = pages * self.recall.page
         return Pool.foreseen_bytes(self.layer, rows, self.like[0].itemsize)
 
     @property
@@ -130,22 +156,25 @@ class Finder:
     def _found(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         """Find pages, and have them in their slots."""
         found = self._look(queries, entries, observed)
+        if found.is_whole:
+            self.choice = None
+            return found
         self.choice = self._chosen(found.pages, self.recall.pages, entries)
         self._loaded(self.choice, entries)
         return found
 
     def _chosen(self, pages: Int64[Tensor, "N P"], slots: int, entries: Entries) -> Choice:
-        """As many of the pages found as there are slots for, so many per kv head.
+        """As many of the pages found as there are slots for, so many per set of `recall.sets`.
 
-        Query heads that choose for themselves share the slots of their kv head. Where these are
-        fewer than a page for each, the query heads look at the same pages: the best of each in
-        turn.
+        Query heads that choose for themselves share the slots of their kv head, unless the part has
+        a set for each. Where these are fewer than a page for each, the query heads look at the same
+        pages: the best of each in turn.
         """
-        heads, index = self.layer.kv_heads, self.learned.index
-        if slots * heads < len(pages):
-            pages = interleaved(pages, heads, slots)
+        room, index = slots * self.recall.sets(self.layer), self.learned.index
+        if room < len(pages):
+            pages = interleaved(pages, self.layer.kv_heads, slots)
         there = int((pages >= 0).sum(1).max())
-        pages = pages[:, : min(there, slots * heads // len(pages))].contiguous()
+        pages = pages[:, : min(there, room // len(pages))].contiguous()
         members = index.contents(pages)
         versions = entries.stamped(index.versions(pages), members)
         return Choice(pages, versions, members, entries.lengths)
@@ -165,6 +194,10 @@ class Finder:
 
     def _look(self, queries: Queries, entries: Entries, observed: Observed) -> Found:
         self.learn(entries, observed)
+        return self.look(queries, entries)
+
+    def look(self, queries: Queries, entries: Entries) -> Found:
+        """What the index finds of the entries that it knows, for one query per head."""
         index, asked = self.learned.index, queries[:, 0].detach().float().cpu()
         look = index.exact if self.recall.search is Search.EXACT else index.find
         return look(asked, entries, self.recall.pages)
@@ -174,7 +207,7 @@ class Finder:
         sets, width = choice.pages.shape
         before = self._pool
         if before is None or before.sets != sets or before.slots < width:
-            most = max(1, self.recall.pages * self.layer.kv_heads // sets)
+            most = max(1, self.recall.pages * self.recall.sets(self.layer) // sets)
             room = GROWTH * before.slots if before is not None and before.sets == sets else 1
             slots = max(width, min(most, room))
             self._pool = Pool(self.layer, sets, slots, self.recall.page, *self.like)

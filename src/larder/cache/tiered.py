@@ -8,7 +8,8 @@ Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-S
 ragged part and to the pages that the index finds for it; softmax runs over these together. Several
 tokens at once, and all of what is said to be a text, attend to everything, exactly, the slow tier
 in pieces; so does what is read only to be looked at, which shall leave no trace. A question may be
-asked of the pages that its tokens find together instead. Parts are joined
+asked of the pages that its tokens find together instead, and a block of text read with the pages
+that its mean query finds, where the recall part says so. Parts are joined
 by their log-sum-exp. The index learns of parked entries at the next look, and of nothing in a dense
 layer, where nothing is parked. A fork shares slow tier and index until one of both has to change.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from larder.cache.base import Attended, Store
 from larder.cache.checking import check_dropped, check_kept, check_parkable, refuse_rejected
-from larder.cache.finding import Finder
+from larder.cache.finding import Finder, Look
 from larder.cache.following import Choice, Numbering
 from larder.cache.fronted import Fronted
 from larder.cache.host_room import Guest, HostRoom
@@ -34,7 +35,7 @@ from larder.cache.slow import Sheaf, Slow, rejected
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.recall import Parking
+from larder.core.recall import Parking, Prefill
 from larder.core.spec import LayerSpec
 from larder.core.types import Coming, Keys, Positions, Queries, Values
 from larder.ops.merging import merge
@@ -201,15 +202,27 @@ class Tiered(Fronted, Guest):
 
     def _of_parked(self, queries: Queries, own: int) -> list[Attended]:
         """Attention to what a step or a question finds of the slow tier, or to all of it."""
-        held, is_question = self._slow.entries(), self._coming is Coming.QUESTION
-        is_step = own == queries.shape[1] == 1 and self._coming is Coming.STEP
-        unites = self._appends and is_question and self.parking.recall.union is not None
-        if not is_step and not unites:
+        held, look = self._slow.entries(), self._search(queries, own)
+        if look is None:
             return self._slow.attended(queries)
         if (choice := self._choice_for(held)) is not None:
             return self.finder.taken_over(queries, held, choice)
-        look = self.finder.recalled if is_step else self.finder.united
-        return look(queries, held, self._observed)
+        parts = look(queries, held, self._observed)
+        return self._slow.attended(queries) if parts is None else parts
+
+    def _search(self, queries: Queries, own: int) -> Look | None:
+        """What finds entries for a step, a question or a block; None where all are attended to."""
+        recall, finder = self.parking.recall, self.finder
+        if own == queries.shape[1] == 1 and self._coming is Coming.STEP:
+            if recall.follows:
+                held, stays = self._slow.entries(), self._fast.entries()
+                finder.follow(queries, held, self._observed, stays)
+            return finder.recalled
+        if not self._appends:
+            return None
+        if self._coming is Coming.QUESTION and recall.union is not None:
+            return finder.united
+        return finder.block if recall.prefill is Prefill.RECALLED else None
 
     def _choice_for(self, held: Entries) -> Choice | None:
         """What the layer that it follows has found in this step; None where that does not fit."""

@@ -31,7 +31,7 @@ SAMPLE_ENTRIES = 1 << 10  # of each head, by which the bytes of an index are jud
 
 @dataclass(frozen=True)
 class Estimate:
-    """Entries that stand for many that were not fetched, to be attended to like any others.
+    """Entries that stand for many that were not fetched.
 
     Args:
         keys, values: per kv head.
@@ -54,12 +54,14 @@ class Found:
         share: how much of the attention to all entries the found ones are estimated to have, per
             query head, in (0, 1]; the rest goes to `mean`. None where nothing is mixed in.
         mean: the mean value of all entries, per kv head, wherever there is a share.
+        is_whole: whether the step attends to everything that is parked instead of the pages.
     """
 
     pages: Int64[Tensor, "N P"]
     estimate: Estimate | None = None
     share: Float[Tensor, " H"] | None = None
     mean: Float[Tensor, "K D"] | None = None
+    is_whole: bool = False
 
 
 class Index(ABC):
@@ -84,6 +86,12 @@ class Index(ABC):
         Args:
             queries: the latest of the text, where the part asked for any.
         """
+
+    def follow(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+        """Note what a step asks before it is searched for, where the part `follows` steps; the
+        newest token is the last that `stays` in the fast tier, in every head.
+        """
+        del queries, stays
 
     @abstractmethod
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
@@ -136,6 +144,13 @@ class Fetch(Enum):
     COMPARED = "compared"
 
 
+class Prefill(Enum):
+    """What blocks of text see of what is parked: all of it, or what their mean query finds."""
+
+    EXACT = "exact"
+    RECALLED = "recalled"
+
+
 @dataclass(frozen=True)
 class Recall(ABC):
     """How parked entries are found again: a part of a policy. A frozen dataclass.
@@ -174,6 +189,10 @@ class Recall(ABC):
     observed: ClassVar[int] = 0
     # Names of the tallies whose columns it reads, where the cache keeps them.
     tallies: ClassVar[frozenset[str]] = frozenset()
+    # Names of the sets of token ids that these tallies need.
+    lexicon: ClassVar[frozenset[str]] = frozenset()
+    # Whether its index is told of every step before it is searched.
+    follows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         name = public_name(type(self))
@@ -217,6 +236,17 @@ class Recall(ABC):
     def pages(self) -> int:
         """Pages per kv head that are fetched for a step, once `tokens` is filled in."""
         return (self.tokens or 0) // self.page
+
+    @property
+    def prefill(self) -> Prefill:
+        """What blocks of a text attend to of what is parked."""
+        return Prefill.EXACT
+
+    def sets(self, layer: LayerSpec) -> int:
+        """Sets of pages that a step has room for, of `tokens` entries each: one per kv head, which
+        query heads that choose for themselves share, or one per query head, in R times the memory.
+        """
+        return layer.kv_heads
 
     @abstractmethod
     def index(self, layer: LayerSpec) -> Index:

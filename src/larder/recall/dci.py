@@ -13,10 +13,11 @@ found by the best entry that was seen in them, on whatever level.
     code      counted, 0.01 then 0.2    max(30, 0.0015 n)     their entry      a kv head
     larder    counted, 1/32 then 0.2    max(24, 0.5 n^0.5)    their mean       a kv head
 
-Pages of a kv head are those of its query heads, interleaved. The paper gives neither its ratio nor
-how wide it searches. The width of the released code grows with n, and its cells are of 100 entries:
-from 20,000 on it looks at 15 % of all keys. Ours are small, and the mean of all entries under a
-cell, in 8 bits, says better than one of them what is in it.
+Pages of a kv head are those of its query heads, interleaved. Where each query head has pages of its
+own, as many as the budget allows, their slots take R times the memory, which is counted. The paper
+gives neither its ratio nor how wide it searches. The width of the released code grows with n, and
+its cells are of 100 entries: from 20,000 on it looks at 15 % of all keys. Ours are small, and the
+mean of all entries under a cell, in 8 bits, says better than one of them what is in it.
 
 What differs from paper and code in every variant: c is 1.05 times the largest norm and fixed until
 a larger key than that comes, when the tree is built anew, as it is when it has twice the entries
@@ -86,6 +87,9 @@ class Dci(Recall):
                 raise BadParameter(f"dci.{name} must lie in (0, 0.5], or be 0, got {ratio}.")
         if self.beam < 0:
             raise BadParameter(f"dci.beam must be at least 0 cells, got {self.beam}.")
+
+    def sets(self, layer: LayerSpec) -> int:
+        return layer.query_heads if self.variant is Variant.PAPER else layer.kv_heads
 
     def index(self, layer: LayerSpec) -> Index:
         return DciIndex(self, layer)

@@ -1,14 +1,17 @@
-"""Sentences by the product of the query with their mean key.
+"""Sentences by the product of their mean key with the mean query of the sentence being generated.
 
 Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (2025),
-arXiv:2504.00970: texts are cut at punctuation, each head keeps the mean key of every
-sentence, sentences are ranked for every query head and their tokens taken, sentence after
-sentence.
+arXiv:2504.00970: texts are cut at punctuation, and each head keeps the mean key of every sentence.
+A step searches with the mean of the queries since the last punctuation, its own included. Sentences
+are ranked by their products with it, and entries taken sentence after sentence until the budget is
+full. The first token of a sentence has no such mean: it attends to everything that is parked,
+beyond the budget, which the first cut of the text (`park(cut="budgets")`) bounds.
 
-What differs: the paper ranks by the mean of the queries since the last punctuation, here the newest
-query ranks alone; its first cut of the text by attention is a scorer's work. A sentence longer than
-a page is cut into pages with a mean each. Where the cache keeps no `sentence` column, pages are of
-consecutive entries.
+What differs: a score is the sum of products over the query heads of a kv head, where the released
+code repeats kv heads and ranks for every query head. Means are of parked entries, and an entry that
+is parked while its sentence still goes on is found at once. A sentence that has no room left is
+taken as far as there is. Where the cache keeps no `sentence` column, 32 entries that follow each
+other are a sentence, and no token but the first one after a text attends to everything.
 """
 
 from __future__ import annotations
@@ -18,163 +21,156 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found, Index, Recall
+from larder.core.recall import Fetch, Found
 from larder.core.spec import LayerSpec
-from larder.ops.search import bests_by_page, page_bests, top_rows
-from larder.recall._coming import check_coming, known_layout
-from larder.recall._entries import by_group, only_owned
+from larder.ops.search import top_rows
+from larder.recall._entries import EntryIndex, EntryRecall, by_group, only_owned
 from larder.recall._growing import fitting, grown
 
 COLUMN = "sentence"
+RUN = 32  # entries of a sentence where nothing says where sentences end
+NOWHERE = -2  # a position that none follows
 
 
 @dataclass(frozen=True)
-class Sentences(Recall):
-    """Sentences, by their mean keys.
+class Sentences(EntryRecall):
+    """Entries of the sentences that the sentence being generated is like.
 
-    Args:
-        page: the most entries that are one sentence.
+    Raises:
+        BadParameter: pages are fetched ahead, with queries that no mean may hold.
     """
 
-    page: int = 32
-
+    is_plain: ClassVar[bool] = False
+    follows: ClassVar[bool] = True
     tallies: ClassVar[frozenset[str]] = frozenset({"sentence"})
+    lexicon: ClassVar[frozenset[str]] = frozenset({"sentence_ends"})
 
-    def index(self, layer: LayerSpec) -> Index:
-        return SentencesIndex(layer, self.page)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fetch is not Fetch.IN_TURN:
+            raise BadParameter(
+                f"sentences.fetch must be in_turn, got {self.fetch.value}: queries that are "
+                "foreseen are no part of a sentence."
+            )
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
-        index = SentencesIndex(layer, self.page)
-        index.restore(state)
-        return index
+    def index(self, layer: LayerSpec) -> SentencesIndex:
+        return SentencesIndex(layer)
 
 
-class SentencesIndex(Index):
-    """Holds where each sentence begins, and its mean key in float32.
+class SentencesIndex(EntryIndex):
+    """Holds the sentence of each entry, the sums of keys, and the mean query in float32."""
 
-    A page holds entries that follow each other, so its fill tells how often it changed.
-    """
+    is_steady = False  # it remembers what was asked since the last punctuation
 
-    def __init__(self, layer: LayerSpec, page: int) -> None:
-        self.layer = layer
-        self.page = page
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer)
         heads = layer.kv_heads
-        self._lengths = torch.zeros(heads, dtype=torch.int64)
-        self._counts = torch.zeros(heads, dtype=torch.int64)
-        self._firsts = torch.zeros(heads, 0, dtype=torch.int64)
-        self._means = torch.zeros(heads, 0, layer.head_dim)
-        # Of each head's last sentence: its number, and how many of its entries came so far.
-        self._open = torch.zeros(heads)
-        self._come = torch.zeros(heads, dtype=torch.int64)
+        self._labels = torch.zeros(heads, 0, dtype=torch.int64)  # the sentence of each entry
+        self._sizes = torch.zeros(heads, dtype=torch.int64)  # sentences of each head
+        self._numbers = torch.zeros(heads, 0)  # theirs in the column, in the order of the text
+        self._counts = torch.zeros(heads, 0)
+        self._sums = torch.zeros(heads, 0, layer.head_dim)
+        self._asked = torch.zeros(layer.query_heads, layer.head_dim)
+        self._course = torch.tensor([0, NOWHERE])  # queries in that sum, position of the latest
 
-    def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
-        known = tuple(self._lengths.tolist())
-        check_coming(entries, known, self.layer.index)
+    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+        self._labels = grown(self._labels, max(entries.lengths))
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
-                stale = max(int(self._counts[head]) - 1, 0)
-                self._cut(head, self._numbers(entries, head, before), before)
-                self._average(head, stale, entries)
-        self._lengths = torch.tensor(entries.lengths)
+                self._take_in(head, entries, before)
 
-    def _numbers(self, entries: Entries, head: int, first: int) -> Float[Tensor, " S"]:
-        """The sentence of each entry that comes; the end of one still belongs to it."""
+    def _take_in(self, head: int, entries: Entries, before: int) -> None:
+        """Label the entries of a head anew, and add those from `before` on to their sentences."""
+        column = self._column(entries, head)
+        numbers, labels = column.unique(return_inverse=True)
+        size, old = len(numbers), int(self._sizes[head])
+        places = torch.searchsorted(numbers, self._numbers[head, :old].contiguous())
+        counts, sums = torch.zeros(size), torch.zeros(size, self.layer.head_dim)
+        counts[places], sums[places] = self._counts[head, :old], self._sums[head, :old]
+        fresh = labels[before:]
+        counts += torch.bincount(fresh, minlength=size)
+        sums.index_add_(0, fresh, entries.keys_from(head, before).float())
+        self._numbers, self._counts = grown(self._numbers, size), grown(self._counts, size)
+        self._sums = grown(self._sums, size)
+        self._numbers[head, :size], self._counts[head, :size] = numbers, counts
+        self._sums[head, :size] = sums
+        self._labels[head, : len(labels)] = labels
+        self._sizes[head] = size
+
+    def _column(self, entries: Entries, head: int) -> Float[Tensor, " S"]:
+        """The sentence of each entry; the end of one still belongs to it."""
         if COLUMN in entries.columns:
-            return entries.columns[COLUMN][entries.rows(head)][first:].abs()
-        return torch.zeros(entries.lengths[head] - first)
+            return entries.columns[COLUMN][entries.rows(head)].abs()
+        return (torch.arange(entries.lengths[head]) // RUN).float()
 
-    def _cut(self, head: int, numbers: Float[Tensor, " S"], first: int) -> None:
-        """Note where pages begin: at every new sentence, and wherever one is full."""
-        places = torch.arange(len(numbers))
-        begins = torch.ones(len(numbers), dtype=torch.bool)
-        begins[1:] = numbers[1:] != numbers[:-1]
-        come = 0
-        if first and numbers[0] == self._open[head]:
-            come, begins[0] = int(self._come[head]), False
-        run = torch.where(begins, places, -come).cummax(0).values
-        since = places - run  # entries of the same sentence before each
-        found = first + torch.nonzero(since % self.page == 0).flatten()
-        count = int(self._counts[head])
-        self._firsts = grown(self._firsts, count + len(found))
-        self._firsts[head, count : count + len(found)] = found
-        self._counts[head] = count + len(found)
-        self._open[head], self._come[head] = numbers[-1], int(since[-1]) + 1
-
-    def _average(self, head: int, stale: int, entries: Entries) -> None:
-        """The means of the new pages, and of the one before, which may have grown."""
-        count, length = int(self._counts[head]), entries.lengths[head]
-        self._means = grown(self._means, self._firsts.shape[1])
-        edges = torch.cat([self._firsts[head, stale:count], torch.tensor([length])])
-        keys = entries.keys_from(head, int(edges[0])).float()
-        means = torch.segment_reduce(keys, "mean", lengths=edges.diff(), axis=0)
-        self._means[head, stale:count] = means
+    def follow(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+        count, latest = self._course.tolist()
+        position = int(stays.head_positions(0)[-1])
+        if latest != position - 1 or _has_ended(stays, latest):
+            count = 0
+        self._asked = queries.float() + (self._asked if count else 0.0)
+        self._course = torch.tensor([count + 1, position])
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        means = self._means[:, : max(self.counts)].transpose(1, 2)
-        scores = (by_group(queries, self.layer) @ means).flatten(0, 1)
-        return Found(top_rows(only_owned(scores, self.counts), count))
+        means = self._sums / self._counts.clamp(min=1)[..., None]  # [K, M, D]
+        asked = by_group(self._searched(queries), self.layer).sum(1)  # [K, D]
+        products = torch.einsum("kmd,kd->km", means, asked)
+        scores = products.gather(1, self._labels[:, : max(self.paged.known)])
+        return self._found(scores, count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        known = tuple(self._lengths.tolist())
-        page_of = torch.full((len(known), max(known)), -1)
-        for head, (length, pages) in enumerate(zip(known, self.counts, strict=True)):
-            own = self._firsts[head, :pages].contiguous()
-            page_of[head, :length] = torch.searchsorted(own, torch.arange(length), right=True) - 1
-        scores = page_bests(queries, entries.keys, *known_layout(entries, known))
-        return Found(top_rows(bests_by_page(scores, page_of, max(self.counts)), count))
+        logits = self.logits(self._searched(queries), entries)
+        return self._found(logits.view(self.layer.kv_heads, self.layer.group, -1).sum(1), count)
 
-    def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
-        firsts, stops = self._edges(pages)
-        numbers = firsts[..., None] + torch.arange(self.page)
-        return numbers.masked_fill(numbers >= stops[..., None], -1)
+    def _searched(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "H D"]:
+        """The mean query of the sentence; the given ones where no step was followed."""
+        count = int(self._course[0])
+        return self._asked / count if count else queries
 
-    def versions(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
-        firsts, stops = self._edges(pages)
-        return stops - firsts
-
-    def _edges(
-        self, pages: Int64[Tensor, "N P"]
-    ) -> tuple[Int64[Tensor, "N P"], Int64[Tensor, "N P"]]:
-        """First entry of each page, and where it stops; zeros where there is none."""
-        heads = (torch.arange(len(pages)) // (len(pages) // self.layer.kv_heads))[:, None]
-        missing = pages < 0
-        asked = pages.masked_fill(missing, 0)
-        if not self._firsts.shape[1]:
-            return torch.zeros_like(pages), torch.zeros_like(pages)
-        last = asked + 1 >= self._counts[heads]
-        after = self._firsts[heads, (asked + 1).masked_fill(last, 0)]
-        stops = torch.where(last, self._lengths[heads], after)
-        firsts = self._firsts[heads, asked]
-        return firsts.masked_fill(missing, 0), stops.masked_fill(missing, 0)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(self._counts.tolist())
+    def _found(self, scores: Float[Tensor, "K M"], count: int) -> Found:
+        best = top_rows(only_owned(scores, self.paged.known), count)
+        return Found(best, is_whole=int(self._course[0]) == 1)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        tables = (self._firsts, self._means, self._open, self._come)
-        return (self._lengths, self._counts, *tables)
+        tables = self._labels, self._sizes, self._numbers, self._counts, self._sums
+        return (*super().tensors(), *tables, self._asked, self._course)
 
     def state(self) -> dict[str, Tensor]:
-        most = max(self.counts)
+        most = int(self._sizes.max())
         return {
-            "lengths": self._lengths.clone(),
-            "counts": self._counts.clone(),
-            "firsts": fitting(self._firsts, most).clone(),
-            "means": fitting(self._means, most).clone(),
-            "open": self._open.clone(),
-            "come": self._come.clone(),
+            **super().state(),
+            "labels": fitting(self._labels, max(self.paged.known)).clone(),
+            "sizes": self._sizes.clone(),
+            "numbers": fitting(self._numbers, most).clone(),
+            "counts": fitting(self._counts, most).clone(),
+            "sums": fitting(self._sums, most).clone(),
+            "asked": self._asked.clone(),
+            "course": self._course.clone(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Become the index that `state` came from."""
-        self._lengths, self._counts = state["lengths"].clone(), state["counts"].clone()
-        self._firsts, self._means = state["firsts"].clone(), state["means"].clone()
-        self._open, self._come = state["open"].clone(), state["come"].clone()
+        super().restore(state)
+        self._labels, self._sizes = state["labels"].clone(), state["sizes"].clone()
+        self._numbers, self._counts = state["numbers"].clone(), state["counts"].clone()
+        self._sums, self._asked = state["sums"].clone(), state["asked"].clone()
+        self._course = state["course"].clone()
+
+
+def _has_ended(stays: Entries, position: int) -> bool:
+    """Whether the token at a position, the last but one, ends a sentence, in any head."""
+    if COLUMN not in stays.columns:
+        return False
+    for head, length in enumerate(stays.lengths):
+        if length < 2 or int(stays.head_positions(head)[-2]) != position:
+            continue
+        if float(stays.columns[COLUMN][stays.rows(head)][-2]) < 0:
+            return True
+    return False
 
 
 Part = Sentences

@@ -4,11 +4,15 @@ Wu et al., "TokenSelect: Efficient Long-Context Inference and Length Extrapolati
 Dynamic Token-Level KV Cache Selection" (2024), arXiv:2411.02886: every query
 head's softmax over the keys of its kv head is its vote; their sum chooses one set of tokens for all
 heads. While the cosine between the queries of all heads, taken as one vector, and those of the
-last choice is at least a threshold, that choice stands.
+last choice is at least a threshold, that choice stands. A chunk of the prompt is read with one
+choice, too: its mean query of each head votes, and the whole chunk attends to what is chosen, to
+the first and the latest tokens, and to itself.
 
-What differs: the softmax has the model's own scaling. Votes are for positions, so that heads that
-park different tokens take, of the same ranking, those that they have. A choice is also made anew
-when another number of entries is asked for, or when a head's entries no longer filled it.
+What differs: the softmax has the model's own scaling, and query head h votes by kv head h // R (the
+released kernel has neither). A chunk is a block of the schedule, and a question is one. Votes are
+for positions, so that heads that park different tokens take, of the same ranking, those that they
+have. A choice is also made anew when another number of entries is asked for, or when a head's
+entries no longer filled it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found
+from larder.core.recall import Found, Prefill
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
 from larder.recall._entries import EntryIndex, EntryRecall, attention, only_owned
@@ -35,9 +39,12 @@ class Votes(EntryRecall):
     Args:
         threshold: the least cosine with the queries of the last choice at which it stands; 1 and
             more chooses at every step.
+        prefill: what blocks of a text and questions attend to: `exact`, everything, or `recalled`,
+            as many entries as a step does.
     """
 
     threshold: float = 0.9
+    prefill: Prefill = Prefill.EXACT
 
     def __post_init__(self) -> None:
         super().__post_init__()

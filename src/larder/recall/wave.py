@@ -4,12 +4,14 @@ Chen et al., "RetroInfer: A Vector-Storage Approach for Scalable Long-Context LL
 arXiv:2505.02922: k-means within segments of the text, centroids of length 1 while it
 iterates over keys less their mean, about 16 entries to a cluster. Softmax over centroids, summed
 over a group, ranks clusters. A cluster that is only estimated counts as many times its centroid as
-it has entries, with their mean value. New entries become clusters when there are 1,024 of them.
+it has entries, with their mean value. New entries become clusters when there are 1,024 of them;
+until then they are pending, and every step attends to them. A text of fewer has no clusters.
 
 What differs: k-means begins with evenly spaced entries. A cluster larger than a page is cut into
-pages of its own centroids, equally full, in the order of time. New entries that are no clusters yet
-stand in pages of entries that follow each other, ranked like all others, where the paper always
-attends to them. Centroids are ranked as released: by softmax without their counts.
+pages of its own centroids, equally full, in the order of time. Pending entries stand in pages of
+entries that follow each other, which come before all others out of the same budget: so no more than
+half of what is fetched may be pending, and clusters are made earlier where that is below 1,024.
+Centroids are ranked as released: by softmax without their counts.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -34,6 +37,13 @@ from larder.recall._growing import fitting, grown
 from larder.recall._scattered import Scattered, cut_clusters
 
 
+class Pending(Enum):
+    """How entries that are in no cluster yet are found: all of them, or ranked like clusters."""
+
+    EXACT = "exact"
+    RANKED = "ranked"
+
+
 @dataclass(frozen=True)
 class Wave(Recall):
     """Pages of clusters, and centroids for those that come next.
@@ -42,7 +52,10 @@ class Wave(Recall):
         page: the most entries of a page.
         size: entries per cluster, on average.
         segment: entries that are clustered together at most.
-        update: new entries that make a segment of their own.
+        update: pending entries that make a segment of their own; at most half of `tokens` are
+            pending where all of them are attended to.
+        pending: `exact` attends to all pending entries at every step, `ranked` to the pages of them
+            that rank high enough.
         iterations: rounds of k-means.
         estimated: the share of all pages that is estimated, in [0, 1].
     """
@@ -51,6 +64,7 @@ class Wave(Recall):
     size: int = 16
     segment: int = 8192
     update: int = 1024
+    pending: Pending = Pending.EXACT
     iterations: int = 10
     estimated: float = 0.232
 
@@ -67,6 +81,13 @@ class Wave(Recall):
             )
         if not 0 <= self.estimated <= 1:
             raise BadParameter(f"wave.estimated must be in [0, 1], got {self.estimated}.")
+
+    @property
+    def segment_tokens(self) -> int:
+        """Pending entries that become clusters."""
+        if self.pending is Pending.RANKED or self.tokens is None:
+            return self.update
+        return min(self.update, max(1, self.pages // 2) * self.page)
 
     def index(self, layer: LayerSpec) -> Index:
         return WaveIndex(layer, self)
@@ -104,7 +125,8 @@ class WaveIndex(Index):
         orders: list[Tensor] = []
         firsts: list[Tensor] = []
         at, pages = done, kept
-        while (waiting := (now - at) // part.update * part.update) > 0:
+        update = part.segment_tokens
+        while (waiting := (now - at) // update * update) > 0:
             keys = entries.head_keys(head)[at : at + min(waiting, part.segment)].float()
             order, first = self._clusters(keys)
             orders.append(order + at)
@@ -150,6 +172,10 @@ class WaveIndex(Index):
         return self._found(only_owned(scores, self.counts), count)
 
     def _found(self, scores: Float[Tensor, "K N"], count: int) -> Found:
+        if self._part.pending is Pending.EXACT:
+            pages = torch.arange(scores.shape[1])
+            is_pending = pages >= self._settled[:, 1:]
+            scores = scores.masked_fill(is_pending & scores.isfinite(), torch.inf)
         next_ones = math.ceil(self._part.estimated * scores.shape[1])
         ranked = top_rows(scores, count + next_ones)
         estimate = self._estimate(ranked[:, count:]) if ranked.shape[1] > count else None

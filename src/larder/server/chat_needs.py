@@ -11,7 +11,7 @@ from larder.server.budget import Need
 from larder.server.rule import Held, Rule
 from larder.server.sitting import Said
 from larder.session.arrangements.single import Single
-from larder.session.rooms import governed, pages_of, tokens_of
+from larder.session.rooms import governed, slots_of, tokens_of
 
 ENDING_TOKENS = 32  # what ends a turn, at most
 MOST_EPISODES = 16  # twice what is chosen by itself
@@ -43,7 +43,11 @@ def chat_need(rule: Rule, length: int, prompt: int, new_tokens: int, episodes: i
 
 def _resting(rule: Rule) -> int:
     """Entries per head of a cache between two turns."""
-    return rule.tokens + pages_of(rule.policy) + rule.block + _slack(rule)
+    return rule.tokens + _slots(rule) + rule.block + _slack(rule)
+
+
+def _slots(rule: Rule) -> int:
+    return slots_of(rule.policy, rule.desk.decoder.spec)
 
 
 def _slack(rule: Rule) -> int:
@@ -53,7 +57,7 @@ def _slack(rule: Rule) -> int:
 
 def _answering(rule: Rule, prompt: int, new_tokens: int) -> int:
     """Entries per head of a cache that answers, slots for pages included."""
-    pages = pages_of(rule.policy)
+    pages = _slots(rule)
     if rule.tends:  # what is read at once is judged at once
         return rule.tokens + 2 * pages + 2 * rule.block + _slack(rule) + ENDING_TOKENS
     asked = min(prompt, tokens_of(rule.policy)) + new_tokens + ENDING_TOKENS
@@ -64,7 +68,7 @@ def _building(rule: Rule, length: int) -> int:
     """Entries per head of a cache that is read anew."""
     if isinstance(rule.policy.schedule, Whole):
         return length
-    return rule.tokens + pages_of(rule.policy) + rule.block + GROWTH_TOKENS
+    return rule.tokens + _slots(rule) + rule.block + GROWTH_TOKENS
 
 
 def _copies(rule: Rule, prompt: int) -> bool:

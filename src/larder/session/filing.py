@@ -23,7 +23,7 @@ from larder.session.matching import Match
 from larder.session.memory import Memory
 from larder.session.policy import Policy
 from larder.session.reading import Desk, books_for, building, gather, tend
-from larder.session.rooms import entries_of, governed, pages_of, tokens_of
+from larder.session.rooms import entries_of, governed, slots_of, tokens_of
 from larder.session.shelf import Shelf
 from larder.session.snapshot import State
 
@@ -103,7 +103,7 @@ class Cabinet:
         """L x K x (M + M_block): entries, pages included, beyond which a cache is refreshed."""
         spec, policy = self._desk.decoder.spec, self.state.memory.policy
         heads = sum(layer.kv_heads for layer in governed(policy, spec))
-        tokens = entries_of(policy, spec) + pages_of(policy) + policy.lag
+        tokens = entries_of(policy, spec) + slots_of(policy, spec) + policy.lag
         return heads * (tokens + block_of(policy))
 
     @property

@@ -177,6 +177,11 @@ class Policy:
         """Names of the measurements of the model that its parts look up."""
         return self.budget.measured() | self.heads.calibrations | self.timing.calibrations
 
+    @property
+    def lexicon(self) -> frozenset[str]:
+        """Names of the sets of token ids that its parts ask for."""
+        return self.unit.lexicon | (frozenset() if self.recall is None else self.recall.lexicon)
+
     def filled(self, tokens: int, block: int | None) -> Policy:
         """The same policy with the open sizes filled in.
 

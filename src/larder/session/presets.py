@@ -191,7 +191,7 @@ PRESETS: Mapping[str, str] = {
     ),
     "token_select": (
         "blockwise() > protect(sinks=16, recent=0.2) > sinks_and_window(sinks=16) > uniform() > "
-        "park() > votes(dense=0) > lagged(tokens=16)"
+        'park() > votes(dense=0, prefill="recalled") > lagged(tokens=16)'
     ),
     "retrieval_attention": (
         "blockwise() > protect(sinks=32, recent=32) > sinks_and_window(sinks=32) > uniform() > "

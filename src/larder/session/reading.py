@@ -250,7 +250,7 @@ def readied(
     managed = tuple(layer.index for layer in desk.decoder.spec.managed)
     layers = tuple(layer.index for layer in governed(policy, desk.decoder.spec))
     facts = only(desk.calibrate(policy.calibrations), managed, layers)
-    planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.unit.lexicon))
+    planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.lexicon))
     if policy.values.projects:
         planner = replace(planner, projections=output_projections(desk.decoder))
     if tokens == WITHOUT_LIMIT:

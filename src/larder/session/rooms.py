@@ -77,6 +77,14 @@ def pages_of(policy: Policy) -> int:
     return 0 if policy.recall is None else policy.recall.tokens or 0
 
 
+def slots_of(policy: Policy, spec: ModelSpec) -> int:
+    """Entries per kv head that the slots for recalled pages hold, at most."""
+    if policy.recall is None:
+        return 0
+    sets = [-(-policy.recall.sets(layer) // layer.kv_heads) for layer in governed(policy, spec)]
+    return pages_of(policy) * max(sets, default=1)
+
+
 def unparked_of(policy: Policy) -> int:
     """Entries per kv head beyond the quotas that a cache may hold as long as nothing is parked."""
     return pages_of(policy) + max(0, policy.lag - 1)

@@ -246,7 +246,8 @@ def _slot_bytes(cache: SequenceCache) -> list[int]:
 def _paged(cache: SequenceCache) -> int:
     """Entries that there are slots for, once any are parked."""
     recalling = [tier for tier in cache.tiers if tier.recalls]
-    return sum(t.layer.kv_heads * (t.parking.recall.tokens or 0) for t in recalling)
+    recalls = [(tier.parking.recall, tier.layer) for tier in recalling]
+    return sum(recall.sets(layer) * (recall.tokens or 0) for recall, layer in recalls)
 
 
 def _finest(cache: SequenceCache) -> int:

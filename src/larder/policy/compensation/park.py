@@ -3,7 +3,8 @@
 Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
 (2026), arXiv:2604.10539, does so with all but the first and latest tokens. Any scorer can stand
 before it: what it scores highest stays in the fast tier, and the recall part of the policy finds
-the rest. Nothing is lost: a text is read with attention to all of it, whatever the budget.
+the rest. Nothing is lost: a text is read with attention to all of it, whatever the budget, unless
+the recall part reads by what it finds (`votes(prefill="recalled")`).
 
 Unless a cut is asked for, which drops the entries of the lowest scores for good, once, when the
 text has been read. `split` is the first stage of Behnam et al., "RocketKV: Accelerating
