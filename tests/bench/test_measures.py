@@ -134,7 +134,7 @@ def test_reading_is_told_apart_by_what_it_is_for(bench: Workbench, tmp_path: Pat
 def test_exact_search_over_single_entries_recalls_what_is_largest(
     bench: Workbench, tmp_path: Path
 ) -> None:
-    asked = dict(measure=("recall(questions=2, steps=3)",), budgets=("64",))
+    asked = dict(measure=("recall(questions=2, steps=3, first=0)",), budgets=("64",))
     paged = PARKED.replace("dense=0", "dense=0, page=16")
     exact, pages = (
         run(bench, tmp_path / f"{number}.jsonl", (policy,), **asked)[0]
@@ -152,6 +152,20 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
     assert places == {(None, None), *((layer, step) for layer in (0, 1) for step in (1, 2, 3))}
     [refused] = run(bench, tmp_path / "2.jsonl", ("h2o",), **asked)
     assert "h2o parks nothing" in refused["refused"]
+
+
+def test_recall_is_compared_over_the_same_layers_by_the_same_rule_of_sharing(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    asked = dict(measure=("recall(questions=2, steps=1, first=1)",), budgets=("64",))
+    parts = "dense=0", "dense=1", 'dense=1, heads="own"', "dense=2"
+    policies = tuple(PARKED.replace("dense=0", part) for part in parts)
+    every, one, own, none = run(bench, tmp_path / "rows.jsonl", policies, **asked)
+    for row in (every, one, own):
+        assert [item["kind"] for item in row["items"]] == ["layer 1"] * 2
+    # With layer 0 whole both ask the same; what query heads chose for themselves is not half.
+    assert own["items"] == one["items"]
+    assert "first 2 layers dense, but recall counts from layer 1" in none["refused"]
 
 
 def test_a_mean_step_is_that_of_a_whole_window() -> None:

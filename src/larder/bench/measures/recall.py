@@ -7,6 +7,10 @@ Management for Long-Sequence LLMs" (2026), arXiv:2604.10539, section 3.2 and fig
 largest are looked for among what their index says are the k largest; here, among all entries of the
 pages that it fetches, as only these are attended to. Queries are those of the policy's own pass,
 which has attended to recalled pages at the steps before.
+
+Policies are compared over the same layers, those from `first` on, and by one rule of sharing: a kv
+head has as many pages as the policy fetches, which its query heads name in turn, the best of each
+first. Where a policy lets query heads choose for themselves, this is not what they attended to.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from larder.bench.rows import SHOWN, Row
 from larder.bench.sittings import Readings, posed
 from larder.bench.subjects import Governed
 from larder.bench.workbench import Workbench
+from larder.cache.following import Choice
 from larder.cache.sequence import SequenceCache
 from larder.cache.tiered import Tiered
 from larder.core.errors import BadParameter, UsageError
@@ -33,6 +38,7 @@ from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.passes import Recorded
 from larder.models.passes import Row as Tokens
+from larder.ops.search import interleaved
 from larder.session.memory import Memory
 
 RANKS = (1, 3, 5)
@@ -47,19 +53,24 @@ class Recall(Measure):
     Args:
         questions: that are asked, the first of a conversation.
         steps: tokens of each answer, at most.
+        first: the first layer that counts. Policies leave different numbers of layers dense.
     """
 
     questions: int = 12
     steps: int = 10
+    first: int = 2
 
     def __post_init__(self) -> None:
         for name, value in (("questions", self.questions), ("steps", self.steps)):
             if value < 1:
                 raise BadParameter(f"recall.{name} must be 1 or more, got {value}.")
+        if self.first < 0:
+            raise BadParameter(f"recall.first must be 0 or more, got {self.first}.")
 
     def measure(self, bench: Workbench, cell: Cell, guess: float | None) -> Row:
-        _check(cell)
-        readings, heard = Readings.of(bench, replace(cell, is_shown=False), guess), _Heard()
+        _check(cell, self.first)
+        readings = Readings.of(bench, replace(cell, is_shown=False), guess)
+        heard = _Heard(self.first)
         sittings = posed(cell.task, readings.conversation)
         asked = [one for sitting in sittings for one in sitting]
         memory = readings.read(asked[0].question)
@@ -90,8 +101,9 @@ class Recall(Measure):
 
 @dataclass
 class _Heard:
-    """What was found, by question, layer and step; means over query heads."""
+    """What was found from a first layer on, by question, layer and step; means over query heads."""
 
+    first: int
     question: int = 0
     found: dict[Place, Mapping[str, float]] = field(default_factory=dict)
 
@@ -100,11 +112,12 @@ class _Heard:
     ) -> None:
         """Look at what a layer has just fetched, if it has."""
         tier = cache.stores[layer]
-        if not isinstance(tier, Tiered) or not tier.recalls:
+        if layer < self.first or not isinstance(tier, Tiered) or not tier.recalls:
             return
         choice = tier.finder.choice or (tier.leader and tier.leader.finder.choice)
         if choice:
-            self.found[self.question, layer, step] = _compared(tier, queries, choice.numbers)
+            numbers = _of_kv_heads(tier, queries, choice)
+            self.found[self.question, layer, step] = _compared(tier, queries, numbers)
 
     def items(self) -> list[Row]:
         """One per question and layer, over the steps of its answer."""
@@ -126,8 +139,23 @@ class _Heard:
         return [*rows, _exhibit(fetched, None, None, self.found.values())] if rows else []
 
 
+def _of_kv_heads(
+    tier: Tiered, queries: Float[Tensor, "H D"], choice: Choice
+) -> Int64[Tensor, "K P S"]:
+    """The entries of the pages found, a set for all query heads of a kv head."""
+    heads, recall = tier.layer.kv_heads, tier.parking.recall
+    if len(choice.pages) == heads:
+        return choice.numbers
+    finder, pages = tier.finder, choice.pages
+    if tier.leader is not None and tier.finder.choice is None:
+        finder = tier.leader.finder
+    else:  # the choice is cut to what query heads share
+        pages = finder.look(queries[:, None], tier.parked()).pages
+    return finder.learned.index.contents(interleaved(pages, heads, recall.pages))
+
+
 def _compared(
-    tier: Tiered, queries: Float[Tensor, "H D"], numbers: Int64[Tensor, "N P S"]
+    tier: Tiered, queries: Float[Tensor, "H D"], numbers: Int64[Tensor, "K P S"]
 ) -> Mapping[str, float]:
     """Of the parked entries of one layer: which of the largest products were fetched, and how much
     attention is paid to what was, and to what always stays.
@@ -178,12 +206,18 @@ def _index_of(tiers: Sequence[Tiered]) -> Row:
     return {"index_bytes_per_key": round(nbytes / keys, 2), "page_fill": round(keys / room, 4)}
 
 
-def _check(cell: Cell) -> None:
-    """Raises: UsageError: nothing is parked."""
+def _check(cell: Cell, first: int) -> None:
+    """Raises: UsageError: nothing is parked, or not in all the layers that count."""
     if not isinstance(cell.subject, Governed) or cell.subject.case.policy.recall is None:
         raise UsageError(
             f"{cell.subject.name} parks nothing, so nothing is recalled: take a policy with "
             "park(), such as icecache, and --control none."
+        )
+    dense = cell.subject.case.policy.recall.dense
+    if dense > first:
+        raise UsageError(
+            f"{cell.subject.name} leaves its first {dense} layers dense, but recall counts from "
+            f"layer {first} on: give recall(first={dense}) or fewer dense layers."
         )
 
 
