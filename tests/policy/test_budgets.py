@@ -31,7 +31,7 @@ CASES = st.dictionaries(
 
 
 MEASURES = {index: (float((7 * index) % 5 + 1),) for index in range(6)}  # of each layer
-WAITING = ("global", "inverse_variance", "prefixkv", "dynamic", "composite")
+WAITING = ("global", "inverse_variance", "prefixkv", "composite")
 # Used up to the last entry: over all layers, or in each.
 IN_ALL = ("global", "prefixkv", "dynamic", "cake")
 BY_LAYER = ("pooled", "sensitivity", "ada", "headkv", "retrieval_heads")

@@ -207,6 +207,24 @@ def test_layers_to_come_are_taken_for_narrow() -> None:
     assert sum(sum(plan.lengths) for plan in plans.values()) == 12
 
 
+def test_dynamic_budgets_are_cut_again_after_every_few_layers() -> None:
+    """Four layers of 40 entries, 10 of which each may keep; the last have the best scores."""
+    layers = {i: judged([float(i)] * 40) for i in range(4)}
+    quotas = dict.fromkeys(layers, 10)
+    part = Dynamic(most=3.0, least=0.1, every=2)
+    held = dict[int, Scored]()
+    left = []
+    for index, layer in layers.items():
+        held[index] = layer
+        for cut, plan in part.choose(held, quotas).items():
+            held[cut] = held[cut].after(plan)
+        left.append([len(scored.scores) for scored in held.values()])
+    # Of two layers, the best 20 are all of the second, which has the most it may, 3 averages. Of
+    # four, the best 40 are 10 of the third and 30 of the last; the others have the least.
+    assert left == [[30], [10, 30], [10, 30, 30], [1, 1, 10, 28]]
+    assert sum(left[-1]) == 40
+
+
 def test_a_layer_keeps_its_share_while_generating() -> None:
     share = {"share": torch.tensor([3.0, 3.0]) / 18}
     grown = replace(judged([3.0, 2.0, 1.0], [6.0, 5.0]), scalars=share)

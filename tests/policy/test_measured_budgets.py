@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from larder.policy.budgets.retrieval_heads import RetrievalHeads, Trial
 from larder.policy.budgets.squeeze import Squeeze, highest_group
 from larder.policy.heads.group_and_layer import GroupAndLayer
 from larder.policy.heads.retrieval import Retrieval
+from larder.session.policy import Policy
 
 
 def judged(*heads: list[float], weights: tuple[float, ...] = (), shielded: int = 0) -> Scored:
@@ -83,6 +86,19 @@ def test_squeezed_layers_give_to_the_others() -> None:
     assert Squeeze(p=0.4).layer_tokens(100, 5, 70, 1000, facts) == (120, 120, 120, 70, 70)
     assert Squeeze().layer_tokens(100, 3, 0, 1000, {"squeeze": (0.5,) * 3}) == (100,) * 3
     assert Squeeze(p=0.5).layer_tokens(100, 2, 0, 1000, {"squeeze": (0.5, 0.4)}) == (50, 150)
+
+
+def test_a_share_of_recent_tokens_does_not_lift_a_squeezed_layer() -> None:
+    facts = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
+    planner = Policy.parse("squeeze_attention").filled(100, None).planner
+    quotas = planner.quotas(100, 1000, (0, 1, 2, 3, 4), facts)
+    assert tuple(quotas.values()) == (144, 143, 143, 35, 35)  # p = .35; 50 and 50 before
+    scores = torch.zeros(1000)
+    scores[:100] = 1.0
+    recent = partial(planner.protect.mask, torch.arange(1000), 1000)
+    squeezed = Scored(scores, recent(100), (1000,), protection=recent)
+    kept = planner.budget.choose({3: squeezed}, {3: 35})[3].kept
+    assert kept.tolist() == [*range(18), *range(983, 1000)]  # 17 of 35 are recent
 
 
 def test_layers_share_by_error_over_a_least_number() -> None:

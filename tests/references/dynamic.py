@@ -14,21 +14,26 @@ __all__ = ["choose", "layer_tokens"]
 def choose(
     part: Any, layers: Layers, quotas: dict[int, int], measures: Measures
 ) -> dict[int, list[list[int]]]:
-    if set(layers) != set(quotas):
-        return {}
     order = sorted(layers)
-    sizes = tokens(part, [layers[i] for i in order], [quotas[i] for i in order])
+    wholes = {i: [list(range(len(head))) for head in layers[i]] for i in order}
+    if len(order) % part.every and len(order) < len(quotas):
+        newest = order[-1]
+        most = int(part.most * (quotas[newest] * len(layers[newest])))
+        return wholes | {newest: evenly(layers[newest], most)}
+    narrowest = min(len(heads) for heads in layers.values())
+    room = sum(quota * len(layers.get(i, [[]] * narrowest)) for i, quota in quotas.items())
+    sizes = tokens(part, [layers[i] for i in order], [quotas[i] for i in order], room)
     return {index: evenly(layers[index], size) for index, size in zip(order, sizes, strict=True)}
 
 
-def tokens(part: Any, layers: list[list[list[Ranked]]], quotas: list[int]) -> list[int]:
-    """Entries of each layer."""
+def tokens(part: Any, layers: list[list[list[Ranked]]], quotas: list[int], room: int) -> list[int]:
+    """Entries of each layer so far, of the room of all."""
     alike = [quota * len(heads) for quota, heads in zip(quotas, layers, strict=True)]
     held = [sum(len(head) for head in heads) for heads in layers]
-    if sum(alike) >= sum(held):
+    if room >= sum(held):
         return held
     highs = [min(int(part.most * a), n) for a, n in zip(alike, held, strict=True)]
-    if sum(highs) < sum(alike):
+    if sum(highs) < room:
         highs = held
     lows, offered = [], []
     for heads, a, high in zip(layers, alike, highs, strict=True):
@@ -37,7 +42,7 @@ def tokens(part: Any, layers: list[list[list[Ranked]]], quotas: list[int]) -> li
         chosen = evenly(heads, high)
         offered.append([heads[h][i] for h in range(len(heads)) for i in chosen[h]])
     counts = [float(len(taken)) for taken in pool(offered, sum(alike))]
-    return rounded(sum(alike), counts, lows, highs)
+    return rounded(room, counts, lows, highs)
 
 
 def rounded(total: int, weights: list[float], lows: list[int], highs: list[int]) -> list[int]:

@@ -167,8 +167,17 @@ class Planner:
             )
         if not layers:  # every layer slides its own window
             return {}
-        shares = self.budget.layer_tokens(tokens, len(layers), least.tokens, context, facts)
+        floor = self._own_floor(tokens) if self.budget.protects_own_share else least.tokens
+        shares = self.budget.layer_tokens(tokens, len(layers), floor, context, facts)
         return dict(zip(layers, shares, strict=True))
+
+    def _own_floor(self, tokens: int) -> int:
+        """The fewest entries of a layer that hold what is protected of so many."""
+        always = self.scorer.least()
+        sizes = (
+            own for own in range(tokens) if self.protect.ends(own).joined(always).tokens <= own
+        )
+        return next(sizes, tokens)
 
     def score(self, seen: Seen, quota: int = 0, tokens: int = 0, start: int = 0) -> Packed:
         """The scorer's float32 score of every entry of a layer.

@@ -23,7 +23,7 @@ class Protect:
     Args:
         sinks: tokens at the start of the sequence.
         recent: the latest tokens; a whole number is tokens, a fraction in (0, 1) is that share of
-            the budget, and behind `inverse_variance` of what each layer has of it.
+            the budget, and under `inverse_variance` and `squeeze` of what each layer has of it.
     """
 
     sinks: int = 4
@@ -42,13 +42,17 @@ class Protect:
         """The latest tokens that stay, under a budget of `tokens` entries per head."""
         return int(self.recent * tokens) if isinstance(self.recent, float) else self.recent
 
+    def ends(self, tokens: int) -> Ends:
+        """What stays of every head under a budget of `tokens`, be there room for it or not."""
+        return Ends(self.sinks, self.recent_tokens(tokens))
+
     def least(self, tokens: int) -> Ends:
         """What every head needs under a budget of `tokens`.
 
         Raises:
             BudgetError: it does not fit.
         """
-        least = Ends(self.sinks, self.recent_tokens(tokens))
+        least = self.ends(tokens)
         if least.tokens > tokens:
             raise BudgetError(
                 f"The budget of {tokens} tokens is smaller than sinks + recent = {least.first} + "

@@ -113,7 +113,7 @@ PRESETS: Mapping[str, str] = {
         'snapkv(kernel=5, pool="mean") > mean_variance() > group_mean() > cake()'
     ),
     "prefixkv": "whole() > snapkv() > mean() > layer_mean() > prefixkv()",
-    "dynamickv": "blockwise() > snapkv() > dynamic()",
+    "dynamickv": "whole() > protect(sinks=0, recent=0) > snapkv(window=8) > dynamic()",
     "headkv": "blockwise() > snapkv() > headkv()",
     "compresskv": (
         "whole() > protect(sinks=0, recent=0) > "
@@ -131,7 +131,7 @@ PRESETS: Mapping[str, str] = {
         'retrieval_heads(share=0.5, trial="copy")'
     ),
     "squeeze_attention": (
-        "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > squeeze() > every_step()"
+        "whole() > protect(sinks=0, recent=0.5) > column_mass() > squeeze() > every_step()"
     ),
     "kvcompose": "whole() > reconstruct() > group_and_layer() > composite()",
     "windowkv": "whole() > snapkv() > layer_mean() > window() > pyramid()",

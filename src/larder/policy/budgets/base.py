@@ -29,6 +29,8 @@ class Budget(ABC):
     # Names of the tallies whose columns `measure` reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
     ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
+    # Whether a protected share is one of each layer's own entries, not of the average.
+    protects_own_share: ClassVar[bool] = False
     # Whether `choose` is asked again about layers that have been cut, as more layers go by.
     recuts: ClassVar[bool] = False
 

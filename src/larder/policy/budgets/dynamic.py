@@ -1,15 +1,16 @@
 """Layers get entries as often as they have some among the best of the whole model.
 
 Zhou et al., "DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs" (2024),
-arXiv:2412.14838, section 4. Every layer offers its best entries, at most `most` times the average;
-the best of all that is offered are counted layer by layer, and the counts, scaled to the size of
-the cache, are the budgets. Within a layer every head then keeps its own best, equally many.
+arXiv:2412.14838, section 4. A layer first keeps its best entries, at most `most` times the average.
+After every `every` layers the best scores of all layers so far are counted, as many as these layers
+have to themselves on average; the room of the whole model is shared by the counts, and every layer
+so far is cut to its share. The room of each shrinks as more layers join, and what was cut does not
+come back. Within a layer every head keeps its own best, equally many.
 
-The paper cuts all layers so far again after every few of them; here the cut is made once, when all
-layers are judged, and the whole block is held until then. Its floor is the window of last tokens;
-here it is what is protected, or `least` of the average where that is more. Rounding, ties, and the
-figures for `most` and `least` are ours: no released code was read. Scores of different layers must
-mean the same, as for `global`.
+Checked against the released code: `most` 10, `every` 4, window 8, and 7 neighbors of which the
+highest counts. It rounds shares down and gives the last layer what is left over, and bounds them
+from below nowhere (a floor of 0.1 is warned of); here they are rounded to the largest remainders,
+and `least` is a floor. Scores of different layers must mean the same, as for `global`.
 """
 
 from __future__ import annotations
@@ -25,58 +26,74 @@ from larder.core.observation import Scored
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.ops.topk import top_mask
-from larder.policy.budgets._joint import Joint
 from larder.policy.budgets._selection import evenly, needed
+from larder.policy.budgets.base import Budget, check_size, over_in_all
 
 
 @dataclass(frozen=True)
-class Dynamic(Joint):
-    """Layer budgets by each layer's part of the best; waits for the last layer.
+class Dynamic(Budget):
+    """Layer budgets by each layer's part of the best, cut again while the layers go by.
 
     Args:
         tokens: entries per kv head, on average over the model.
         kept: the same as a fraction of the context.
         most: what a layer may get, in averages. Exceeded where the others are too short.
         least: what a layer gets at least, in averages.
+        every: layers between two cuts.
     """
 
+    tokens: int | None = None
+    kept: float | None = None
     most: float = 10.0
     least: float = 0.1
+    every: int = 4
+    recuts = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_size("dynamic", self.tokens, self.kept)
         if not 0 <= self.least <= 1:
             raise BadParameter(f"dynamic.least must be in [0, 1], got {self.least}.")
         if not 1 <= self.most < math.inf:
             raise BadParameter(f"dynamic.most must be 1 or more, got {self.most}.")
+        if self.every < 1:
+            raise BadParameter(f"dynamic.every must be at least 1 layer, got {self.every}.")
 
-    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        pools = [quotas[index] * len(scored.lengths) for index, scored in ready.items()]
-        sizes = self._sizes(list(ready.values()), pools)
-        pairs = zip(ready.items(), sizes, strict=True)
-        return {index: evenly(scored, size) for (index, scored), size in pairs}
+    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+        return over_in_all(held, allowed)
 
-    def _sizes(self, layers: Sequence[Scored], pools: Sequence[int]) -> Sequence[int]:
-        """Entries of each layer, all heads together.
+    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+        """Plans for all layers so far where these are cut, else for the newest."""
+        layers = sorted(ready)
+        if len(ready) % self.every and len(ready) < len(quotas):
+            newest = layers[-1]
+            pool = quotas[newest] * len(ready[newest].lengths)
+            return {newest: evenly(ready[newest], int(self.most * pool))}
+        sizes = self._sizes([ready[index] for index in layers], layers, quotas)
+        return {i: evenly(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
 
-        Args:
-            pools: what each would have if all were treated alike.
-        """
-        total, held = sum(pools), [sum(layer.lengths) for layer in layers]
+    def _sizes(
+        self, judged: Sequence[Scored], layers: Sequence[int], quotas: Mapping[int, int]
+    ) -> Sequence[int]:
+        """Entries of each layer so far, all heads together; they share the room of all layers."""
+        heads = {i: len(scored.lengths) for i, scored in zip(layers, judged, strict=True)}
+        narrowest = min(heads.values())
+        pools = {i: quota * heads.get(i, narrowest) for i, quota in quotas.items()}
+        total, own = sum(pools.values()), [pools[i] for i in layers]
+        held = [sum(scored.lengths) for scored in judged]
         if total >= sum(held):
             return held
-        highs = [min(int(self.most * pool), n) for pool, n in zip(pools, held, strict=True)]
+        highs = [min(int(self.most * pool), n) for pool, n in zip(own, held, strict=True)]
         if sum(highs) < total:
             highs = held
         lows = [
-            min(max(int(self.least * pool), needed(layer)), pool, high)
-            for layer, pool, high in zip(layers, pools, highs, strict=True)
+            min(max(int(self.least * pool), needed(scored)), pool, high)
+            for scored, pool, high in zip(judged, own, highs, strict=True)
         ]
         offers = [
-            layer.ranked()[evenly(layer, high).kept]
-            for layer, high in zip(layers, highs, strict=True)
+            scored.ranked()[evenly(scored, high).kept]
+            for scored, high in zip(judged, highs, strict=True)
         ]
-        best = top_mask(torch.cat(offers), total)
+        best = top_mask(torch.cat(offers), min(sum(own), sum(map(len, offers))))
         counts = [float(part.sum()) for part in torch.split(best, [len(o) for o in offers])]
         return apportion(total, counts, lows, highs)
 

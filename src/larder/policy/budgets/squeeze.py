@@ -22,7 +22,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Scored
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import best_per_head
+from larder.policy.budgets._selection import best_per_head, under
 from larder.policy.budgets.base import Budget, check_size
 
 GROUPS = 3
@@ -37,13 +37,14 @@ class Squeeze(Budget):
         kept: the same as a fraction of the context.
         p: what a layer of the least important group gets, in averages, in (0, 1]; the paper finds
             0.3 to 0.4 best, as remembered; examples in its released code take 0.38 and 0.63. Less
-            is raised to what is protected.
+            is raised to what is protected; a protected share is one of each layer's own entries.
     """
 
     tokens: int | None = None
     kept: float | None = None
     p: float = 0.35
     calibrations = frozenset({"squeeze"})
+    protects_own_share = True
 
     def __post_init__(self) -> None:
         check_size("squeeze", self.tokens, self.kept)
@@ -64,7 +65,10 @@ class Squeeze(Budget):
         return apportion(layers * tokens, weights, least, most)
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
+        return {
+            index: best_per_head(under(scored, quotas[index]), quotas[index])
+            for index, scored in ready.items()
+        }
 
 
 def highest_group(values: Sequence[float]) -> float:
