@@ -139,7 +139,8 @@ def test_a_figure_takes_the_colors_of_the_page() -> None:
         f'<g id="a" style="fill: {INK}"/><use xlink:href="#a" clip-path="url(#a)"/></svg>'
     )
     assert inline(svg, 3) == (
-        '<svg style="width: 14.5%; min-width: 1.00in" role="img"><g id="f3-a" style="fill: var(--ink)"/>'
+        '<svg style="width: 14.5%; min-width: 1.00in" role="img">'
+        '<g id="f3-a" style="fill: var(--ink)"/>'
         '<use xlink:href="#f3-a" clip-path="url(#f3-a)"/></svg>'
     )
 

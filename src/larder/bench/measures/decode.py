@@ -233,7 +233,7 @@ def _tokens(bench: Workbench, cell: Cell, policy: Policy) -> int:
     if cell.matched is Matched.TOKENS or amount.unit is Unit.TOKENS:
         return amount.tokens(cell.tokens, each)
     nbytes = amount.bytes(spec.full_bytes(cell.tokens), each)
-    return max(1, amount_tokens(Amount(nbytes, Unit.BYTES), cell.tokens, policy, spec))
+    return max(1, amount_tokens(Amount(float(nbytes), Unit.BYTES), cell.tokens, policy, spec))
 
 
 def _waiting(bench: Workbench) -> Clock:
