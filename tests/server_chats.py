@@ -11,7 +11,8 @@ from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from topics import TopicEmbedder
 
-REFUSED = {"exact_question": "question"}  # what cannot be served, and a word of why
+# What cannot be served, and a word of why.
+REFUSED = {"exact_question": "question", "finch": "question"}
 TOKENS = 96
 EPICACHE = (
     "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=4, recent=8)"

@@ -105,8 +105,9 @@ def test_a_short_text_needs_no_budget(run: Run, tmp_path: Path) -> None:
     assert run("ask", path, "-q", CAT, "--policy", "snapkv").stdout == "Mira\n"
 
 
-def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path) -> None:
-    options = ("--policy", "exact_question", "--budget", "48", "--max-new-tokens", "4")
+@pytest.mark.parametrize("policy", ["exact_question", "finch"])
+def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path, policy: str) -> None:
+    options = ("--policy", policy, "--budget", "48", "--max-new-tokens", "4")
     assert run("ask", talk, "-q", CAT, *options).exit_code == 0
     two = run("ask", talk, "-q", CAT, "-q", WINDOW, *options)
     assert "what one question looks at, got 2" in complaint(two, 2)

@@ -23,6 +23,7 @@ from larder.policy.aggregation.ema import Ema
 from larder.policy.aggregation.max import Max
 from larder.policy.aggregation.mean import Mean
 from larder.policy.aggregation.mean_variance import MeanVariance
+from larder.policy.aggregation.scaled_mean import ScaledMean
 from larder.policy.aggregation.sum import Sum
 from larder.policy.heads.group_mean import GroupMean
 from larder.policy.heads.layer_mean import LayerMean
@@ -230,6 +231,22 @@ def test_special_cases_of_one_aggregation_are_another() -> None:
     lifted = worst.complete(risk[0])
     assert torch.equal(lifted[lifted > risk[0].mean()], risk[0][risk[0] == lifted])
     assert (lifted > risk[0]).any()
+
+
+def test_queries_that_tell_nothing_apart_give_1_however_many_keys_they_see() -> None:
+    rows = torch.tensor([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.25, 0.25, 0.25]]])
+    assert streamed(ScaledMean(), rows[:, 2:], 1).tolist() == [[1.0, 1.0, 1.0, 1.0]]
+    assert streamed(ScaledMean(), rows[:, :2], 1).tolist() == [[1.0, 0.5, 0.0, 0.0]]
+    assert streamed(Mean(), rows[:, :2], 1).tolist() == [[0.75, 0.25, 0.0, 0.0]]
+
+
+def test_the_newest_token_is_scaled_by_the_entries_of_its_own_head() -> None:
+    # What attention left behind of one query holds all heads: 2 entries here, 8 there.
+    seen = view(1, [[0, 1], list(range(8))], 1)
+    seen = replace(seen, queries=torch.zeros_like(seen.queries))
+    seen = replace(seen, logits=torch.zeros(1, len(seen.entries.positions)))
+    joining = Joining(ScaledMean(), GroupMean())
+    assert_equal(joining.join(Look(seen.queries, seen.entries), seen), [[1.0] * 2, [1.0] * 8])
 
 
 def test_all_heads_of_a_layer_keep_the_same_entries() -> None:

@@ -20,7 +20,16 @@ READ_WHOLE = (
     *("windowkv", "kvzip", "kvcompose", "expected", "h2o", "tova", "laq", "dapq"),
     *("razor_attention", "kivi", "mikv", "arkv", "think", "minicache"),
 )
-READ_IN_BLOCKS = ("streaming_llm", "keydiff", "infinipot", "caote", "roco", "sirllm", "lacache")
+READ_IN_BLOCKS = (
+    "streaming_llm",
+    "keydiff",
+    "infinipot",
+    "caote",
+    "roco",
+    "sirllm",
+    "lacache",
+    "finch",
+)
 RENAMED = frozenset(
     {*READ_WHOLE, "infinipot", "infinipot_summarize", "snapkv_pooled"}
     | {f"{name}_blockwise" for name in ("snapkv", "kvzip", "h2o", "kivi")}

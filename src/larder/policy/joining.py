@@ -68,7 +68,8 @@ class Joining:
         """One number per entry and kv head; the entries' softmax weights are never all held."""
         entries = look.entries
         judged = look.judged() if self.aggregation.mixes else entries.lengths
-        if seen.logits is not None and look.is_of(seen) and judged == entries.lengths:
+        is_local = not (self.aggregation.mixes or self.aggregation.counts)
+        if seen.logits is not None and is_local and look.is_of(seen):
             # As gathered from the only query, whose logits attention has left behind.
             weights = self.aggregation.alone(logit_shares(seen.logits, *entries.layout))
             joined = self.heads.join_stored(weights, entries, seen.layer, seen.facts)

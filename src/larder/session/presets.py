@@ -17,6 +17,9 @@ that is faster and holds least; `epicache_batched` reads all of them together.
 budget allows it; where it does not, `snapkv` says what these keep, which the papers have no need
 for. `squeeze_attention`, `cam` and `kvmerger` stand on top of another method: here on H2O.
 
+`finch` reads its question behind every block and forgets it; the question stays where it is asked,
+behind what is kept. Blocks compete for one budget (inferred; the paper keeps a share of each).
+
 `laq` and `dapq` are made for contexts that end with the question. Here questions come later: `laq`
 drafts an answer to a general request in its place, and `dapq` goes without.
 
@@ -68,6 +71,11 @@ PRESETS: Mapping[str, str] = {
     "laq": 'whole() > lookahead(prompt="guidance") > uniform()',
     "dapq": "whole() > positions_first() > uniform()",
     "exact_question": 'blockwise() > patched(prompt="question") > pooled()',
+    "finch": (
+        "blockwise() > protect(sinks=0, recent=0) > "
+        'patched(prompt="question", variant="paper") > scaled_mean() > group_mean() > uniform() > '
+        "compact()"
+    ),
     "h2o": "whole() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()",
     "h2o_blockwise": (
         "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
