@@ -39,7 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "criticality": {"epsilon": 0.05},
     "cam": {"window": 2, "seed": 7},
     "kvmerger": {"threshold": -0.1, "width": 0.8},
-    "chelsea": {"chunk": 5, "merged": 0.7},
+    "chelsea": {"chunk": 5},
     "chunk": {"size": 3},
     "window": {"size": 4},
     "ada": {"safeguard": 0.5},

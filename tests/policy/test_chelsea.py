@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from builders import a_plan
+from larder.cache.folding import folded
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.policy.compensation.chelsea import Chelsea, Halves
+from larder.policy.compensation.chelsea import Chelsea
+from larder.session.policy import Policy
 from lines import judged, line, numbers
 
 # Chunks of four, degrees: 0 stands in the first half of its chunk, 8 in the second, and so on.
@@ -28,89 +29,102 @@ def turned(degrees: list[float]) -> Entries:
     return Entries(keys, keys, places, (0,), (count,), {LOG_COUNT: logs})
 
 
-def pairs(part: Chelsea, entries: Entries, kept: list[int]) -> dict[int, int]:
-    """What each rejected entry joins."""
-    plan = part.settle(a_plan([kept], entries.lengths), entries, judged([0.0] * len(entries.keys)))
+def settled(part: Chelsea, entries: Entries, kept: list[int], spared: tuple[int, ...] = ()) -> Plan:
+    scored = judged([0.0] * len(entries.keys), spared)
+    return part.settle(a_plan([kept], entries.lengths), entries, scored)
+
+
+def pairs(plan: Plan) -> dict[int, int]:
+    """What each merged entry joins."""
     every = zip(plan.folds.sources.tolist(), plan.folds.targets.tolist(), strict=True)
     return {source: target for source, target in every if source != target}
 
 
 @pytest.mark.parametrize(
-    "part, kept, expected",
+    "part, tokens, expected",
     [
-        # 2 is most like 1 (2 degrees), 0 like 1 (8); 4 like 5, and 6 (25 from 5, 150 from 7) too.
-        (Chelsea(4), [1, 3, 5, 7], {0: 1, 2: 1, 4: 5, 6: 5}),
-        # The other half of what is kept: 1 goes to 2 (2), 0 has only 3; 4 has 7, 5 goes to 6.
-        (Chelsea(4), [2, 3, 6, 7], {0: 3, 1: 2, 4: 7, 5: 6}),
-        # The whole chunk: 0 goes to 2 (10 degrees) and 4 to 6 (30).
-        (Chelsea(4, halves=Halves.EVERY), [2, 3, 6, 7], {0: 2, 1: 2, 4: 6, 5: 6}),
-        # Half of the matches: 2 (2 degrees) and 4 (5) before 0 (8) and 6 (25).
-        (Chelsea(4, merged=0.5), [1, 3, 5, 7], {2: 1, 4: 5}),
-        # A match each: at least one is merged.
-        (Chelsea(4, merged=0.01), [1, 3, 5, 7], {2: 1}),
-        # Nothing of the other half is kept in the first chunk, nothing at all in the second.
-        (Chelsea(4), [0, 2], {1: 2, 3: 2}),
-        (Chelsea(4), [1], {0: 1, 2: 1}),
-        (Chelsea(4, halves=Halves.EVERY), [1], {0: 1, 2: 1, 3: 1}),
-        # One chunk: 0 finds 5 degrees in the second four, 6 finds 8 in the first.
-        (Chelsea(8), [1, 3, 7], {0: 1, 2: 1, 4: 1, 6: 3}),
-        (Chelsea(8), [3, 5, 7], {0: 5, 2: 5, 4: 5, 6: 3}),
+        # First halves 0, 2 | 4, 6. 2 is most like 1 (2 degrees), 4 like 5 (5), 0 like 1 (8), then
+        # 6, 25 from 5.
+        (Chelsea(4), 8, {}),
+        (Chelsea(4), 7, {2: 1}),
+        (Chelsea(4), 6, {2: 1, 4: 5}),
+        (Chelsea(4), 5, {0: 1, 2: 1, 4: 5}),
+        (Chelsea(4), 4, {0: 1, 2: 1, 4: 5, 6: 5}),
+        # Second round, one chunk: 1 (about 6 degrees), 3 (50), 5 (12), 7 (180). 5 is nearer to 3.
+        (Chelsea(4), 3, {0: 1, 2: 1, 4: 3, 5: 3, 6: 3}),
+        (Chelsea(4), 1, dict.fromkeys(range(7), 7)),
+        # One chunk: 0 finds 5 degrees, 4 too, 2 finds 8, 6 finds 50.
+        (Chelsea(8), 6, {0: 5, 2: 1}),
     ],
 )
-def test_matches_by_hand(part, kept, expected) -> None:
-    assert pairs(part, turned(DEGREES), kept) == expected
+def test_matches_by_hand(part, tokens, expected) -> None:
+    plan = settled(part, turned(DEGREES), list(range(tokens)))
+    assert pairs(plan) == expected and plan.lengths == (tokens,)
+    assert plan.kept.tolist() == [s for s in range(8) if s not in expected]
 
 
-def test_an_odd_chunk_is_halved_anew() -> None:
-    # Chunks {0, 1, 2} and {3, 4, 5}: 3 begins the first half of its chunk, as 0 does.
-    entries = turned([0.0, 40.0, 1.0, 0.0, 40.0, 1.0])
-    assert pairs(Chelsea(3), entries, [1, 2, 4, 5]) == {0: 1, 3: 4}
+def test_the_matching_decides_what_goes_whatever_the_scores() -> None:
+    degrees = [0.0, 90.0, 200.0, 201.0]  # of four, the last two are nearly one
+    for kept in ([0, 1, 2], [1, 2, 3], [0, 2, 3]):
+        plan = settled(Chelsea(4), turned(degrees), kept)
+        assert plan.kept.tolist() == [0, 1, 3] and pairs(plan) == {2: 3}
+
+
+def test_identical_pairs_merge_first() -> None:
+    degrees = [10.0, 40.0, 80.0, 80.0, 120.0, 121.0, 170.0, 170.0]
+    entries = turned(degrees)
+    plan = settled(Chelsea(8), entries, list(range(6)))
+    assert pairs(plan) == {2: 3, 6: 7}
+    merged = folded(plan, entries)
+    torch.testing.assert_close(merged.keys, entries.keys[[3, 7]])  # the mean of a key and itself
+
+
+def test_what_is_protected_takes_no_part() -> None:
+    entries = turned([0.0, 0.0, 90.0, 91.0, 180.0, 180.0])
+    plan = settled(Chelsea(6), entries, [0, 1, 2, 4, 5], spared=(0, 1, 4, 5))
+    assert plan.kept.tolist() == [0, 1, 3, 4, 5] and pairs(plan) == {2: 3}
+    # No room beside it: the rest is forgotten.
+    plan = settled(Chelsea(6), entries, [0, 1, 4, 5], spared=(0, 1, 4, 5))
+    assert plan.kept.tolist() == [0, 1, 4, 5] and not len(plan.folds)
+
+
+def test_chunks_are_cut_anew_of_what_is_left() -> None:
+    # Chunks {0, 1}, {2, 3}: both merge, and of what is left 1 and 3 make a chunk.
+    plan = settled(Chelsea(2), turned([0.0, 1.0, 90.0, 91.0]), [0])
+    assert plan.kept.tolist() == [3] and pairs(plan) == {0: 3, 1: 3, 2: 3}
 
 
 def test_a_chunk_ends_with_its_head() -> None:
-    # 0 is rejected, and what is most like it is the first entry of the next head.
+    # What is most like the first entry is the first one of the next head.
     one = turned([0.0, 90.0, 80.0, 0.0, 0.0, 0.0])
     entries = replace(one, starts=(0, 3), lengths=(3, 3))
     plan = Chelsea(4).settle(a_plan([[1, 2], [0, 1, 2]], (3, 3)), entries, judged([0.0] * 6))
-    assert plan.folds.targets.unique().tolist() == [1]
+    assert plan.kept.tolist() == [0, 1, 3, 4, 5] and pairs(plan) == {2: 1}
 
 
 def test_counts_by_hand() -> None:
     # (4 * 1 + 1 * 6) / 5 and (2 * 3 + 9) / 3; all keys point the same way.
     entries = line([0, 1, 2, 3], [1.0, 6.0, 3.0, 9.0], [4, 1, 2, 1])
-    plan = Chelsea(2).settle(a_plan([[0, 3]], (4,)), entries, judged([0.0] * 4))
-    keys, values, counts = numbers(plan, entries)
+    keys, values, counts = numbers(settled(Chelsea(2), entries, [0, 3]), entries)
     assert keys == pytest.approx([2.0, 5.0]) and counts == pytest.approx([5, 3])
     assert values == pytest.approx([20.0, 50.0])
-
-
-@pytest.mark.parametrize("share, merged", [(0.28, 7), (0.7, 18), (1.0, 25)])
-def test_a_share_is_not_one_more_than_itself(share, merged) -> None:
-    entries = turned([float(place) for place in range(50)])  # .28 * 25 is a little above 7
-    assert len(pairs(Chelsea(50, share), entries, list(range(1, 50, 2)))) == merged
+    # In one go all four: the mean of all tokens.
+    keys, _, counts = numbers(settled(Chelsea(2), entries, [0]), entries)
+    assert keys == pytest.approx([25 / 8]) and counts == pytest.approx([8])
 
 
 def test_matches_sought_a_few_at_a_time_are_the_same(monkeypatch) -> None:
-    def settled() -> Plan:
-        entries = turned(DEGREES)
-        entries = replace(entries, values=entries.values.flip(0))
-        return Chelsea(4).settle(a_plan([[1, 3, 5, 7]], (8,)), entries, judged([0.0] * 8))
-
-    whole = settled()
+    whole = settled(Chelsea(4), turned(DEGREES), [0, 1, 2])
     monkeypatch.setattr(f"{Chelsea.__module__}.ROWS", 4)
-    assert torch.equal(whole.folds.targets, settled().folds.targets)
-    assert torch.equal(whole.folds.sources, settled().folds.sources)
+    assert pairs(settled(Chelsea(4), turned(DEGREES), [0, 1, 2])) == pairs(whole)
 
 
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        ({"chunk": 1}, "chunk must be at least 2, got 1"),
-        ({"merged": 0.0}, r"merged must be in \(0, 1\], got 0\.0"),
-        ({"merged": 1.5}, "merged must be in"),
-        ({"merged": math.nan}, "merged must be in"),
-    ],
-)
-def test_a_matching_out_of_range_is_refused(given, said) -> None:
-    with pytest.raises(BadParameter, match=rf"chelsea\.{said}"):
-        Chelsea(**given)
+def test_the_preset_asks_no_attention_and_clusters_what_is_generated() -> None:
+    preset = Policy.parse("chelsea")
+    assert preset.scorer.published() is None
+    assert preset.timing.excess() == preset.compensation.chunk - 1
+
+
+def test_a_chunk_out_of_range_is_refused() -> None:
+    with pytest.raises(BadParameter, match=r"chelsea\.chunk must be at least 2, got 1"):
+        Chelsea(chunk=1)

@@ -148,7 +148,7 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > cam() > "
         "every_step()"
     ),
-    "chelsea": "blockwise() > snapkv() > uniform() > chelsea()",
+    "chelsea": "blockwise() > sinks_and_window() > uniform() > chelsea() > lagged(tokens=64)",
     "elastic_cache": "blockwise() > column_mass() > uniform() > elastic()",
     "lacache": (
         "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > ladder() > every_step()"

@@ -1,29 +1,29 @@
-"""Merge what is rejected into the kept entry of its chunk that is most like it.
+"""Cluster entries of similar keys until a head fits its budget; every cluster becomes its mean.
 
 Hu et al., "Efficient Long-Context LLM Inference via KV Cache Clustering" (2025), arXiv:2506.11418
 (Chelsea): chunked soft matching. A head's entries are cut into chunks; those of a chunk belong to
-two halves by turns; each is matched with the most similar key of the other half, and the most
-similar matches are merged into means. We have read its abstract, not its equations, and found no
-released code.
+two halves by turns, and each of the first half is matched with the entry of the second half whose
+key is most similar. The most similar matches of the head are merged into means of keys and values,
+at most half of the entries at a time, and this is repeated until the head fits its budget. We have
+read a description of the method, and found no released code.
 
-In the paper the matching decides what goes. Here scorer and budget do, and the matching where it
-goes: `alternate` looks among the kept entries of the other half, which is the paper's rule where
-only one half was up for rejection, `every` among all that the chunk keeps. Entries are numbered in
-the order in which the cache holds them, the similarity is the cosine of cached (rotated) keys, and
-of all that a head could merge the share `merged` is, the most similar first; the rest is forgotten,
-as is what finds nothing. An entry weighs as many tokens as it stands for, in means and, by ln n, in
-attention; whether the paper's weighs so, we do not know. Means of means are then means of tokens,
-however often a cache is cut.
+The matching decides what goes: of scorer and budget only the number of entries per head is taken.
+What is protected takes no part (inferred), and what a head has no room for beside it is forgotten.
+Inferred as well: chunks are cut again of the clusters that are left after each round, a cluster
+stands where the last entry of the second half stood, and while text is generated entries are
+matched like those that were read, once a chunk of them has come (`lagged(tokens=64)`). The
+similarity is the cosine of cached (rotated) keys. Counts are our addition: a cluster weighs as many
+tokens as it stands for, in means and, by ln n, in attention. Means of means are then means of
+tokens, however often a cache is cut.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -43,14 +43,6 @@ from larder.policy.compensation._rejected import (
 from larder.policy.compensation.base import Compensation
 
 ROWS = 1 << 16  # keys that are compared at once: 32 MiB of keys of size 128
-SLIP = 1e-6  # so that .28 of 25 are 7
-
-
-class Halves(Enum):
-    """Which kept entries of its chunk a rejected one may join: the paper's, or any."""
-
-    ALTERNATE = "alternate"
-    EVERY = "every"
 
 
 @dataclass(frozen=True)
@@ -59,84 +51,98 @@ class Chelsea(Compensation):
 
     Args:
         chunk: entries among which is matched.
-        merged: the share of the matches of a head that are merged, in (0, 1].
-        halves: whether the entries of a chunk are matched across two halves.
     """
 
     chunk: int = 64
-    merged: float = 1.0
-    halves: Halves = Halves.ALTERNATE
     ledger = Ledger(columns=(LOG_COUNT,))
 
     def __post_init__(self) -> None:
         if self.chunk < 2:
             raise BadParameter(f"chelsea.chunk must be at least 2, got {self.chunk}.")
-        if not 0 < self.merged <= 1:
-            raise BadParameter(f"chelsea.merged must be in (0, 1], got {self.merged}.")
 
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
-        del scored
-        gone = rejected(plan, entries)
-        if not len(gone):
+        if not len(rejected(plan, entries)):
             return plan
-        likeness, nearest = self._matches(gone, plan, entries)
-        matched = likeness > -math.inf
-        gone, likeness, nearest = gone[matched], likeness[matched], nearest[matched]
-        best = self._best(likeness, heads_of(gone, entries), len(entries.lengths))
-        return merged_by_count(plan, entries, gone[best], nearest[best])
+        spared = marked(plan, entries) & scored.protected
+        free = torch.nonzero(~spared).flatten()
+        room = torch.tensor(plan.lengths, device=free.device)
+        room -= _counts(torch.nonzero(spared).flatten(), entries)
+        free = free[room[heads_of(free, entries)] > 0]
+        roots = self._clustered(free, room, entries)
+        kept = torch.cat([torch.nonzero(spared).flatten(), roots.unique()]).sort().values  # pyright: ignore
+        joins = free != roots
+        chosen = replace(plan, kept=kept)
+        return merged_by_count(chosen, entries, free[joins], roots[joins])
+
+    def _clustered(
+        self, free: Indices, room: Int64[Tensor, " K"], entries: Entries
+    ) -> Int64[Tensor, " N"]:
+        """The entry that each free one ends up in, so that no head has more than its room."""
+        keys = entries.keys[rows_at(free, entries)].float()
+        counts = entries.column(LOG_COUNT)[free].exp()
+        heads = heads_of(free, entries)
+        roots = torch.arange(len(free), device=free.device)
+        while True:
+            alive, _ = distinct(roots)
+            excess = torch.bincount(heads[alive], minlength=len(room)) - room
+            if not bool((excess > 0).any()):
+                return free[roots]
+            alive = alive[excess[heads[alive]] > 0]
+            likeness, sources, targets = self._matches(alive, heads[alive], keys)
+            best = _best(likeness, heads[sources], excess)
+            _merge(keys, counts, sources[best], targets[best])
+            moved = torch.arange(len(free), device=free.device)
+            moved[sources[best]] = targets[best]
+            roots = moved[roots]
 
     def _matches(
-        self, gone: Indices, plan: Plan, entries: Entries
-    ) -> tuple[Float[Tensor, " _"], Indices]:
-        """How like each rejected entry its best match is, and which; -inf where there is none."""
-        stays = marked(plan, entries)
-        likeness = torch.full((len(stays),), -torch.inf, device=gone.device)
-        nearest = torch.zeros(len(stays), dtype=torch.int64, device=gone.device)
-        firsts, ends = self._chunks(gone, entries)
-        step = max(ROWS // self.chunk, 1)
-        for some in range(0, len(firsts), step):
-            held = firsts[some : some + step, None] + torch.arange(self.chunk, device=gone.device)
-            there = held < ends[some : some + step, None]
-            held = held.clamp(max=len(stays) - 1)
-            cosines = _cosines(held, entries).masked_fill(
-                ~self._may(there & stays[held]), -torch.inf
-            )
-            best = cosines.max(-1)
-            likeness[held[there]] = best.values[there]
-            nearest[held[there]] = held.gather(1, best.indices)[there]
-        return likeness[gone], nearest[gone]
+        self, alive: Indices, heads: Indices, keys: Float[Tensor, "N D"]
+    ) -> tuple[Float[Tensor, " M"], Int64[Tensor, " M"], Int64[Tensor, " M"]]:
+        """Every entry of a first half, the most similar one of the second, and how similar."""
+        grid = self._chunks(alive, heads)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for some in torch.split(grid, max(ROWS // self.chunk, 1)):
+            ones, others = some[:, 0::2], some[:, 1::2]
+            likeness = normalize(keys[ones], dim=-1) @ normalize(keys[others], dim=-1).mT
+            best = likeness.masked_fill((others < 0)[:, None], -torch.inf).max(-1)
+            matched = (ones >= 0) & (best.values > -math.inf)
+            targets = others.gather(1, best.indices)
+            found.append((best.values[matched], ones[matched], targets[matched]))
+        likeness, sources, targets = zip(*found, strict=True)
+        return torch.cat(likeness), torch.cat(sources), torch.cat(targets)
 
-    def _chunks(self, gone: Indices, entries: Entries) -> tuple[Tensor, Tensor]:
-        """Where each chunk that loses an entry begins, and where its head ends, packed."""
-        lengths = torch.tensor(entries.lengths, device=gone.device)
-        ends = lengths.cumsum(0)
-        heads = heads_of(gone, entries)
-        starts = (ends - lengths)[heads]
-        firsts, _ = distinct(starts + (gone - starts) // self.chunk * self.chunk)
-        return firsts, ends[heads_of(firsts, entries)]
-
-    def _may(self, found: Bool[Tensor, "N C"]) -> Bool[Tensor, "N _ C"]:
-        """Whether an entry of a chunk may join another, if it is found there."""
-        if self.halves is Halves.EVERY:
-            return found[:, None].expand(-1, self.chunk, -1)
-        among = torch.arange(self.chunk, device=found.device)
-        return found[:, None] & ((among[:, None] - among) % 2 == 1)
-
-    def _best(self, likeness: Tensor, heads: Indices, kv_heads: int) -> Indices:
-        """Which of the matches of each head are merged; of equals the first."""
-        order = torch.argsort(likeness, descending=True, stable=True)
-        order = order[torch.argsort(heads[order], stable=True)]
-        counts = torch.bincount(heads, minlength=kv_heads)
-        ranks = torch.arange(len(heads), device=heads.device) - (counts.cumsum(0) - counts)[heads]
-        merged = (self.merged * counts.double() - SLIP).ceil()[heads]
-        return order[ranks < merged].sort().values
+    def _chunks(self, alive: Indices, heads: Indices) -> Int64[Tensor, "N C"]:
+        """Entries by chunk, none of two heads; -1 where a chunk is not full."""
+        lengths = torch.bincount(heads)
+        ranks = torch.arange(len(alive), device=alive.device)
+        ranks -= (lengths.cumsum(0) - lengths)[heads]
+        numbers = (ranks % self.chunk == 0).long().cumsum(0) - 1
+        grid = alive.new_full((int(numbers[-1]) + 1, self.chunk), -1)
+        grid[numbers, ranks % self.chunk] = alive
+        return grid
 
 
-def _cosines(held: Int64[Tensor, "N C"], entries: Entries) -> Float[Tensor, "N C C"]:
-    """How like each other the keys of a chunk are."""
-    rows = rows_at(held.flatten(), entries).view_as(held)
-    keys = normalize(entries.keys[rows].float(), dim=-1)  # [N, C, D]
-    return keys @ keys.transpose(1, 2)
+def _counts(packed: Indices, entries: Entries) -> Int64[Tensor, " K"]:
+    """How many of them each head has."""
+    return torch.bincount(heads_of(packed, entries), minlength=len(entries.lengths))
+
+
+def _best(likeness: Tensor, heads: Indices, most: Int64[Tensor, " K"]) -> Indices:
+    """The most similar matches of each head, as many as it may merge; of equals the first."""
+    order = torch.argsort(likeness, descending=True, stable=True)
+    order = order[torch.argsort(heads[order], stable=True)]
+    counts = torch.bincount(heads, minlength=len(most))
+    ranks = torch.arange(len(heads), device=heads.device) - (counts.cumsum(0) - counts)[heads]
+    return order[ranks < most[heads]].sort().values  # heads ascend in either order
+
+
+def _merge(keys: Tensor, counts: Tensor, sources: Indices, targets: Indices) -> None:
+    """Targets become the means of themselves and their sources, in place."""
+    own, places = distinct(targets)
+    sums = keys[own] * counts[own, None]
+    sums.index_add_(0, places, keys[sources] * counts[sources, None])
+    counts.index_add_(0, targets, counts[sources])
+    keys[own] = sums / counts[own, None]
 
 
 Part = Chelsea
