@@ -76,7 +76,7 @@ PAIRS = (
     _press("snapkv", _SNAPKV, "snapkv", f"{_OUR_SNAPKV} > uniform()"),
     _press("tova", "TOVAPress()", "last_query", "last_query() > uniform()"),
     _press("keydiff", "KeyDiffPress()", "keydiff", "keydiff() > uniform()"),
-    _press("lagkv", "LagKVPress(n_sink=4)", "lagkv", "lagkv(sinks=4) > uniform()"),
+    _press("lagkv", "LagKVPress(n_sink=4)", "lagkv", "lagkv(sinks=4, lag=128) > uniform()"),
     _press("expected", _EXPECTED, "expected", f"{_OUR_EXPECTED} > uniform()"),
     _press("observed", "ObservedAttentionPress()", "column_mass", "column_mass() > uniform()"),
     _press("leverage", "LeverageScorePress()", "leverage", "leverage() > uniform()"),

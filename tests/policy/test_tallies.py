@@ -195,9 +195,9 @@ def test_every_partition_gives_up_the_same_share() -> None:
     for part, partitions in zip(scores.split([32, 23]), (4, 3), strict=True):
         end = 3 + 5 * partitions
         for share in part[3:end].view(-1, 5):
-            assert share.sort().values.tolist() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
-        kept = torch.cat([part[:3], part[end:]])
-        assert float(kept.min()) >= 1 and bool((kept.diff() > 0).all())
+            assert (share.sort().values * 5).long().tolist() == [0, 1, 2, 3, 4]
+        assert part[:3].tolist() == [torch.inf] * 3
+        assert float(part[end:].min()) >= 1 and bool((part[end:].diff() > 0).all())
     together = LagKV(sinks=3, lag=5, within=Within.HEAD).score(heads)[3:23].view(-1, 5)
     assert together.sum(1).tolist() == pytest.approx([1.0] * 4)
 

@@ -19,17 +19,20 @@ def scores(part: Any, seen: Seen) -> list[list[float]]:
 def one_head(part: Any, seen: Seen, head: int) -> list[float]:
     entries, start, held = seen.entries, seen.entries.starts[head], seen.entries.lengths[head]
     out = [1 + s / held for s in range(held)]
+    out[: part.sinks] = [math.inf] * min(part.sinks, held)
+    room = held - part.sinks
+    lag = part.lag or max(2, min(1024, room // 8, max(32, room // 32)))
     first = part.sinks
-    while first + 2 * part.lag <= held:
-        own = [start + s for s in range(first, first + part.lag)]
-        after = [row + part.lag for row in own]
+    while first + 2 * lag <= held:
+        own = [start + s for s in range(first, first + lag)]
+        after = [row + lag for row in own]
         by_key = shares([uneven(entries.keys, row, after) for row in own])
         by_value = shares([uneven(entries.values, row, after) for row in own])
         both = [(k + v) / 2 for k, v in zip(by_key, by_value, strict=True)]
         if part.within.value == "partition":
-            both = [sum(other < mine for other in both) / part.lag for mine in both]
-        out[first : first + part.lag] = both
-        first += part.lag
+            both = [(sum(other < mine for other in both) + mine) / lag for mine in both]
+        out[first : first + lag] = both
+        first += lag
     return out
 
 

@@ -194,7 +194,7 @@ class Policy:
             BudgetError: no page fits the budget beside what always stays.
             BadParameter: more tokens are corrected than always stay.
         """
-        budget, schedule = self.budget, self.schedule
+        budget, schedule, scorer = self.budget, self.schedule, self.scorer.under(tokens)
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
         own = blocked(schedule, tokens, block)
@@ -202,14 +202,8 @@ class Policy:
         if (recall := settled[1]) is not None:
             staying = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
             check_corrected(self.protect, recall, max(0, staying))
-        return replace(
-            self,
-            budget=budget,
-            schedule=own,
-            compensation=settled[0],
-            recall=settled[1],
-            timing=self.timing.under(tokens),
-        )
+        sized = replace(self, budget=budget, schedule=own, scorer=scorer, recall=recall)
+        return replace(sized, compensation=settled[0], timing=self.timing.under(tokens))
 
     def _recalling(self, tokens: int) -> Recall | None:
         """The recall part with its size filled in."""

@@ -100,7 +100,7 @@ PRESETS: Mapping[str, str] = {
     ),
     "leverage": "blockwise() > leverage() > uniform()",
     "expected": "whole() > expected() > ada()",
-    "lagkv": "blockwise() > protect(sinks=0, recent=0) > lagkv() > uniform()",
+    "lagkv": "whole() > protect(sinks=16, recent=0) > lagkv() > uniform()",
     "keynorm": "blockwise() > keynorm() > uniform()",
     "chunkkv": "whole() > snapkv() > chunk() > uniform()",
     "chunkkv_reuse": "whole() > snapkv() > layer_mean() > chunk(layers=2) > uniform()",

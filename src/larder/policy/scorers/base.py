@@ -65,6 +65,11 @@ class Scorer(ABC):
         del block, start, book
         return ()
 
+    def under(self, tokens: int) -> Scorer:
+        """The same under a budget of `tokens` entries per kv head."""
+        del tokens
+        return self
+
     def least(self) -> Ends:
         """Tokens that this scorer puts above all others, such as its own window.
 

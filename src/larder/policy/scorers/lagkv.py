@@ -1,19 +1,27 @@
 """Keep entries that stand out beside those that came right after them; no attention needed.
 
 Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important"
-(2025), arXiv:2504.04704. Entries behind the first `sinks` are cut into partitions. Each channel of
-a key is scaled by its lowest and highest value in the next partition; the standard deviation over
-channels, by softmax over the partition, is the score, averaged with the same of the values. The
-last whole partition and what lies behind it have nothing to be compared with, and stay.
+(2025), arXiv:2504.04704. The first `sinks` entries stay. Those behind them are cut into
+partitions. Each channel of a key is scaled by its lowest and highest value in the next partition;
+the standard deviation over channels, by softmax over the partition, is the score, averaged with
+the same of the values. The last whole partition and what lies behind it have nothing to be
+compared with, and stay.
 
-Partitions are of the entries that a head holds. The released code never looks at one again once it
-is compressed; here survivors are judged again whenever a plan is due, so take `lagged(tokens=lag)`
-while generating.
+The paper keeps a share of each partition, so the cache grows with the text, and what is not
+compared is small beside it. Under a fixed budget it need not be: up to two partitions are not
+compared, and would take all of a budget of two. So the lag, where none is given, follows from what
+the budget leaves behind the sinks: 32, or a thirty-second of that where it is more, and never more
+than an eighth. That is 128 at 4,096 entries and, as in the released code, 1,024 at 32,768.
+
+Partitions are of the entries that a head holds. The released code attends to the whole prompt, then
+compresses it, and never looks again at a partition that it has compressed. Read `whole()` and with
+plans for the prompt alone, this does the same. With plans while blocks are read or text is
+generated, survivors are judged again, because a budget that does not grow must cut them again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -23,7 +31,10 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.observation import Seen
 from larder.core.types import Packed
+from larder.policy.ends import Ends
 from larder.policy.scorers.base import Scorer
+
+MOST_LAG = 1024  # entries of a partition in the released code
 
 
 class Within(Enum):
@@ -38,21 +49,29 @@ class LagKV(Scorer):
     """Spread over channels, relative to the next partition.
 
     Args:
-        sinks: entries at the start of a head that are not compared, and so rank above all that are.
-        lag: entries of a partition, at least 2.
+        sinks: entries at the start of a head, which always stay; 16 in the released code.
+        lag: entries of a partition, at least 2; open, it follows from the budget.
         within: `partition` ranks entries in their partition, so that each gives up the same share,
-            as in the paper; `head` compares scores of all partitions.
+            as in the paper, and of entries in the same place the lowest score goes first; `head`
+            compares scores of all partitions.
     """
 
     sinks: int = 16
-    lag: int = 128
+    lag: int | None = None
     within: Within = Within.PARTITION
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise BadParameter(f"lagkv.sinks must be 0 or more, got {self.sinks}.")
-        if self.lag < 2:
+        if self.lag is not None and self.lag < 2:
             raise BadParameter(f"lagkv.lag must be at least 2 entries, got {self.lag}.")
+
+    def under(self, tokens: int) -> LagKV:
+        return self if self.lag is not None else replace(self, lag=self._lag(tokens))
+
+    def least(self) -> Ends:
+        """The sinks."""
+        return Ends(first=self.sinks)
 
     def score(self, seen: Seen) -> Packed:
         entries = seen.entries
@@ -64,31 +83,38 @@ class LagKV(Scorer):
     def _of_head(
         self, keys: Float[Tensor, "S D"], values: Float[Tensor, "S D"]
     ) -> Float[Tensor, " S"]:
-        """Below 1 for what is compared; the others by age, the latest highest."""
+        """Below 1 for what is compared, infinite for sinks; the rest by age, the latest highest."""
+        lag = self._lag(len(keys)) if self.lag is None else self.lag
         places = torch.arange(len(keys), device=keys.device)
         scores = 1 + places / max(len(keys), 1)
-        compared = (len(keys) - self.sinks) // self.lag - 1  # partitions
+        scores[: self.sinks] = torch.inf
+        compared = (len(keys) - self.sinks) // lag - 1  # partitions
         if compared > 0:
-            own = slice(self.sinks, self.sinks + compared * self.lag)
-            scores[own] = ((self._shares(keys) + self._shares(values)) / 2).flatten()
+            own = slice(self.sinks, self.sinks + compared * lag)
+            scores[own] = ((self._shares(keys, lag) + self._shares(values, lag)) / 2).flatten()
             if self.within is Within.PARTITION:
-                scores[own] = _ranks(scores[own].view(-1, self.lag)).flatten()
+                scores[own] = _ranks(scores[own].view(-1, lag)).flatten()
         return scores
 
-    def _shares(self, states: Float[Tensor, "S D"]) -> Float[Tensor, "P lag"]:
+    def _lag(self, entries: int) -> int:
+        """The lag that follows from how many entries of a head there is room for."""
+        room = entries - self.sinks
+        return max(2, min(MOST_LAG, room // 8, max(32, room // 32)))
+
+    def _shares(self, states: Float[Tensor, "S D"], lag: int) -> Float[Tensor, "P lag"]:
         """Each entry's share of its partition, for all partitions that have a next one."""
-        count = (len(states) - self.sinks) // self.lag
-        cut = states[self.sinks : self.sinks + count * self.lag].float()
-        parts = cut.view(count, self.lag, -1)
+        count = (len(states) - self.sinks) // lag
+        cut = states[self.sinks : self.sinks + count * lag].float()
+        parts = cut.view(count, lag, -1)
         low, high = parts[1:].amin(1, keepdim=True), parts[1:].amax(1, keepdim=True)
         width = torch.where(high > low, high - low, 1.0)
         return ((parts[:-1] - low) / width).std(-1).softmax(-1)
 
 
 def _ranks(scores: Float[Tensor, "P lag"]) -> Float[Tensor, "P lag"]:
-    """Places of scores in their partition, from 0 to below 1."""
+    """Places of scores in their partition, from 0 to below 1; of equal places the score decides."""
     order = torch.sort(scores, dim=-1, stable=True).indices
-    return order.argsort(-1) / scores.shape[-1]
+    return (order.argsort(-1) + scores) / scores.shape[-1]
 
 
 Part = LagKV

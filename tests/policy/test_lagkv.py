@@ -1,0 +1,70 @@
+"""LagKV keeps its sinks, and compares entries at every budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import a_layer, a_view
+from larder import Engine
+from larder.bench.forced import force
+from larder.bench.lifelog_questions import lifelog_conversation
+from larder.core.errors import BudgetError
+from larder.core.observation import Seen
+from larder.models.loading import Loaded
+from larder.session.policy import Policy
+
+PAPER = "whole() > protect(sinks=16, recent=0) > lagkv(lag=32) > uniform()"
+
+
+def kept_by(sentence: str, seen: Seen, tokens: int) -> list[list[int]]:
+    """Positions of the entries that each head keeps."""
+    planner = Policy.parse(sentence).filled(tokens, None).planner
+    scored = planner.judge(seen, planner.score(seen), tokens)
+    [plan] = planner.plan({0: scored}, {0: tokens}, lambda _: seen.entries).values()
+    stay = seen.entries.packed_positions()[plan.kept].split(plan.lengths)
+    return [head.tolist() for head in stay]
+
+
+@pytest.fixture(scope="module")
+def long_text() -> Seen:
+    return a_view(a_layer(2, 1), [range(3211), range(3211)], 1)
+
+
+@pytest.mark.parametrize("name", ["lagkv", "protect(sinks=0, recent=0) > lagkv()"])
+def test_sinks_stay_at_small_budgets(long_text: Seen, name: str) -> None:
+    for head in kept_by(name, long_text, 128):
+        assert head[:16] == list(range(16))
+
+
+def test_entries_of_the_whole_text_are_compared_at_small_budgets(long_text: Seen) -> None:
+    for head in kept_by("lagkv", long_text, 128):
+        older = [place for place in head if 16 <= place < 3211 - 64]
+        assert len(older) >= 64
+        assert min(older) < 100 and max(older) > 3000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lag"), [(128, 14), (512, 32), (1024, 32), (4112, 128), (40_000, 1024), (20, 2)]
+)
+def test_the_lag_follows_from_the_budget(tokens: int, lag: int) -> None:
+    filled = Policy.parse("lagkv").filled(tokens, None)
+    assert f"lagkv(sinks=16, lag={lag}, " in str(filled)
+    given = Policy.parse("lagkv(lag=7)").filled(tokens, None)
+    assert "lag=7," in str(given)
+
+
+def test_a_budget_without_room_for_the_sinks_is_refused() -> None:
+    planner = Policy.parse("protect(sinks=0, recent=0) > lagkv() > uniform()").planner
+    with pytest.raises(BudgetError, match="smaller than the 16"):
+        planner.quotas(12, 100, (0,), {})
+
+
+def test_half_of_the_entries_answer_as_all_do(seed_model: Loaded) -> None:
+    full = Engine(seed_model, "full")
+    log = lifelog_conversation(1, 1000, lambda text: len(full.scribe.encode(text)), 8)
+
+    def right(policy: str, budget: str | None) -> int:
+        engine = full.under(policy, budget)
+        return sum(one.exact for one in force(engine, engine.read(log), log.questions))
+
+    assert right("full", None) == right(PAPER, "50%") == right("lagkv", "50%")
