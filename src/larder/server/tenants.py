@@ -17,6 +17,7 @@ from larder.server.request import Refusal
 
 LOCAL = "local"  # the principal of who works at the machine itself
 OPERATOR = "operator"  # the word behind a key that may read what concerns all tenants
+FOREIGN = frozenset({"cross-site", "same-site"})  # what browsers say of another origin's requests
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[!-+\--~]{16,512}")  # printable ASCII without a comma
 
@@ -77,16 +78,26 @@ class Locked(Door):
 
 
 class Loopback(Door):
-    """Without keys: whoever is at this machine, and no page of another site in its browser."""
+    """Without keys: whoever is at this machine, and in its browser this server's own page alone.
+
+    A page of any other origin is another site's, also where it comes from another port of this
+    machine: browsers tell its origin, or that it is of another one.
+    """
 
     def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
-        host = _host(f"//{headers.get('host', 'localhost')}")
-        origin = headers.get("origin")
-        far = (client is not None and not is_loopback(client)) or not is_loopback(host)
-        if far or (origin is not None and not is_loopback(_host(origin))):
+        host = headers.get("host", "localhost")
+        if (client is not None and not is_loopback(client)) or not is_loopback(_host(f"//{host}")):
             raise Refusal(
                 "Without API keys only this machine is served, under the name localhost: start "
                 "the server with --keys FILE, or ask from the machine itself.",
+                403,
+                "forbidden",
+            )
+        own = f"http://{host}".lower()
+        if headers.get("origin", own) != own or headers.get("sec-fetch-site", "none") in FOREIGN:
+            raise Refusal(
+                "Without API keys only the page of this server may ask from a browser: start the "
+                f"server with --keys FILE, or open {own}.",
                 403,
                 "forbidden",
             )

@@ -73,7 +73,7 @@ def test_32_nothing_but_the_page_and_health_answers_without_a_key(served: Runnin
     ("content", "status", "param"),
     [
         (b"", 400, None),
-        (b"{", 400, "1"),
+        (b"{", 400, None),
         (b"[" * 20_000, 400, None),
         (b'{"model": "m"}', 400, "messages"),
         (b'{"model": "m", "messages": []}', 400, "messages"),
@@ -81,10 +81,10 @@ def test_32_nothing_but_the_page_and_health_answers_without_a_key(served: Runnin
         (
             b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}',
             400,
-            "messages.0.content",
+            None,
         ),
         (b'{"model": "m", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
-        (b'{"model": "m", "messages": [{"role": "user"}], "temperature": NaN}', 400, "temperature"),
+        (b'{"model": "m", "messages": [{"role": "user"}], "temperature": NaN}', 400, None),
         (
             b'{"model": "m", "messages": [{"role": "user"}], "seed": 1' + b"0" * 9000 + b"}",
             400,
@@ -266,7 +266,10 @@ def test_who_is_far_finds_an_open_server_closed() -> None:
 
     near, far = {"host": "127.0.0.1:8000"}, {"host": "rebound.example"}
     assert asyncio.run(ask("127.0.0.1", **near)) == asyncio.run(ask("::1")) == 200
-    assert asyncio.run(ask("127.0.0.1", origin="http://localhost:3000")) == 200
+    own = {"host": "localhost:8000", "origin": "http://localhost:8000"}
+    assert asyncio.run(ask("127.0.0.1", **own, **{"sec-fetch-site": "same-origin"})) == 200
     assert asyncio.run(ask("10.0.0.7")) == asyncio.run(ask("127.0.0.1", **far)) == 403
-    for origin in ("https://elsewhere.example", "null"):
-        assert asyncio.run(ask("127.0.0.1", origin=origin)) == 403
+    for origin in ("https://elsewhere.example", "null", "http://localhost:3000"):
+        assert asyncio.run(ask("127.0.0.1", **own | {"origin": origin})) == 403
+    for site in ("same-site", "cross-site"):  # of requests without an origin: images, scripts
+        assert asyncio.run(ask("127.0.0.1", **{"sec-fetch-site": site})) == 403
