@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import uvicorn
 
 from commands import Run, complaint, document
+from larder.cli import hubs, serve
 from larder.cli.failing import INTERRUPTED
 
 ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
@@ -95,3 +98,27 @@ def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
     assert "cannot be listened at" in said and "another --port" in said
     said = complaint(run("serve", "--port", "0", "--policy", "exact_question"), 2)
     assert "needs the question before reading" in said
+
+
+@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client", "msgspec"])
+def test_serving_without_its_extra_says_what_to_install(
+    run: Run, answered: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In one line, before a port or the model is opened."""
+    opened: list[str] = []
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(hubs, "hub_here", lambda options: opened.append("hub"))
+    monkeypatch.setattr(serve, "_bound", lambda options: opened.append("port"))
+    said = complaint(run("serve", "--port", "0"), 1)
+    assert said == f"'larder serve' needs {name}: pip install 'larder[serve]'."
+    assert not (opened or answered)
+
+
+def test_the_collector_of_garbage_passes_over_what_was_loaded(
+    run: Run, answered: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a full collection goes through the model and all libraries while nobody is answered."""
+    frozen: list[int] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
+    run("serve", "--port", "0")
+    assert frozen and answered["/health"].status_code == 200

@@ -27,6 +27,7 @@ from larder.server.persisting import Persisting
 from larder.server.tenants import Loopback
 from larder.server.vault import StoreVault
 from larder.server.web.archive import Archive
+from larder.server.web.connections import ServerConfig
 from larder.server.web.desk import Settings
 from larder.store.ledger import Budgets, Tier
 from larder.store.store import Store
@@ -54,7 +55,7 @@ def serve(loaded: Loaded, folder: Path, durability: Durability, port: Connection
     app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=NEW_TOKENS))
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port.send(bound.getsockname()[1])
-        uvicorn.Server(uvicorn.Config(app, log_config=None)).run(sockets=[bound])
+        uvicorn.Server(ServerConfig(app)).run(sockets=[bound])
 
 
 @dataclass

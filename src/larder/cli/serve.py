@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from larder.server.tenants import Door
     from larder.store.ledger import Budgets
 
+# What the extra `serve` brings, as modules.
+EXTRA = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn")
 KEYS = "LARDER_API_KEYS"
 
 
@@ -102,12 +106,22 @@ def serve(options: Serving) -> None:
     """
     from larder.cli.hubs import hub_here, hub_of_replicas
 
+    _check_extra()
     if options.replicas is not None and not options.ray:
         raise UsageError("--replicas are Ray's: give --ray, too, or leave --replicas out.")
     check_keeping(options)
     door, bound = _door(options), _bound(options)
     with bound, (hub_of_replicas if options.ray else hub_here)(options) as hub:
         _run(options, hub, door, bound)
+
+
+def _check_extra() -> None:
+    """Raises: DependencyError: something of the extra is not installed."""
+    lacking = [name for name in EXTRA if find_spec(name) is None]
+    if lacking:
+        raise DependencyError(
+            f"'larder serve' needs {', '.join(lacking)}: pip install 'larder[serve]'."
+        )
 
 
 def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
@@ -118,6 +132,7 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
     from larder.core.settings import home
     from larder.server.app import create_app
     from larder.server.web.archive import Archive
+    from larder.server.web.connections import ServerConfig
     from larder.server.web.desk import Settings
     from larder.store.sealing import key_from, sealed_by
 
@@ -126,15 +141,12 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
         sealing = sealed_by(key_from(options.key_file), "archive")
         archive = Archive(home() / "server" / "archive.sqlite", sealing=sealing)
         app = create_app(hub, door, archive, settings)
+        # Whatever is loaded stays: a full collection of garbage would go through the model and
+        # all libraries, half a second in which nobody is answered.
+        gc.collect()
+        gc.freeze()
         _tell(options, hub, bound)
-        # Its own configuration of logging would close the handlers of everybody else.
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=5,
-        )
+        config = ServerConfig(app, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[bound])
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -158,12 +170,7 @@ def _door(options: Serving) -> Door:
     Raises:
         UsageError: everybody could, from anywhere.
     """
-    try:
-        from larder.server.tenants import Locked, Loopback, is_loopback, keys_of, read_keys
-    except ModuleNotFoundError as error:
-        raise DependencyError(
-            f"'larder serve' needs {error.name}: pip install 'larder[serve]'."
-        ) from error
+    from larder.server.tenants import Locked, Loopback, is_loopback, keys_of, read_keys
 
     if options.keys is not None:
         return Locked(keys_of(options.keys))

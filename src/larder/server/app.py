@@ -26,6 +26,7 @@ from larder.server.web import (
     sessions,
 )
 from larder.server.web.archive import Archive
+from larder.server.web.bodies import Bodies
 from larder.server.web.desk import Desk, Settings
 from larder.server.web.gauges import Gauges
 from larder.server.web.guarding import Guard
@@ -53,7 +54,8 @@ def create_app(hub: Hub, door: Door, archive: Archive, settings: Settings) -> Fa
         docs_url=None,
         redoc_url=None,
     )
-    app.state.desk = Desk(hub, archive, Gauges(hub), settings)
+    bodies = Bodies(settings.body_budget_bytes)
+    app.state.desk = Desk(hub, archive, bodies, Gauges(hub, bodies), settings)
     for part in (chat, completions, responses, conversations, sessions, about):
         app.include_router(part.router)
     app.add_exception_handler(LarderError, refusing.on_larder)
@@ -63,7 +65,7 @@ def create_app(hub: Hub, door: Door, archive: Archive, settings: Settings) -> Fa
     app.add_exception_handler(Exception, refusing.on_anything)
     for left in (Gone, ClientDisconnect):  # while it is answered, and while it asks
         app.add_exception_handler(left, _gone)
-    app.add_middleware(Guard, door=door, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(Guard, door=door, bodies=bodies, settings=settings)
     return app
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from array import array
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import zstandard
 
 from larder.core.errors import InputError, LarderError
@@ -21,8 +22,79 @@ from larder.server.request import Turn
 from larder.server.sitting import ID, Asked, Said, Sitting
 
 FORMAT, VERSION = "larder session", 1
-MOST_BYTES = 2**26  # of the JSON: what a stranger's file may unpack to
+IMPORT_BYTES = 2**23  # of one that somebody sends: 700,000 tokens with their text
 ROLES = ("", "system", "user", "assistant")  # the first of a text that is no conversation
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large a session may be that is read.
+
+    Args:
+        bytes: of the JSON.
+        tokens: that were said.
+    """
+
+    bytes: int
+    tokens: int
+
+
+OWN = Limit(2**26, 2**26)  # of a session that this server has written
+
+
+class Head(msgspec.Struct):
+    """What kind of file it is; a file of another kind may have none of it."""
+
+    format: str = ""
+    version: int | str | float | bool | None = None
+    fingerprint: str = ""
+
+
+class TurnPart(msgspec.Struct, gc=False):
+    """A message."""
+
+    role: str
+    text: str
+
+
+class SamplingPart(msgspec.Struct, gc=False):
+    """How tokens were drawn."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+class ExchangePart(msgspec.Struct):
+    """A question with its answer."""
+
+    turns: list[TurnPart]
+    prompt: list[int]
+    text: str
+    answer: list[int]
+    unread: int
+    sampling: SamplingPart
+    max_new_tokens: int
+    stop: list[str]
+    reason: str
+
+
+class Document(msgspec.Struct):
+    """The whole file."""
+
+    root: str
+    opening: list[TurnPart]
+    said: list[ExchangePart]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were said; where there are more messages, as many: each has one or more."""
+        messages = len(self.opening) + sum(len(each.turns) for each in self.said)
+        return max(sum(len(each.prompt) + len(each.answer) for each in self.said), messages)
+
+
+Part = TypeVar("Part", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -58,49 +130,65 @@ def told(sitting: Sitting) -> bytes:
     return spelled(of(sitting), sitting.rule.desk.decoder.spec.fingerprint)
 
 
-def read(data: bytes, fingerprint: str, vocabulary: int) -> Archived:
+def read(data: bytes, fingerprint: str, vocabulary: int, limit: Limit = OWN) -> Archived:
     """What `spelled` has spelled.
 
     Args:
         fingerprint: of the model that is to go on with it.
         vocabulary: V.
+        limit: of what it holds.
 
     Raises:
         InputError: it is damaged, too large, of another version, or another model's.
     """
-    document = _document(data)
-    if document.get("fingerprint") != fingerprint:
+    text = _unpacked(data, limit.bytes)
+    head = _parsed(text, Head)
+    if head.format != FORMAT:
+        raise _damaged("it is another kind of file")
+    if head.version != VERSION:
+        raise InputError(
+            f"The session's format is version {head.version!r}, but this Larder reads "
+            f"{VERSION}: export it with the same version."
+        )
+    if head.fingerprint != fingerprint:
         raise InputError(
             "The session was held with another model, whose tokens mean something else: import it "
             "where that model answers."
         )
-    try:
-        root = _text(document["root"])
-        check(root)
-        opening = tuple(_turn(each) for each in document["opening"])
-        said = [_said(each, vocabulary) for each in document["said"]]
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, LarderError) as error:
-        raise _damaged(str(error)) from error
-    return Archived(root, opening, said)
-
-
-def _document(data: bytes) -> dict[str, Any]:
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(data) as stream:
-            text = stream.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise _damaged(f"it unpacks to more than {MOST_BYTES} bytes")
-        document = json.loads(text)
-    except (zstandard.ZstdError, ValueError, RecursionError) as error:
-        raise _damaged(str(error)) from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise _damaged("it is another kind of file")
-    if document.get("version") != VERSION:
+    document = _parsed(text, Document)
+    if document.num_tokens > limit.tokens:
         raise InputError(
-            f"The session's format is version {document.get('version')!r}, but this Larder reads "
-            f"{VERSION}: export it with the same version."
+            f"The session has {document.num_tokens} tokens or messages, but the model reads "
+            f"{limit.tokens}: import a shorter one."
         )
-    return document
+    try:
+        check(document.root)
+        opening = tuple(_turn(each) for each in document.opening)
+        said = [_said(each, vocabulary) for each in document.said]
+    except (TypeError, ValueError, OverflowError, LarderError) as error:
+        raise _damaged(str(error)) from error
+    return Archived(document.root, opening, said)
+
+
+def _unpacked(data: bytes, limit_bytes: int) -> bytes:
+    """The JSON; nothing is allocated before the frame has said how much it is."""
+    try:
+        size = zstandard.frame_content_size(data)
+        if size < 0:
+            raise _damaged("it does not say how large it is")
+        if size > limit_bytes:
+            raise _damaged(f"it unpacks to {size} bytes, more than {limit_bytes}")
+        return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise _damaged(str(error)) from error
+
+
+def _parsed(text: bytes, kind: type[Part]) -> Part:
+    """Fields of the JSON; all others are skipped, not built."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
+        raise _damaged(str(error)) from error
 
 
 def _exchange(said: Said) -> dict[str, Any]:
@@ -117,42 +205,29 @@ def _exchange(said: Said) -> dict[str, Any]:
     }
 
 
-def _said(told: Any, vocabulary: int) -> Said:
-    prompt, answer = (_ids(told[name], vocabulary) for name in ("prompt", "answer"))
-    unread = int(told["unread"])
+def _said(told: ExchangePart, vocabulary: int) -> Said:
+    prompt, answer = _ids(told.prompt, vocabulary), _ids(told.answer, vocabulary)
+    unread = told.unread
     if not prompt or not 0 <= unread <= len(answer) + 1:
         raise ValueError(f"{unread} unread tokens of {len(answer)}")
-    stop = tuple(_text(each) for each in told["stop"])
-    asked = Asked(_sampling(told["sampling"]), int(told["max_new_tokens"]), stop)
-    turns = tuple(_turn(each) for each in told["turns"])
-    return Said(turns, prompt, _text(told["text"]), answer, unread, asked, _text(told["reason"]))
+    drawn = told.sampling
+    sampling = Sampling(drawn.temperature, drawn.top_k, drawn.top_p, drawn.seed)
+    asked = Asked(sampling, told.max_new_tokens, tuple(told.stop))
+    turns = tuple(_turn(each) for each in told.turns)
+    return Said(turns, prompt, told.text, answer, unread, asked, told.reason)
 
 
-def _sampling(told: Any) -> Sampling:
-    return Sampling(
-        float(told["temperature"]), int(told["top_k"]), float(told["top_p"]), int(told["seed"])
-    )
-
-
-def _ids(told: Any, vocabulary: int) -> array:
+def _ids(told: list[int], vocabulary: int) -> array:
     ids = array(ID, told)
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         raise ValueError("token ids outside the vocabulary")
     return ids
 
 
-def _turn(told: Any) -> Turn:
-    if told["role"] not in ROLES:
+def _turn(told: TurnPart) -> Turn:
+    if told.role not in ROLES:
         raise ValueError("a message of nobody")
-    return Turn(told["role"], _text(told["text"]))
-
-
-def _text(told: object) -> str:
-    """Raises: TypeError, ValueError: this is no text: JSON can spell halves of characters."""
-    if not isinstance(told, str):
-        raise TypeError("a number where a text should be")
-    told.encode()
-    return told
+    return Turn(told.role, told.text)
 
 
 def _damaged(why: str) -> InputError:

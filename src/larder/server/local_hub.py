@@ -148,7 +148,8 @@ class LocalHub(Hub):
             return archive.spelled(told, self._core.engine.loaded.decoder.spec.fingerprint)
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionView:
-        told = self._core.recalling.read(data)
+        limit = archive.Limit(archive.IMPORT_BYTES, self._core.context)
+        told = self._core.recalling.read(data, limit=limit)
         with self._gathering.these(tenant, name):
             return self._thread.call(lambda: view_of(self._core.import_(tenant, name, told)))
 

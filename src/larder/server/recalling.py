@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from larder.core.errors import InputError
 from larder.models.decoder import Decoder
 from larder.server import archive
-from larder.server.archive import Archived
+from larder.server.archive import Archived, Limit
 from larder.server.counts import Counts
 from larder.server.keeper import ANSWERED, PAUSES, Recalled
 from larder.server.refusals import invalid
@@ -80,17 +80,19 @@ class Recalling:
         self.begun_again.note("damaged")
         LOG.warning("Session %r goes on from the text of a request: %s", request.session, error)
 
-    def read(self, data: bytes, param: str | None = None) -> Archived:
+    def read(self, data: bytes, param: str | None = None, limit: Limit = archive.OWN) -> Archived:
         """What `archive.told` has told. From any thread: it takes as long as the session is.
 
         Args:
             param: the field of the request that is to blame.
+            limit: of what it holds.
 
         Raises:
             Refusal: it is damaged, or another model's.
         """
         try:
-            return archive.read(data, self._decoder.spec.fingerprint, self._decoder.vocabulary)
+            decoder = self._decoder
+            return archive.read(data, decoder.spec.fingerprint, decoder.vocabulary, limit)
         except InputError as error:
             raise invalid(str(error), param) from error
 

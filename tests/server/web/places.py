@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from larder.server.app import create_app
 from larder.server.tenants import Door
 from larder.server.web.archive import Archive
+from larder.server.web.connections import ServerConfig
 from larder.server.web.desk import Settings
 from server.fake_hub import FakeHub
 
@@ -41,7 +43,7 @@ def running(
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """Run an application likewise; its address."""
-    config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+    config = ServerConfig(app, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -55,3 +57,17 @@ def listening(app: FastAPI) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive()
+
+
+def connected(url: str) -> socket.socket:
+    """A connection to a server."""
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def awaited(met: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether something comes true within some time."""
+    end = time.monotonic() + seconds
+    while not met() and time.monotonic() < end:
+        time.sleep(0.02)
+    return met()

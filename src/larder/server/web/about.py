@@ -5,19 +5,22 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 import larder
-from larder.server.hub import Served
+from larder.server.hub import Hub, Served
 from larder.server.request import Refusal
 from larder.server.web.asking import Text
 from larder.server.web.desk import desk_of, principal_of
 from larder.server.web.guarding import ASSETS
+from larder.server.web.json_route import JsonRoute
+from larder.server.web.shapes import Body
 
-router = APIRouter(tags=["about"])
+router = APIRouter(tags=["about"], route_class=JsonRoute)
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -25,30 +28,27 @@ POLICY = (
 )
 
 
-class TextAsked(BaseModel):
+class TextAsked(Body):
     """A text to take apart."""
 
     prompt: Text
     model: Text | None = None
 
 
-class TokensAsked(BaseModel):
+class TokensAsked(Body):
     """Token ids to put together."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20, fail_fast=True)
+    ]
     model: Text | None = None
 
 
 @router.get("/health")
-def health(http: HttpRequest) -> JSONResponse:
+async def health(http: HttpRequest) -> JSONResponse:
     """Whether requests are taken, and what is wrong meanwhile."""
-    hub = desk_of(http).hub
-    if not hub.is_healthy():
-        return JSONResponse({"status": "down"}, 503)
-    problems = hub.problems()
-    if problems:
-        return JSONResponse({"status": "degraded", "problems": list(problems)})
-    return JSONResponse({"status": "ok"})
+    desk = desk_of(http)
+    return await to_thread.run_sync(_health, desk.hub, limiter=desk.health_threads)
 
 
 @router.get("/version")
@@ -121,6 +121,15 @@ def style(name: str) -> Response:
 def script(name: str) -> Response:
     """What the page does."""
     return _named(name, "js")
+
+
+def _health(hub: Hub) -> JSONResponse:
+    if not hub.is_healthy():
+        return JSONResponse({"status": "down"}, 503)
+    problems = hub.problems()
+    if problems:
+        return JSONResponse({"status": "degraded", "problems": list(problems)})
+    return JSONResponse({"status": "ok"})
 
 
 def _named(name: str, ending: str) -> Response:

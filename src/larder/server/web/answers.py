@@ -39,7 +39,7 @@ class Named(BaseModel):
 class ResponseAsked(Asked):
     """What is new in a conversation, or all of one."""
 
-    input: Text | Annotated[list[Input], Field(min_length=1, max_length=100_000)]
+    input: Text | Annotated[list[Input], Field(min_length=1, max_length=10_000, fail_fast=True)]
     instructions: Text | None = None
     conversation: Text | Named | None = None
     previous_response_id: Text | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.requests import Request as HttpRequest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -15,6 +15,7 @@ from larder.server.request import Report, Request, Turn
 from larder.server.web.desk import Desk, tenant_of
 from larder.server.web.naming import Hint, hint
 from larder.server.web.refusing import invalid
+from larder.server.web.shapes import Body
 
 
 def _whole(text: str) -> str:
@@ -65,11 +66,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class Asked(BaseModel):
+class Asked(Body):
     """Fields of every request for text. Fields that are not known are passed over, as long as
     they do not change the answer."""
 
     model_config = ConfigDict(extra="allow")
+    extra_fields: ClassVar[frozenset[str]] = frozenset(NEUTRAL)
 
     model: Text
     stream: bool = False
@@ -136,7 +138,7 @@ class Message(BaseModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part] | None = None
+    content: Text | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
     def turn(self) -> Turn:
         """It as one of ours."""

@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter
+from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
+from larder.server.request import Turn
 from larder.server.web.asking import (
     Asked,
     Head,
@@ -25,9 +27,10 @@ from larder.server.web.asking import (
 )
 from larder.server.web.desk import desk_of
 from larder.server.web.hearing import DONE, EventStream, Heard, data, framed, listen, whole
+from larder.server.web.json_route import JsonRoute
 from larder.server.web.naming import new_id
 
-router = APIRouter(tags=["text"])
+router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 
 class StreamOptions(BaseModel):
@@ -39,11 +42,15 @@ class StreamOptions(BaseModel):
 class ChatAsked(Asked):
     """A conversation to continue."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=100_000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream_options: StreamOptions | None = None
+
+    def turns(self) -> tuple[Turn, ...]:
+        """The messages as ours."""
+        return tuple(message.turn() for message in self.messages)
 
 
 @router.post("/v1/chat/completions")
@@ -51,7 +58,7 @@ async def chat_completions(http: HttpRequest, asked: ChatAsked) -> Response:
     """Answer a conversation, in one piece or as it comes."""
     desk, hint = desk_of(http), hinted(http, desk_of(http), asked)
     longest = asked.max_completion_tokens or asked.max_tokens
-    turns = tuple(message.turn() for message in asked.messages)
+    turns = await run_in_threadpool(asked.turns)
     wanted = request(http, desk, asked, hint.name, longest, stops(asked.stop), turns)
     heard = await listen(http, desk, wanted, hint.is_firm)
     kind = "chat.completion.chunk" if asked.stream else "chat.completion"

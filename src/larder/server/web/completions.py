@@ -27,18 +27,21 @@ from larder.server.web.asking import (
 from larder.server.web.chat import StreamOptions
 from larder.server.web.desk import Desk, desk_of
 from larder.server.web.hearing import DONE, EventStream, Heard, data, framed, listen, whole
+from larder.server.web.json_route import JsonRoute
 from larder.server.web.naming import new_id
 from larder.server.web.refusing import invalid
 
-router = APIRouter(tags=["text"])
+router = APIRouter(tags=["text"], route_class=JsonRoute)
+Texts = Annotated[list[Text], Field(max_length=128, fail_fast=True)]
+Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 
 
 class CompletionAsked(Asked):
     """A text to continue: itself, a list of one text, or its token ids."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Text | Texts | Ids | tuple[Ids]
     max_tokens: Tokens | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -82,7 +85,7 @@ def _choice(text: str, reason: str | None = None) -> dict[str, Any]:
     return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-def _prompt(desk: Desk, prompt: str | list[str] | list[int] | list[list[int]]) -> str:
+def _prompt(desk: Desk, prompt: str | list[str] | list[int] | tuple[list[int]]) -> str:
     """The one text that is meant."""
     if isinstance(prompt, str):
         return prompt

@@ -13,17 +13,19 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from larder.core.errors import Damaged
 from larder.server.request import Refusal
 from larder.server.web.archive import CONVERSATION, Item
 from larder.server.web.asking import Message, Text
 from larder.server.web.desk import Desk, desk_of, tenant_of
+from larder.server.web.json_route import JsonRoute
 from larder.server.web.naming import new_id
 from larder.server.web.refusing import missing
+from larder.server.web.shapes import Body
 
-router = APIRouter(prefix="/v1/conversations", tags=["conversations"])
+router = APIRouter(prefix="/v1/conversations", tags=["conversations"], route_class=JsonRoute)
 Metadata = Annotated[
     dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
     Field(max_length=16),
@@ -32,23 +34,23 @@ SHOWN = ("id", "object", "created_at", "metadata")
 CONTENT = {"assistant": "output_text"}
 
 
-class Begun(BaseModel):
+class Begun(Body):
     """A conversation to make."""
 
-    items: Annotated[list[Message], Field(max_length=10_000)] | None = None
+    items: Annotated[list[Message], Field(max_length=10_000, fail_fast=True)] | None = None
     metadata: Metadata | None = None
 
 
-class Told(BaseModel):
+class Told(Body):
     """What to note about a conversation."""
 
     metadata: Metadata | None = None
 
 
-class Added(BaseModel):
+class Added(Body):
     """Messages to add to a conversation."""
 
-    items: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    items: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 @router.post("")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from anyio import CapacityLimiter
 from fastapi.requests import Request as HttpRequest
 
 from larder.engine.sampling import Sampling
 from larder.server.hub import Hub, Served
 from larder.server.tenants import Principal
 from larder.server.web.archive import Archive
+from larder.server.web.bodies import Bodies
 from larder.server.web.gauges import Gauges
 from larder.server.web.naming import SESSION_HEADERS
 from larder.server.web.refusing import missing
@@ -20,14 +22,26 @@ class Settings:
     """How the server behaves towards clients.
 
     Args:
-        max_body_bytes: of a request, imported sessions included.
+        max_body_bytes: of a request's body, imported sessions included.
+        body_budget_bytes: of all bodies and of what they are decoded to; a tenant may take half.
+        max_head_bytes: of a request line with its headers.
+        max_headers: of a request.
+        request_seconds: until a request has arrived; more for what has come of it, see below.
+        request_bytes_per_second: of a request that takes longer.
+        max_connections: that are answered at a time; half of them may be waiting for requests.
         ping_seconds: of silence after which a stream says that it is alive.
         session_headers: that may name a session, the most telling first.
         sampling: of requests that say nothing of it.
         max_new_tokens: likewise.
     """
 
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = 8 << 20
+    body_budget_bytes: int = 512 << 20
+    max_head_bytes: int = 64 << 10
+    max_headers: int = 128
+    request_seconds: float = 10.0
+    request_bytes_per_second: int = 64 << 10
+    max_connections: int = 512
     ping_seconds: float = 10.0
     session_headers: tuple[str, ...] = SESSION_HEADERS
     sampling: Sampling = field(default_factory=Sampling)
@@ -40,8 +54,11 @@ class Desk:
 
     hub: Hub
     archive: Archive
+    bodies: Bodies
     gauges: Gauges
     settings: Settings
+    # Of their own: those that answers wait in may all be taken.
+    health_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
 
     def check_model(self, name: str | None) -> Served:
         """The model of a name; the only one where none is named.

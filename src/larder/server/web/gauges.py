@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from larder.server.hub import Hub, Stats
 from larder.server.request import Report
 from larder.server.web.aliases import renamed
+from larder.server.web.bodies import Bodies
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKENS = (1.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5)
@@ -19,9 +20,12 @@ TOKENS = (1.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5)
 class Gauges:
     """What `/metrics` tells: the hub's own numbers, and how long answers took."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, bodies: Bodies) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Numbers(hub))
+        said = "Bytes of request bodies, and of what they are decoded to."
+        held = Gauge("larder_body_bytes", said, registry=self._registry)
+        held.set_function(lambda: bodies.used_bytes)
         self._first = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from fastapi.datastructures import Headers
-from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from larder.server.request import Refusal
 from larder.server.tenants import Door
 from larder.server.web import refusing
+from larder.server.web.bodies import Bodies
+from larder.server.web.desk import Settings
+from larder.store.ledger import NOBODY, Reservation
 
 SCRIPTS = ("talk", "map", "turns", "list", "page", "start")
 ASSETS = frozenset({"/page.css", *(f"/{name}.js" for name in SCRIPTS)})
@@ -22,14 +24,14 @@ SAFE = (
 
 
 class Guard:
-    """Lets in who may ask, with bodies that are not too large.
+    """Lets in who may ask, with heads and bodies that are not too large.
 
     Args:
-        max_body_bytes: of a request.
+        bodies: counts the bytes of bodies for as long as their requests are served.
     """
 
-    def __init__(self, app: ASGIApp, door: Door, max_body_bytes: int) -> None:
-        self._app, self._door, self._max_body_bytes = app, door, max_body_bytes
+    def __init__(self, app: ASGIApp, door: Door, bodies: Bodies, settings: Settings) -> None:
+        self._app, self._door, self._bodies, self._settings = app, door, bodies, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -40,43 +42,56 @@ class Guard:
             return
         sent = _safely(send)
         try:
-            self._check(scope)
+            tenant = self._admitted(scope)
         except Refusal as refusal:
             await refusing.response(refusal)(scope, receive, sent)
             return
-        await self._app(scope, self._limited(receive), sent)
+        with self._bodies.of(tenant) as held:
+            await self._app(scope, self._limited(receive, held), sent)
 
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+    def _admitted(self, scope: Scope) -> str:
+        """Whose request this is; nobody's where everybody may ask."""
+        limit = self._settings.max_headers
+        if len(scope["headers"]) > limit:
+            said = f"The request has more than {limit} headers: send fewer."
+            raise Refusal(said, 431, "request_header_fields_too_large")
+        headers, tenant = Headers(scope=scope), NOBODY
         if scope["path"] not in OPEN:
             client = scope.get("client")
             admitted = self._door.admit(headers, None if client is None else client[0])
             scope.setdefault("state", {})["principal"] = admitted
+            tenant = admitted.name
         if "\n" in scope["path"]:  # routes end before it: "a\n" would be taken for "a"
             raise Refusal(
                 "A name in a path must not hold the end of a line: leave %0A out.",
                 400,
                 "invalid_session_id",
             )
-        told = headers.get("content-length", "0")
-        if not told.isdecimal() or int(told[:20]) > self._max_body_bytes:
-            raise Refusal(self._too_large(), 413, "request_too_large")
+        told, limit = headers.get("content-length", "0"), self._settings.max_body_bytes
+        if not told.isdecimal() or int(told[:20]) > limit:
+            raise _too_large(limit)
+        return tenant
 
-    def _limited(self, receive: Receive) -> Receive:
-        taken = 0
+    def _limited(self, receive: Receive, held: Reservation) -> Receive:
+        limit = self._settings.max_body_bytes
 
         async def received() -> Message:
-            nonlocal taken
             message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._max_body_bytes:
-                raise HTTPException(413, self._too_large())
+            count = len(message.get("body", b""))
+            try:
+                if held.bytes + count > limit:
+                    raise _too_large(limit)
+                self._bodies.extend(held, count)
+            except Refusal as refusal:
+                raise refusing.BodyRefused(refusal) from refusal
             return message
 
         return received
 
-    def _too_large(self) -> str:
-        return f"The body is larger than {self._max_body_bytes} bytes: send less at once."
+
+def _too_large(limit: int) -> Refusal:
+    said = f"The body is larger than {limit} bytes: send less at once."
+    return Refusal(said, 413, "request_too_large")
 
 
 def _safely(send: Send) -> Send:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as BareHTTPException
@@ -33,7 +33,17 @@ KINDS = {
     429: "rate_limit_error",
 }
 TYPES = frozenset({"body", "str", "int", "path", "query"})
-CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class BodyRefused(HTTPException):
+    """A refusal while a body is read: FastAPI hands on no error but its own from there."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.status, str(refusal))
+        self.refusal = refusal
+
+
 # What clients try again by themselves, unless they are told not to.
 REPEATED = (408, 409, 429)
 # The first that an error is one of says what becomes of it: status, code, seconds to wait.
@@ -60,6 +70,17 @@ OURS = {
 def invalid(message: str, param: str | None = None, code: str = INVALID) -> Refusal:
     """A request that will never do as it is."""
     return Refusal(message, 400, code, param)
+
+
+def malformed(steps: Sequence[int | str], why: str) -> Refusal:
+    """A value that does not have the form of its field.
+
+    Args:
+        steps: from the body to the value.
+    """
+    place = ".".join(str(step) for step in steps if _is_field(step))[:200] or None
+    said = f"{place or 'The body'}: {why}."
+    return invalid(said.encode("utf-8", "replace").decode(), place)
 
 
 def missing(message: str, code: str, param: str | None = None) -> Refusal:
@@ -109,6 +130,8 @@ async def on_larder(request: HttpRequest, error: Exception) -> JSONResponse:
 
 async def on_http(request: HttpRequest, error: Exception) -> JSONResponse:
     """Errors of the framework: unknown paths, methods, broken bodies."""
+    if isinstance(error, BodyRefused):
+        return response(error.refusal)
     assert isinstance(error, BareHTTPException)
     code = CODES.get(error.status_code, INVALID)
     told = response(Refusal(f"{error.detail}.".replace("..", "."), error.status_code, code))
@@ -120,9 +143,7 @@ async def on_invalid(request: HttpRequest, error: Exception) -> JSONResponse:
     """A body or a parameter that does not have the form of the endpoint."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if _is_field(part))[:200] or None
-    said = f"{place or 'The body'}: {first['msg']}."
-    return response(invalid(said.encode("utf-8", "replace").decode(), place))
+    return response(malformed(first["loc"], first["msg"]))
 
 
 async def on_anything(request: HttpRequest, error: Exception) -> JSONResponse:

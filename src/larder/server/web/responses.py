@@ -28,9 +28,10 @@ from larder.server.web.hearing import (
     listen,
     whole,
 )
+from larder.server.web.json_route import JsonRoute
 from larder.server.web.refusing import as_refusal
 
-router = APIRouter(prefix="/v1/responses", tags=["responses"])
+router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
 RETRIES = "x-stainless-retry-count"  # what OpenAI's clients say of how often they have tried
 
 

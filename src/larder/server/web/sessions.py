@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter
-from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
 
 from larder.server.hub import SessionView
 from larder.server.refusals import checked_name
 from larder.server.web.asking import Text
 from larder.server.web.desk import desk_of, tenant_of
+from larder.server.web.json_route import JsonRoute
+from larder.server.web.shapes import Body
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"], route_class=JsonRoute)
 
 
-class ForkAsked(BaseModel):
+class ForkAsked(Body):
     """How the other session is to be called; None leaves it to the server."""
 
     name: Text | None = None
@@ -107,11 +108,9 @@ def export(http: HttpRequest, name: str) -> Response:
 async def take_in(http: HttpRequest, name: str) -> JSONResponse:
     """Make a session of an exported file, which is the body."""
     content = await http.body()
-    hub = desk_of(http).hub
-    made = await run_in_threadpool(
-        hub.import_, tenant_of(http), checked_name(name, "name"), content
-    )
-    return JSONResponse(shown(made))
+    desk, tenant = desk_of(http), tenant_of(http)
+    act = partial(desk.hub.import_, tenant, checked_name(name, "name"), content)
+    return JSONResponse(shown(await desk.bodies.take_in(tenant, act)))
 
 
 @router.get("/{name:path}")
