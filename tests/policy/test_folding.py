@@ -76,8 +76,12 @@ def test_protected_entries_stay_at_their_positions(compensation) -> None:
     entries, scored = some([0, 1, 2])
     before = a_plan(KEPT, HELD)
     plan = compensation.settle(before, entries, scored)
-    assert plan.lengths == before.lengths
-    if isinstance(compensation, Chelsea):  # the matching decides who goes
+    if isinstance(compensation, Kvmerger):  # the threshold decides how many stay
+        held = zip(plan.lengths, before.lengths, strict=True)
+        assert all(now <= most for now, most in held)
+    else:
+        assert plan.lengths == before.lengths
+    if isinstance(compensation, Chelsea | Kvmerger):  # the matching and the sets decide who goes
         assert set(torch.nonzero(scored.protected).flatten().tolist()) <= set(plan.kept.tolist())
     else:
         assert torch.equal(plan.kept, before.kept)
@@ -203,38 +207,46 @@ def a_plane() -> Entries:
 
 
 @pytest.mark.parametrize(
-    "scores, kept, degrees, into",
+    "scores, protected, most, degrees, sets",
     [
         # Sets {0, 10, 30, 35}, {90, 95}, {180} for a cosine of .93: neighbors 20 degrees apart are
-        # alike (.940), and 35 is in the set of 0 though .82 alike. The pivot is the kept one of the
-        # highest score; of {90, 95} nothing is kept.
-        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.0, 0.5], [0, 2, 6], 21.6, {1: 2, 3: 2}),
-        ([0.9, 0.1, 0.3, 0.2, 0.0, 0.0, 0.5], [0, 2, 6], 21.6, {1: 0, 3: 0}),
-        ([0.9, 0.1, 0.9, 0.2, 0.0, 0.0, 0.5], [0, 2, 6], 21.6, {1: 0, 3: 0}),
+        # alike (.940), and 35 is in the set of 0 though .82 alike. The pivot scores highest.
+        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], (), 6, 21.6, {2: [0, 1, 3], 5: [4], 6: []}),
+        ([0.9, 0.1, 0.9, 0.2, 0.0, 0.0, 0.5], (), 3, 21.6, {0: [1, 2, 3], 4: [5], 6: []}),
         # A cosine of .98 (11.5 degrees): {0, 10}, {30, 35}, {90, 95}, {180}.
-        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], [0, 2, 5], 11.5, {1: 0, 3: 2, 4: 5}),
+        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], (), 4, 11.5, {0: [1], 2: [3], 5: [4], 6: []}),
+        # One fewer fits: the most alike of the neighbors apart, 10 and 30 degrees, are joined.
+        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], (), 3, 11.5, {2: [0, 1, 3], 5: [4], 6: []}),
+        # What is protected stays by itself and parts what stands around it.
+        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], (2,), 6, 21.6, {0: [1], 2: [], 3: [], 5: [4], 6: []}),
+        # No room but for one set beside it: the others are forgotten.
+        ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], (2,), 2, 21.6, {2: [], 6: [3, 4, 5]}),
     ],
 )
-def test_kvmerger_sets_and_pivots_by_hand(scores, kept, degrees, into) -> None:
+def test_kvmerger_sets_and_pivots_by_hand(scores, protected, most, degrees, sets) -> None:
     part, entries = Kvmerger(threshold=math.cos(math.radians(degrees))), a_plane()
-    folds = part.settle(a_plan([kept], (7,)), entries, judged(scores)).folds
-    pairs = zip(folds.sources.tolist(), folds.targets.tolist(), strict=True)
-    assert {source: target for source, target in pairs if source != target} == into
+    given = a_plan([range(most)], (7,))
+    plan = part.settle(given, entries, judged(scores, protected))
+    pairs = list(zip(plan.folds.sources.tolist(), plan.folds.targets.tolist(), strict=True))
+    assert plan.kept.tolist() == list(sets) and plan.lengths == (len(sets),)
+    merged = {kept: [s for s, t in pairs if t == kept != s] for kept in sets}
+    assert merged == sets
 
 
 def test_kvmerger_weights_by_hand() -> None:
-    # Distances 1 and 3 from the pivot, sigma their mean 2: exp(-1/8) = .8825, exp(-9/8) = .3247.
-    entries = line([0, 1, 2], [4.0, 5.0, 7.0], [1] * 3)
-    plan, scored = a_plan([[0]], (3,)), judged([0.0] * 3)
-    keys, values, _ = numbers(Kvmerger().settle(plan, entries, scored), entries)
-    assert keys == pytest.approx([(4 + 5 * 0.8825 + 7 * 0.3247) / 2.2072], rel=1e-4)
-    assert values == pytest.approx([10 * keys[0]])
-    # Half as wide, sigma = 1: exp(-1/2) = .6065, exp(-9/2) = .0111.
-    [key] = numbers(Kvmerger(width=0.5).settle(plan, entries, scored), entries)[0]
-    assert key == pytest.approx((4 + 5 * 0.6065 + 7 * 0.0111) / 1.6176, rel=1e-4)
+    # Distances 0, 1 and 1: sigma 2 / (3 sqrt 2), weights 1 and twice exp(-9/4) = .1054.
+    entries = line([0, 1, 2], [4.0, 5.0, 3.0], [1] * 3)
+    plan, scored = a_plan([[0]], (3,)), judged([1.0, 0.0, 0.0])
+    folds = Kvmerger().settle(plan, entries, scored).folds
+    shares = dict(zip(folds.sources.tolist(), folds.key_weights.tolist(), strict=True))
+    assert [shares[s] for s in range(3)] == pytest.approx([0.826, 0.087, 0.087], abs=5e-4)
+    assert torch.equal(folds.key_weights, folds.value_weights)
+    # Half as wide: exp(-9) = .0001.
+    wide = Kvmerger(width=0.5).settle(plan, entries, scored).folds
+    assert float(wide.key_weights.max()) == pytest.approx(1 / (1 + 2 * math.exp(-9)))
     # Equal keys all weigh the same.
     same = replace(entries, keys=torch.full((3, 1), 4.0))
-    assert numbers(Kvmerger().settle(plan, same, scored), same)[1] == pytest.approx([160 / 3])
+    assert numbers(Kvmerger().settle(plan, same, scored), same)[1] == pytest.approx([40.0])
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
-"""Fold what is rejected into the best entry of the run of similar keys that it stands in.
+"""Make one entry of every run of similar keys.
 
 Wang, Jin, Yu and Zhang, "Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on
 Long-Context Tasks" (2024), arXiv:2407.08454, section 4. Neighbors whose cached (rotated) keys have
-a cosine of at least a threshold form a merge set; its pivot p is the entry that got most attention;
-entry i weighs g_i = exp(-|k_p - k_i|^2 / (2 sigma^2)) and the pivot 1, all over their sum, keys and
-values alike. We found no released code, and know the formulas at second hand.
+a cosine of at least a threshold form a merge set, which becomes one entry at the place of its
+pivot p, the one that got most attention (take `column_mass`). Entry i weighs
+g_i = exp(-|k_p - k_i|^2 / (2 sigma^2)) and the pivot 1, all over their sum, keys and values alike,
+with sigma the sum of the distances of a set from its pivot, over sqrt(2) times its size. We found
+no released code, and know the formulas at second hand.
 
-Differences. In the paper every set becomes one entry, so that the threshold decides how many stay.
-Here scorer and budget do: of a set all stay that they keep, the pivot is the kept one of the
-highest score, and what is rejected of the set is folded into it. A set of which nothing is kept is
-gone. Neighbors are those that the cache still holds, whatever stood between them. The paper takes
-sigma from the distances within a set; which statistic we could not verify, and take `width` times
-the mean distance of what is folded from its pivot. Entries do not count what they stand for.
+The threshold decides how many entries stay. A budget bounds them: in a head whose sets are more
+than its share of the budget, the threshold is lowered until they are not. Where the threshold
+leaves fewer, fewer stay. What is protected stays as it is, and ends a set; if a head has no more
+room than for that, the sets whose pivots score lowest are forgotten. Neighbors are those that the
+cache still holds, whatever stood between them. Entries do not count what they stand for.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Kvmerger(Compensation):
     """KVMerger's merging in runs of similar keys.
 
     Args:
-        threshold: the cosine of neighbors in one set, in [-1, 1].
-        width: of the Gaussian kernel, in mean distances.
+        threshold: the cosine from which on neighbors are in one set, in [-1, 1].
+        width: of the Gaussian kernel, in units of the paper's sigma.
     """
 
     threshold: float = 0.75
@@ -61,37 +62,73 @@ class Kvmerger(Compensation):
             raise BadParameter(f"kvmerger.width must be above 0, got {self.width}.")
 
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
-        gone = rejected(plan, entries)
-        if not len(gone):
+        """A plan of its own, with no more entries of any head than the one given."""
+        if not len(rejected(plan, entries)):
             return plan
-        sets = (~self._joined(entries)).long().cumsum(0) - 1
-        pivots = first_best(scored.scores, sets, plan.kept, int(sets[-1]) + 1)[sets[gone]]
-        sources, targets = gone[pivots >= 0], pivots[pivots >= 0]
-        return replace(plan, folds=means(self._kernel(entries, sources, targets), sources, targets))
+        opens = self._opens(entries, scored, plan.lengths)
+        sets = opens.long().cumsum(0) - 1
+        every = torch.arange(len(sets), device=sets.device)
+        pivots = first_best(scored.ranked(), sets, every, int(opens.sum()))
+        stays = _fitting(pivots, scored, heads_of(pivots, entries), plan.lengths)
+        sources = every[stays[sets] & (pivots[sets] != every)]
+        targets = pivots[sets[sources]]
+        folds = means(self._kernel(entries, sources, targets), sources, targets)
+        kept = pivots[stays]
+        counts = torch.bincount(heads_of(kept, entries), minlength=len(plan.lengths))
+        return replace(plan, kept=kept, lengths=tuple(int(count) for count in counts), folds=folds)
 
-    def _joined(self, entries: Entries) -> Bool[Tensor, " T"]:
-        """Which packed entries belong to the set of the one before."""
+    def _opens(self, entries: Entries, scored: Scored, most: tuple[int, ...]) -> Bool[Tensor, " T"]:
+        """Which packed entries begin a set, so that no head has more than `most` where it can."""
+        alike, lengths = self._likeness(entries), list(entries.lengths)
+        shields = scored.protected
+        alike = alike.masked_fill(shields, -torch.inf)
+        alike[1:] = alike[1:].masked_fill(shields[:-1], -torch.inf)
+        opens = alike < self.threshold
+        for head, own, count in zip(
+            torch.split(alike, lengths), torch.split(opens, lengths), most, strict=True
+        ):
+            if int(own.sum()) > count:
+                least = int(head.isneginf().sum())
+                order = torch.argsort(head, stable=True)
+                own[order[max(count, least) :]] = False
+        return opens
+
+    def _likeness(self, entries: Entries) -> Float[Tensor, " T"]:
+        """The cosine of each packed entry's key with the one before; -inf for a head's first."""
         every = torch.arange(sum(entries.lengths), device=entries.positions.device)
         rows, heads = rows_at(every, entries), heads_of(every, entries)
-        alike = rows.new_zeros(len(rows), dtype=torch.float32)
+        alike = rows.new_full((len(rows),), -torch.inf, dtype=torch.float32)
         for first in range(1, len(rows), ROWS):
             keys = normalize(entries.keys[rows[first - 1 : first + ROWS]].float(), dim=-1)
             alike[first : first + ROWS] = (keys[1:] * keys[:-1]).sum(-1)
-        joined = alike >= self.threshold
-        joined[1:] &= heads[1:] == heads[:-1]
-        joined[:1] = False
-        return joined
+        alike[1:].masked_fill_(heads[1:] != heads[:-1], -torch.inf)
+        return alike
 
     def _kernel(self, entries: Entries, sources: Indices, targets: Indices) -> Packed:
         """What each packed entry weighs: 1 for a pivot, less for what is folded into it."""
         apart = _distances(entries, sources, targets)
         own, places = distinct(targets)
         counts = torch.bincount(places, minlength=len(own))
-        near = apart.new_zeros(len(own)).index_add(0, places, apart) / counts
-        sigma = (self.width * near)[places]
+        sums = apart.new_zeros(len(own)).index_add(0, places, apart)
+        sigma = (self.width * sums / (math.sqrt(2) * (counts + 1)))[places]
         scaled = torch.where(apart > 0, apart / sigma, 0.0)  # equal keys weigh the same
         weights = apart.new_ones(sum(entries.lengths))
         return weights.index_copy(0, sources, (-scaled.square() / 2).exp())
+
+
+def _fitting(
+    pivots: Indices, scored: Scored, heads: Indices, most: tuple[int, ...]
+) -> Bool[Tensor, " N"]:
+    """Which sets stay: all, but of a head that has more than `most` those of the best pivots."""
+    ranked = scored.ranked()[pivots]
+    order = torch.argsort(ranked, descending=True, stable=True)
+    order = order[torch.argsort(heads[order], stable=True)]
+    counts = torch.bincount(heads, minlength=len(most))
+    firsts = (counts.cumsum(0) - counts)[heads[order]]
+    places = torch.arange(len(order), device=order.device) - firsts
+    stays = torch.zeros_like(ranked, dtype=torch.bool)
+    stays[order] = places < torch.tensor(most, device=order.device)[heads[order]]
+    return stays
 
 
 def _distances(entries: Entries, sources: Indices, targets: Indices) -> Float[Tensor, " _"]:
