@@ -12,7 +12,7 @@ def follow(stores: Sequence[Store]) -> None:
     """Have layers use what others find, as their recall part says."""
     parking = [store for store in tiered(stores) if not store.is_dense]
     for place, store in enumerate(parking):
-        leader = parking[place - place % store.parking.recall.layers]
+        leader = parking[store.parking.recall.leading(place)]
         store.leader = leader if leader is not store and _alike(leader, store) else None
 
 

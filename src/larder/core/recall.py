@@ -248,6 +248,10 @@ class Recall(ABC):
         """
         return layer.kv_heads
 
+    def leading(self, place: int) -> int:
+        """Which layer searches for one, by their places among the layers that park."""
+        return place - place % self.layers
+
     @abstractmethod
     def index(self, layer: LayerSpec) -> Index:
         """An empty index for one layer."""

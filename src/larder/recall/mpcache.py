@@ -9,8 +9,11 @@ within them are ranked.
 Sizes are those of the released code: clusters of 32 and of 16, half of the coarse ones stay, and
 the point is 0.6 of the way up.
 
-What differs: the paper's first cut of the text is a scorer's work, its sharing of a choice between
-two neighboring layers (all but the first two) the cache's: see `layers`. Never fewer coarse
+Two neighboring layers share what the first of them finds, all but the first two. That takes
+layers that parked the same tokens; where a first cut of the text is a scorer's work, have the pair
+share its scores too: `token(layers=2)`.
+
+What differs: the paper's first cut of the text is a scorer's work. Never fewer coarse
 clusters stay than hold what is asked for; the code asks for a fifth of all that is left. All fine
 digests are multiplied at once, which on a plain machine is quicker than gathering some, and those
 outside the coarse clusters are left out. Every query head chooses for itself.
@@ -47,12 +50,15 @@ class MPCache(Recall):
         coarse: pages of a coarse cluster.
         kept: the share of coarse clusters that stay, in (0, 1].
         slant: how far up between lowest and highest the point is, in [0, 1].
+        alone: the first so many layers that park share nothing.
     """
 
+    layers: int = 2
     page: int = 16
     coarse: int = 2
     kept: float = 0.5
     slant: float = 0.6
+    alone: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,8 +66,13 @@ class MPCache(Recall):
             raise BadParameter(f"mpcache.coarse must be at least 1 page, got {self.coarse}.")
         if not 0 < self.kept <= 1:
             raise BadParameter(f"mpcache.kept must be in (0, 1], got {self.kept}.")
+        if self.alone < 0:
+            raise BadParameter(f"mpcache.alone must be at least 0 layers, got {self.alone}.")
         if not 0 <= self.slant <= 1:
             raise BadParameter(f"mpcache.slant must be in [0, 1], got {self.slant}.")
+
+    def leading(self, place: int) -> int:
+        return place if place < self.alone else place - (place - self.alone) % self.layers
 
     def index(self, layer: LayerSpec) -> Index:
         return MPCacheIndex(layer, self)

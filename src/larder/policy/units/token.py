@@ -1,12 +1,14 @@
 """Every entry stands for itself.
 
-No paper: the default.
+No paper: the default. With `layers` neighboring layers keep the same entries, as methods need that
+share what is found in one of them (MPCache, arXiv:2501.06807).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from larder.core.errors import BadParameter
 from larder.core.observation import Seen
 from larder.core.types import Packed
 from larder.policy.units.base import Unit
@@ -14,7 +16,21 @@ from larder.policy.units.base import Unit
 
 @dataclass(frozen=True)
 class Token(Unit):
-    """Single entries."""
+    """Single entries.
+
+    Args:
+        layers: consecutive layers that share the scores of the first of them.
+    """
+
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise BadParameter(f"token.layers must be at least 1, got {self.layers}.")
+
+    @property
+    def layers_together(self) -> int:
+        return self.layers
 
     def pool(self, scores: Packed, seen: Seen) -> Packed:
         del seen

@@ -1,0 +1,50 @@
+"""MPCache's layers use what their neighbor found, with the preset as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.engine.decoding import Limits, generate
+from larder.engine.sampling import Sampling
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt
+from larder.models.tiny import tiny
+from larder.prefill.meter import Meter
+from larder.recall.mpcache import MPCache
+from larder.session.policy import Policy
+from larder.session.reading import Desk, build, tend
+from larder.session.transcript import Scribe
+from reading import some_ids
+
+LAYERS, TOKENS = 6, 160
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return adopt(tiny("qwen3", layers=LAYERS))
+
+
+def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
+    policy = Policy.parse("mpcache").filled(TOKENS, None)
+    desk = Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
+    cache = build(desk, policy, some_ids(400), [{}], Meter()).activate(0)
+    tiers = cache.tiers
+    leaders = [None if tier.leader is None else tiers.index(tier.leader) for tier in tiers]
+    assert leaders == [None, None, None, 2, None, 4]
+    tending = tend(desk, policy, [cache])
+    assert tending is not None
+    prompt = some_ids(6, seed=1)
+    generate(decoder, [cache], [prompt], Sampling(), Limits(20), tend=tending.observer)
+    assert cache.pages[0] > 0
+    # Who uses what another found needs no index as long as the same tokens are parked.
+    assert [tier.finder.learned.is_used for tier in tiers] == [leader is None for leader in leaders]
+    for first in (2, 4):
+        left, right = tiers[first].parked(), tiers[first + 1].parked()
+        assert left.lengths == right.lengths and left.lengths[0] > 100
+        assert left.packed_positions().tolist() == right.packed_positions().tolist()
+
+
+def test_pairs_are_counted_behind_the_layers_that_share_nothing() -> None:
+    assert [MPCache().leading(place) for place in range(7)] == [0, 1, 2, 2, 4, 4, 6]
+    assert [MPCache(alone=1).leading(place) for place in range(5)] == [0, 1, 1, 3, 3]
+    assert [MPCache(layers=1).leading(place) for place in range(4)] == [0, 1, 2, 3]
