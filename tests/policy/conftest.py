@@ -40,6 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "cam": {"window": 2, "seed": 7},
     "kvmerger": {"threshold": -0.1, "width": 0.8},
     "chelsea": {"chunk": 5},
+    "fixed_slot": {"distance": 4},
     "chunk": {"size": 3},
     "window": {"size": 4},
     "ada": {"safeguard": 0.5},

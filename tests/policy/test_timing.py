@@ -21,21 +21,26 @@ from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.keydiff import KeyDiff
 from larder.policy.timing.base import Timing
+from larder.policy.timing.fixed_slot import FixedSlot
 from larder.policy.timing.lagged import Lagged
 from larder.policy.timing.split import Split, Strategy
 from larder.prefill.tending import Tending
+from larder.session.policy import Policy
 
 LAYERS = (a_layer(2, 1), a_layer(2, 2, window=6, index=1), a_layer(2, 2, index=2))
 MANAGED = (0, 2)
 TOKENS = 10
+PROTECT = Protect(1, 2)
 PASSES = {"short_question": [3] + [1] * 15, "long_question": [9] + [1] * 12}
 
 
 class Growing:
     """A cache that reads on under the eyes of a policy that acts meanwhile."""
 
-    def __init__(self, timing: Timing, prompt: int, budget: Budget) -> None:
-        planner = Planner(Protect(1, 2), KeyDiff(), budget, Drop(), timing=timing)
+    def __init__(
+        self, timing: Timing, prompt: int, budget: Budget, protect: Protect = PROTECT
+    ) -> None:
+        planner = Planner(protect, KeyDiff(), budget, Drop(), timing=timing)
         reading = timing.reading_tokens(TOKENS)
         self.cache = SequenceCache(a_spec(*LAYERS), Form.RAGGED)
         self._read(prompt)
@@ -103,6 +108,28 @@ def test_what_was_read_stays_whole_beside_what_is_generated(strategy) -> None:
             assert {end - 2, end - 1} <= now
 
 
+@pytest.mark.parametrize("passes", [[1] * 40, [3, 1, 1, 7, 1]])
+@pytest.mark.parametrize("distance", [1, 4, TOKENS, TOKENS + 5])
+def test_a_fixed_slot_is_deleted_at_every_step(loop_of, passes, distance) -> None:
+    part = FixedSlot(distance)
+    growing = Growing(part, 13, Uniform(), Protect(0, 1))
+    before = [growing.places(layer) for layer in MANAGED]
+    growing.go_on(passes)
+    for layer, heads in zip(MANAGED, before, strict=True):
+        for was, now in zip(heads, growing.places(layer), strict=True):
+            assert now == set(loop_of(part).places(part, TOKENS, sorted(was), passes, 13))
+
+
+def test_all_but_the_newest_entries_stay_for_good_under_elastic_cache() -> None:
+    preset = Policy.parse("elastic_cache")
+    assert preset.timing == FixedSlot(distance=25) and preset.protect.recent <= 25
+    growing = Growing(FixedSlot(4), 13, Uniform(), preset.protect)
+    [before, _] = [sorted(head) for head in growing.places(0)]
+    growing.go_on([1] * 40)
+    [after, _] = [sorted(head) for head in growing.places(0)]
+    assert after == [*before[: TOKENS - 4], 49, 50, 51, 52]
+
+
 def test_room_for_generated_tokens_grows_to_what_is_left() -> None:
     split = Split(0.5, Strategy.ADAPTIVE, recent=4, every=10)
     rooms = [split.quota(50, 100, step) - 50 for step in (0, 9, 10, 25, 459, 460, 10**6)]
@@ -129,6 +156,7 @@ def test_only_what_was_read_is_spared(timing) -> None:
     "kind, value",
     [
         (Lagged, {"tokens": 0}),
+        (FixedSlot, {"distance": 0}),
         (Split, {"reading": 0.0}),
         (Split, {"reading": 1.0}),
         (Split, {"recent": 0}),

@@ -123,7 +123,9 @@ def while_generating(slot: str) -> Iterator[str]:
     scorer=st.sampled_from(sorted(while_generating("scorer"))),
     budget=st.sampled_from(sorted(while_generating("budget"))),
     compensation=st.sampled_from(FAMILIES["compensation"].names()),
-    timing=st.sampled_from(["every_step()", "lagged(tokens=3)", "split(reading=0.6)"]),
+    timing=st.sampled_from(
+        ["every_step()", "lagged(tokens=3)", "split(reading=0.6)", "fixed_slot(distance=5)"]
+    ),
     sinks=st.integers(0, 2),
     recent=st.integers(0, 3),
     context=st.integers(1, 50),

@@ -157,7 +157,10 @@ PRESETS: Mapping[str, str] = {
         "every_step()"
     ),
     "chelsea": "blockwise() > sinks_and_window() > uniform() > chelsea() > lagged(tokens=64)",
-    "elastic_cache": "blockwise() > column_mass() > uniform() > elastic()",
+    "elastic_cache": (
+        "whole() > protect(sinks=4, recent=1) > column_mass() > uniform() > "
+        'elastic(variant="paper") > fixed_slot()'
+    ),
     "lacache": (
         "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > ladder() > every_step()"
     ),

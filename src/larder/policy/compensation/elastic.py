@@ -10,10 +10,11 @@ its equations.
 tokens keeps their share, it weighs as many tokens as it stands for, in the mean and, by ln n, in
 attention; the latter can only be too little, never too much, since a mean of keys is met by no more
 than the mean of what the keys are met by (Jensen). `paper` merges while a context is read, once,
-by a plain mean, and forgets what is rejected while text is generated. `code` does so as well, and
-spares what is protected (there: the first tokens and the last one) from being an anchor. Two slips
-of the released code are not followed: it counts the rejected without the first tokens, and so
-merges the wrong ones, and it takes the order of scores for their ranks.
+by a plain mean, and forgets what is rejected while text is generated; the paper's rule for that
+is `fixed_slot`. `code` does so as well, and spares what is protected (there: the first tokens and
+the last one) from being an anchor. Two slips of the released code are not followed: it counts the
+rejected without the first tokens, and so merges the wrong ones, and it takes the order of scores
+for their ranks.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""For every token that comes, the entry at a fixed distance from the end goes, whatever its score.
+
+Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache" (2024),
+arXiv:2407.18121, its rule while text is generated: a cache of K entries takes a token in and then
+deletes the entry at index K - 25. So of what was read all but the last 25 entries of a head stay
+for good, and the newest 25 slide. The distance is the released code's.
+
+That code deletes at so many steps as its ratio says, and the cache grows by the others; here a
+budget is fixed, and an entry goes at every step once it is full. Several tokens that are read
+together have as many entries go, from the same index on. What is protected beyond that distance
+stays as well, and the entry before it goes. Where a head may hold no more than the distance, the
+oldest go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Seen
+from larder.core.types import Packed
+from larder.policy.joining import Joining, Unasked, Unobserved
+from larder.policy.scorers.base import Scorer
+from larder.policy.scoring import Scoring
+from larder.policy.timing.base import Timing
+
+NEWEST = float(1 << 23)  # above any index; whole numbers are exact in float32 up to twice that
+
+
+@dataclass(frozen=True)
+class FixedSlot(Timing):
+    """A plan after every token, by the order of entries alone.
+
+    Args:
+        distance: how many of a head's newest entries slide.
+    """
+
+    distance: int = 25
+
+    def __post_init__(self) -> None:
+        if self.distance < 1:
+            raise BadParameter(f"fixed_slot.distance must be at least 1, got {self.distance}.")
+
+    def excess(self) -> int | None:
+        return 0
+
+    @cached_property
+    def _scoring(self) -> Scoring:
+        return Scoring(SlotOrder(self.distance), Joining(Unobserved(), Unasked()))
+
+    @property
+    def scoring(self) -> Scoring | None:
+        return self._scoring
+
+
+@dataclass(frozen=True)
+class SlotOrder(Scorer):
+    """Newest entries first, then the others from the oldest on: the last of these goes."""
+
+    distance: int
+
+    def score(self, seen: Seen) -> Packed:
+        device = seen.entries.positions.device
+        ages = [torch.arange(n - 1, -1, -1, device=device) for n in seen.entries.lengths]
+        since = torch.cat(ages).float()  # entries of the head behind each
+        return torch.where(since < self.distance, NEWEST - since, since)
+
+
+Part = FixedSlot
