@@ -26,7 +26,7 @@ PARKING = (
 KINDS = {
     "epicache": EPICACHE,
     "icecache": PARKING,
-    "d2o": "d2o",
+    "d2o": "d2o_blockwise",
     "snapkv": "snapkv",
     "int4": "whole() > snapkv() > uniform() > quantized(bits=4)",
     "rebuilt": "kv_direct",

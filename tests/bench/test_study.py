@@ -120,7 +120,7 @@ def test_a_preset_has_twins() -> None:
     both = case("kivi:blockwise:exact")
     assert both.name == "kivi:blockwise:exact"
     assert "> blockwise() >" in str(both.policy) and "quantized" not in str(both.policy)
-    assert str(case("d2o:whole").policy) == str(case("d2o_whole").policy)
+    assert str(case("d2o_blockwise:whole").policy) == str(case("d2o").policy)
     with pytest.raises(UnknownName, match="Did you mean 'whole'"):
         case("h2o:hole")
 
@@ -156,7 +156,7 @@ def test_a_random_choice_stands_beside_d2o_in_every_table_of_its_paper() -> None
     tables = [one.values for one in papers if "2406.13035" in one.cite]
     answers = [[one for one in table if one.scale in SCALES] for table in tables]
     for values in filter(None, answers):
-        places = {(v.budget, v.task) for v in values if v.policy in ("d2o", "d2o_whole")}
+        places = {(v.budget, v.task) for v in values if v.policy in ("d2o_blockwise", "d2o")}
         beside = {(v.budget, v.task) for v in values if "random" in (v.policy, v.above)}
         assert places == beside and places
 

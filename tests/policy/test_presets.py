@@ -32,7 +32,7 @@ READ_IN_BLOCKS = (
 )
 RENAMED = frozenset(
     {*READ_WHOLE, "infinipot", "infinipot_summarize", "snapkv_pooled"}
-    | {f"{name}_blockwise" for name in ("snapkv", "kvzip", "h2o", "kivi")}
+    | {f"{name}_blockwise" for name in ("snapkv", "kvzip", "h2o", "d2o", "kivi")}
 )
 
 
@@ -57,6 +57,11 @@ def test_what_a_paper_decides_while_it_reads_is_decided_then(name: str) -> None:
         ("adakv", "whole() > snapkv() > ada(safeguard=0.2)"),
         ("kvzip", "whole() > reconstruct() > global()"),
         (
+            "d2o",
+            "whole() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
+            "fold_ema() > every_step()",
+        ),
+        (
             "infinipot",
             "blockwise() > protect(sinks=0, recent=0) > infinipot() > uniform() > compact()",
         ),
@@ -68,7 +73,8 @@ def test_the_bare_name_is_the_paper(name: str, sentence: str) -> None:
 
 def test_forms_that_bound_memory_while_reading_say_so() -> None:
     forms = [name for name in PRESETS if name.endswith("_blockwise")]
-    assert forms == ["snapkv_blockwise", "kvzip_blockwise", "h2o_blockwise", "kivi_blockwise"]
+    methods = ("snapkv", "kvzip", "h2o", "d2o", "kivi")
+    assert forms == [f"{name}_blockwise" for name in methods]
     for name in forms:
         assert isinstance(Policy.parse(name).schedule, Blockwise)
         assert isinstance(Policy.parse(name.removesuffix("_blockwise")).schedule, Whole)

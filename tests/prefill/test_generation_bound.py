@@ -194,6 +194,6 @@ def test_more_than_the_bound_is_noticed(decoder) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h2o", "d2o", "morphkv", "lazy_eviction"])
+@pytest.mark.parametrize("name", ["h2o", "d2o_blockwise", "morphkv", "lazy_eviction"])
 def test_8192_tokens_at_a_budget_of_512(decoder, name) -> None:
     assert generated(decoder, name, 512, 1024, 8192).over == []

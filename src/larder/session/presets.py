@@ -87,11 +87,11 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
     ),
     "d2o": (
-        "blockwise() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
+        "whole() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
         "fold_ema() > every_step()"
     ),
-    "d2o_whole": (
-        "whole() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
+    "d2o_blockwise": (
+        "blockwise() > protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > "
         "fold_ema() > every_step()"
     ),
     "tova": "whole() > protect(sinks=0, recent=0) > last_query() > uniform() > every_step()",
