@@ -3,13 +3,16 @@
     python -m larder.bench.overview studies/README.md
 
 writes the table into a file in Markdown, between its two marks. Times are those of the committed
-rows in `studies/results`. Neither torch nor a model is loaded here.
+rows in `studies/results`. Where a part changed and its cells were not measured again, their rows
+are removed, and `studies/results/pending.toml` counts the cells that are missing, by study. Neither
+torch nor a model is loaded here.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from larder.bench.study import CHECKOUT, FOLDER, Study, read_study
 from larder.core.errors import InputError
 
 RESULTS = CHECKOUT / FOLDER / "results"  # committed rows, `NAME.jsonl` of the study NAME
+PENDING = "pending.toml"  # beside the rows
 BEGIN, END = "<!-- studies: begin -->", "<!-- studies: end -->"
 # What a task that is spelled so reads from.
 FROM_CORPUS = re.compile(r"\b(bookings|mixed)\b|[\"']prose[\"']")
@@ -50,16 +54,28 @@ def wall_seconds(path: Path) -> float:
     return sum(row.get("seconds", 0.0) for row in results([path]).cells)
 
 
+def pending(measured: Path) -> dict[str, int]:
+    """Cells of each study that are to be measured again; studies without any are left out.
+
+    Args:
+        measured: the folder of committed rows.
+    """
+    path = measured / PENDING
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
 def table(folder: Path, measured: Path) -> list[str]:
     """A line per study of a folder.
 
     Args:
         measured: the folder of committed rows.
     """
+    missing = pending(measured)
     lines = ["| study | what it is to show | command | minutes |", "|---|---|---|---|"]
     for path in sorted(folder.glob("*.toml")):
         study, rows = read_study(str(path)), measured / f"{path.stem}.jsonl"
         took = f"{max(1, round(wall_seconds(rows) / 60))}" if rows.is_file() else ""
+        took += f" ({missing[path.stem]} cells pending)" if path.stem in missing else ""
         lines.append(f"| {study.name} | {study.claim} | `{command(study)}` | {took} |")
     return lines
 
