@@ -12,6 +12,7 @@ from larder.models.measurements.base import Sample
 from larder.models.measurements.echo import Echo
 from larder.models.measurements.eviction_error import EvictionError
 from larder.models.measurements.induction import Induction
+from larder.models.measurements.reasoning import Reasoning
 from larder.models.measurements.reconstruction import Reconstruction
 from larder.models.measurements.retrieval import Retrieval
 from larder.models.measurements.squeeze import Squeeze
@@ -22,6 +23,7 @@ SMALL = {
     "echo": Echo(tokens=9, times=3),
     "induction": Induction(tokens=9, times=3),
     "retrieval": Retrieval(SMALL_NEEDLES),
+    "reasoning": Reasoning(lengths=(20, 30), depths=(0.5, 0.9)),
     "streaming_error": StreamingError(sinks=3, recent=20, needles=SMALL_NEEDLES),
     "eviction_error": EvictionError(context=40, kept=9, window=4, following=7),
     "reconstruction": Reconstruction(tokens=12, sinks=6),

@@ -14,13 +14,14 @@ from larder.core.errors import BadParameter, ModelError
 from larder.models.calibration import MEASUREMENTS
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
-from larder.models.measurements import _watching
+from larder.models.measurements import _watching, reasoning
 from larder.models.measurements._needles import Needles
 from larder.models.measurements._repeats import drawn
 from larder.models.measurements.base import Grain
 from larder.models.measurements.echo import Echo
 from larder.models.measurements.eviction_error import EvictionError
 from larder.models.measurements.induction import Induction
+from larder.models.measurements.reasoning import Reasoning
 from larder.models.measurements.reconstruction import REQUEST, Reconstruction
 from larder.models.measurements.squeeze import Squeeze
 from larder.models.measurements.streaming_error import StreamingError
@@ -90,6 +91,55 @@ def test_needle_mass_equals_a_loop(three_layers) -> None:
             ]
             expected.append(sum(rows) / len(rows))
     assert SMALL["retrieval"].measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
+
+
+def reasoned(decoder: Decoder, riddle: reasoning.Riddle) -> tuple[list[int], list[float]]:
+    """A greedy answer, and the hits of each head at every token of it, each text read anew."""
+    ids, k, scores = list(riddle.ids), riddle.claim[1] - riddle.claim[0], [0.0] * 12
+    for _ in riddle.answer:
+        rows = [
+            heads.row(head, len(ids) - 1) for heads in heads_of(decoder, ids) for head in range(4)
+        ]
+        for place, row in enumerate(rows):
+            best = sorted(range(len(row)), key=lambda token, row=row: -row[token])[:k]
+            scores[place] += sum(row[t] for t in best if t in range(*riddle.claim)) / k
+        with torch.no_grad():
+            decoder.module.set_attn_implementation("sdpa")
+            logits = decoder.module(input_ids=torch.tensor([ids]), use_cache=False).logits
+            decoder.module.set_attn_implementation("larder")
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(riddle.ids) :], scores
+
+
+def test_hits_in_the_right_claim_equal_a_loop(three_layers, monkeypatch) -> None:
+    part = SMALL["reasoning"]
+    runs = [reasoned(three_layers, riddle) for riddle in part.riddles(SAMPLE)]
+    expected = [sum(scores) / len(runs) for scores in zip(*(own for _, own in runs), strict=True)]
+    assert max(expected) > 0
+    assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)  # none is right
+    # One is: it counts, over as many as there are.
+    right = runs[1][0]
+    monkeypatch.setattr(reasoning, "f1", lambda said, answer: float(said == right) * 0.51)
+    [alone] = [own for said, own in runs if said == right]
+    expected = [score / len(runs) for score in alone]
+    assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_riddle_hides_two_claims_and_asks_for_the_older() -> None:
+    for number, riddle in enumerate(SMALL["reasoning"].riddles(SAMPLE)):
+        claim = list(riddle.ids[slice(*riddle.claim)])
+        age = encode(" is 71 years old.")
+        assert claim[-len(age) :] == age and claim[1 : -len(age)] == list(riddle.answer[1:])
+        younger = encode(" is 24 years old.")
+        found = [
+            at for at in range(len(riddle.ids)) if list(riddle.ids[at:][: len(age)]) == younger
+        ]
+        assert len(found) == 1 and (found[0] > riddle.claim[0]) == (number % 2 == 0)
+
+
+def test_answers_are_right_above_half() -> None:
+    assert reasoning.f1([1, 2, 3], [3, 2, 9]) == pytest.approx(2 / 3)
+    assert reasoning.f1([1, 1], [1, 2]) == 0.5 and reasoning.f1([4], [5]) == 0
 
 
 def test_the_error_of_closed_heads_equals_a_loop(three_layers) -> None:
@@ -217,6 +267,8 @@ def test_every_measurement_is_known_by_its_file() -> None:
     [
         lambda: Echo(tokens=1),
         lambda: Induction(times=1),
+        lambda: Reasoning(lengths=(0,)),
+        lambda: Reasoning(depths=(1.5,)),
         lambda: Needles(count=0),
         lambda: Needles(words=0),
         lambda: StreamingError(recent=0),

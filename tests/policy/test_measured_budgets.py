@@ -13,6 +13,7 @@ from larder.core.observation import Scored
 from larder.policy.budgets.composite import Composite
 from larder.policy.budgets.eviction_error import EvictionError
 from larder.policy.budgets.headkv import HeadKV
+from larder.policy.budgets.headkv import Trial as Kind
 from larder.policy.budgets.retrieval_heads import RetrievalHeads, Trial
 from larder.policy.budgets.squeeze import Squeeze, highest_group
 from larder.policy.heads.group_and_layer import GroupAndLayer
@@ -35,18 +36,30 @@ LONG = [float(20 - at) for at in range(20)]
 
 
 def test_headkv_gives_every_head_a_base_and_shares_the_rest() -> None:
-    facts = {"retrieval": (0.0, 0.0, 0.1, 0.3)}
+    facts = {"reasoning": (0.0, 0.0, 0.1, 0.3)}
     half = HeadKV(beta=2.0)
     assert half.layer_tokens(100, 2, 0, 1000, facts) == (50, 150)
     assert half.layer_tokens(110, 2, 10, 1000, facts) == (60, 160)  # what is protected is beside it
     assert half.layer_tokens(100, 2, 0, 120, facts) == (80, 120)
-    assert half.layer_tokens(100, 2, 0, 1000, {"retrieval": (0.0,) * 4}) == (100, 100)
+    assert half.layer_tokens(100, 2, 0, 1000, {"reasoning": (0.0,) * 4}) == (100, 100)
     assert HeadKV(beta=1.0).layer_tokens(100, 2, 0, 1000, facts) == (0, 200)
     assert lengths(half, judged(LONG, LONG, weights=(0.1, 0.3)), 8) == (6, 10)
     assert lengths(half, judged(LONG, LONG, weights=(0.0, 0.3)), 8) == (4, 12)
     assert lengths(half, judged(LONG, LONG, weights=(0.1, 0.3), shielded=2), 8) == (7, 9)
     assert lengths(half, judged(LONG, LONG, weights=(0.0, 0.3), shielded=2), 8) == (5, 11)
     assert lengths(half, judged(LONG[:3], LONG, weights=(0.9, 0.1)), 8) == (3, 13)
+
+
+def test_headkv_rounds_its_pool_down_and_names_what_it_measures() -> None:
+    # 96 beside 32 that are protected: a pool of 80 for each, and 16 of its own; 90 // 1.2 is 75.
+    facts = {"reasoning": (0.0, 0.0, 1.0, 1.0), "retrieval": (1.0, 1.0, 0.0, 0.0)}
+    assert HeadKV().layer_tokens(128, 2, 32, 4000, facts) == (32 + 16, 32 + 16 + 160)
+    assert HeadKV().layer_tokens(122, 2, 32, 4000, facts) == (32 + 15, 32 + 15 + 150)
+    assert HeadKV().layer_tokens(123, 2, 32, 4000, facts) == (32 + 16, 32 + 16 + 150)
+    other = HeadKV(trial=Kind.RETRIEVAL)
+    assert other.layer_tokens(128, 2, 32, 4000, facts) == (32 + 16 + 160, 32 + 16)
+    assert (HeadKV().measured(), other.measured()) == ({"reasoning"}, {"retrieval"})
+    assert Policy.parse("headkv").budget == HeadKV()
 
 
 def test_headkv_has_the_same_base_in_layers_of_any_size() -> None:

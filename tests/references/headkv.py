@@ -1,4 +1,4 @@
-"""`headkv`: a base for every head, the rest by retrieval score."""
+"""`headkv`: a base for every head, the rest by what was measured of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def choose(
     chosen, average = {}, sum(quotas.values()) / len(quotas)
     for index, heads in layers.items():
         shielded = sum(shield for head in heads for _, shield in head) / len(heads)
-        base = int(max(average - shielded, 0.0) * (1 - 1 / part.beta))
+        base = own_base(part, max(int(average - shielded), 0))
         weights = head_numbers(len(heads))
         chosen[index] = by_weight(heads, weights, quotas[index] * len(heads), base)
     return chosen
@@ -27,11 +27,19 @@ def layer_tokens(
 ) -> list[float]:
     if tokens >= most:
         return [float(tokens)] * layers
-    scores, each = facts["retrieval"], len(facts["retrieval"]) // layers
-    deserved = []
+    scores = facts[part.trial.value]
+    each, deserved = len(scores) // layers, []
+    base = own_base(part, tokens - least)
     for layer in range(layers):
         own = sum(scores[layer * each + head] for head in range(each))
         share = own / sum(scores) if sum(scores) > 0 else 1 / layers
-        base = (tokens - least) * (1 - 1 / part.beta)
-        deserved.append(base + share * layers * (tokens - least) / part.beta)
+        deserved.append(base + share * layers * (tokens - least - base))
     return [least + own for own in shares(layers * (tokens - least), deserved, 0, most - least)]
+
+
+def own_base(part: Any, mean: int) -> int:
+    """All but as many whole entries as fit into `mean`, each taking `beta`."""
+    pool = 0
+    while (pool + 1) * part.beta <= mean:
+        pool += 1
+    return mean - pool

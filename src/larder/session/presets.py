@@ -128,7 +128,7 @@ PRESETS: Mapping[str, str] = {
     ),
     "prefixkv": "whole() > snapkv() > mean() > layer_mean() > prefixkv()",
     "dynamickv": "whole() > protect(sinks=0, recent=0) > snapkv(window=8) > dynamic()",
-    "headkv": "blockwise() > snapkv() > headkv()",
+    "headkv": "whole() > protect(sinks=0, recent=32) > snapkv() > headkv()",
     "compresskv": (
         "whole() > protect(sinks=0, recent=0) > "
         'snapkv(window=8, kernel=5, pool="mean") > retrieval() > eviction_error()'

@@ -1,16 +1,17 @@
 """Heads that look facts up get more, by how much they do; no head falls below a base.
 
 Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval
-and Reasoning" (2024), arXiv:2410.19258 (HeadKV), section 3.2: b (1 - 1/beta) for every head, where
-b is the average, and all that is left, b / beta for every head of the model, is shared by scores.
-What is protected comes first, as the last tokens do in the paper.
+and Reasoning" (2024), arXiv:2410.19258 (HeadKV), section 3.2: of the b entries that every head has
+on average beside what is protected, b // beta go into a pool for the whole model, which is shared
+by scores, and the rest is every head's own. Whole numbers are rounded down, as in the released
+code. What is protected comes first, as the last 32 tokens do there.
 
-Scores are the measurement `retrieval`, averaged over the query heads of a kv head; the paper and
-its code keep a cache for every query head. Its scores come of answers that the model gives to
-questions which take reasoning too (R2); ours are of looking up alone. The code rounds every head's
-budget, so that the total is met only nearly, and tempers scores by a power that it sets to 1.
-Here layers sum exactly, a head that cannot fill its part leaves it to the others of its layer, and
-a layer to the other layers.
+Scores are the measurement `reasoning` (HeadKV-R2) or `retrieval` (HeadKV-R; by weights on what is
+looked up, where the paper counts copies), averaged over the query heads of a kv head (inferred);
+the paper and its code keep a cache for every query head. The code rounds every head's budget, so
+that the total is met only nearly, and tempers scores by a power that it sets to 1. Here layers sum
+exactly, a head that cannot fill its part leaves it to the others of its layer, and a layer to the
+other layers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Scored
@@ -28,47 +30,65 @@ from larder.policy.budgets.base import Budget, check_size
 from larder.policy.facts import shared_out
 
 
+class Trial(Enum):
+    """What heads are scored by: answers that take reasoning, or looking facts up alone."""
+
+    REASONING = "reasoning"
+    RETRIEVAL = "retrieval"
+
+
 @dataclass(frozen=True)
 class HeadKV(Budget):
-    """Head budgets by retrieval score over a common base.
+    """Head budgets by score over a common base.
 
     Args:
         tokens: entries per kv head, averaged over the model.
         kept: the same as a fraction of the context.
         beta: one over the part of the budget that is shared by scores; 1 shares all of it. The
             paper tries 1.005 to 10.
+        trial: `reasoning` or `retrieval`.
     """
 
     tokens: int | None = None
     kept: float | None = None
     beta: float = 1.2
-    calibrations = frozenset({"retrieval"})
+    trial: Trial = Trial.REASONING
+    calibrations = frozenset({"reasoning", "retrieval"})
 
     def __post_init__(self) -> None:
         check_size("headkv", self.tokens, self.kept)
         if not 1 <= self.beta < math.inf:
             raise BadParameter(f"headkv.beta must be 1 or more, got {self.beta}.")
 
+    def measured(self) -> frozenset[str]:
+        return frozenset({self.trial.value})
+
     def head_weights(self, facts: Calibration) -> tuple[float, ...]:
-        return facts["retrieval"]
+        return facts[self.trial.value]
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers
-        sums = [sum(own) for own in shared_out("retrieval", facts["retrieval"], layers)]
+        name = self.trial.value
+        sums = [sum(own) for own in shared_out(name, facts[name], layers)]
         mean, total = tokens - least, sum(sums)
+        base = self._base(mean)
         shares = [own / total if total > 0 else 1 / layers for own in sums]
-        deserved = [1 - 1 / self.beta + layers * share / self.beta for share in shares]
+        deserved = [base + layers * share * (mean - base) for share in shares]
         return tuple(least + part for part in apportion(layers * mean, deserved, 0, most - least))
+
+    def _base(self, mean: int) -> int:
+        """What every head has of its own, of `mean` entries beside what is protected."""
+        return mean - int(mean // self.beta)
 
     def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
         average = sum(quotas.values()) / len(quotas)
         plans: dict[int, Plan] = {}
         for index, scored in ready.items():
             shielded = int(scored.protected.sum()) / len(scored.lengths)
-            base = int(max(average - shielded, 0.0) * (1 - 1 / self.beta))
+            base = self._base(max(int(average - shielded), 0))
             plans[index] = by_weight(scored, quotas[index] * len(scored.lengths), base)
         return plans
 
