@@ -134,7 +134,8 @@ def test_the_bound_holds_at_every_step(
     decoder, scorer, budget, compensation, timing, sinks, recent, context
 ) -> None:
     small = {"snapkv": "window=2, kernel=1", "sinks_and_window": "sinks=2"}.get(scorer, "")
-    parts = f"{scorer}({small}) > {budget}() > {compensation}() > {timing}"
+    rest = "park() > dci(page=4)" if compensation == "park" else f"{compensation}()"
+    parts = f"{scorer}({small}) > {budget}() > {rest} > {timing}"
     sentence = f"blockwise(tokens=8) > protect(sinks={sinks}, recent={recent}) > {parts}"
     counting = generated(decoder, sentence, 20, context, 16)
     assert counting.over == [], f"{spell(counting.tending.planner.budget)}: {counting.most}"
