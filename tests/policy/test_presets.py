@@ -40,7 +40,7 @@ def part_names(sentence: str) -> list[str]:
     return [call.name for call in parse(sentence)]
 
 
-@pytest.mark.parametrize("name", [*READ_WHOLE, "elastic_cache", "headkv"])
+@pytest.mark.parametrize("name", [*READ_WHOLE, "elastic_cache", "headkv", "qaq"])
 def test_what_a_paper_decides_after_the_whole_prompt_is_decided_then(name: str) -> None:
     assert isinstance(Policy.parse(name).schedule, Whole)
 

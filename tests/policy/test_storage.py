@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from builders import a_layer, a_plan, a_view
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.inspected import Inspected
-from larder.core.observation import Scored, Seen
+from larder.core.observation import Entries, Scored, Seen
 from larder.core.plan import Folds
 from larder.core.spelling import name_of
 from larder.policy.storage._tiers import lowered
@@ -23,7 +23,7 @@ from larder.policy.storage.arkv import ARKV
 from larder.policy.storage.exact import Exact
 from larder.policy.storage.mikv import MiKV, peaks
 from larder.policy.storage.minicache import MiniCache
-from larder.policy.storage.qaq import QAQ
+from larder.policy.storage.qaq import QAQ, needed_bits
 from larder.policy.storage.quantized import Quantized
 from larder.policy.storage.think import ThinK, energies
 from larder.session.policy import FAMILIES
@@ -35,7 +35,7 @@ PARTS = (
     MiKV(important=0.3, group=2),
     MiKV(important=0.5, high=8, low=2, group=2, balance=0.0),
     ARKV(group=2),
-    QAQ(group=2, key_error=0.02, value_error=0.05),
+    QAQ(group=2, key_error=0.02, value_error=0.05, window=4, outliers=0.1),
     ThinK(group=3),
     MiniCache(recent=3),
 )
@@ -141,6 +141,42 @@ def test_layers_are_compared_with_the_best() -> None:
     told = [Inspected(numbers=(math.log(n),)) for n in (2.0, 8.0, 4.0)]
     assert ARKV().compare(told) == pytest.approx([0.25, 1.0, 0.5])
     assert Exact().compare(told) == [1.0] * 3
+
+
+def test_bits_of_qaq_by_hand() -> None:
+    # 1000 entries, an error of .01, a range of 4: steps of twice sqrt(12 / 1000) * .01 / weight.
+    weights = torch.tensor([0.5, 0.01, 0.001])
+    deviation = math.sqrt(12 / 1000) * 0.01 / weights
+    assert needed_bits(torch.full((3,), 4.0), deviation).tolist() == [10.0, 5.0, 2.0]
+    vectors = torch.tensor([-2.0, 0.0, 2.0]).repeat(1000, 1)
+    part = QAQ(value_error=0.01, outliers=0.0, window=1)
+    bits = graded(part, vectors, torch.cat([weights, torch.full((997,), 0.0001)]))
+    assert bits[:4] == [8, 8, 2, 2]  # the nearest that there are, and no more than the most
+
+
+def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]:
+    """Bits of the values of one head with these weights."""
+    count = len(vectors)
+    places = torch.arange(count, dtype=torch.int32)
+    entries = Entries(torch.zeros_like(vectors), vectors, places, (0,), (count,))
+    seen = Inspected(weights=weights, numbers=(1.0,))
+    scores, spared = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
+    grades = part.found(entries, Scored(scores, spared, (count,), inspected=seen))
+    return [part.tiers()[grade - 1].codec.value_bits for grade in grades.tolist()]
+
+
+def test_numbers_that_stand_out_do_not_widen_the_range_of_qaq() -> None:
+    vectors = torch.linspace(-1, 1, 201).repeat(1000, 1)
+    vectors[:, 0], vectors[:, -1] = -100.0, 100.0
+    weights = torch.full((1000,), 0.01)
+    told = {"value_error": 0.05, "window": 1}
+    assert graded(QAQ(**told, outliers=0.01), vectors, weights) == [2] * 1000
+    assert graded(QAQ(**told, outliers=0.0), vectors, weights) == [8] * 1000
+
+
+def test_the_newest_tokens_take_most_bits_under_qaq() -> None:
+    vectors, weights = torch.linspace(-1, 1, 64).repeat(100, 1), torch.full((100,), 1e-6)
+    assert graded(QAQ(window=32), vectors, weights) == [2] * 69 + [8] * 31
 
 
 def test_what_is_looked_at_is_that_of_the_loop() -> None:

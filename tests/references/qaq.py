@@ -20,10 +20,14 @@ def grades(
     leaving = lowered(plan, entries, positions(entries), room, [part.group])
     found: list[int] = []
     weights_of = iter(scored.inspected.weights.tolist())
+    newest = max(
+        max(positions_of(entries, head), default=0) for head in range(len(entries.lengths))
+    )
     for head, length in enumerate(entries.lengths):
         for row in range(entries.starts[head], entries.starts[head] + length):
             told = next(weights_of), scored.inspected.numbers[0]
-            found.append(wanted(part, entries, row, *told, length))
+            is_new = newest - int(entries.positions[row]) < part.window - 1
+            found.append(1 if is_new else wanted(part, entries, row, *told, length))
     held = standing(plan, entries)
     pairs = zip(plan.kept.tolist(), leaving, strict=True)
     return [found[e] if held[e] == 0 and leaves else held[e] for e, leaves in pairs]
@@ -35,13 +39,22 @@ def wanted(part: Any, entries: Entries, row: int, weight: float, norm: float, le
     growth = length**3 / max(length - 1, 1) * part.key_error**2 + 1
     key = math.sqrt(12 / norm * math.log(growth))
     place = {8: 0, 4: 1, 2: 2}
-    return 1 + 3 * place[bits(entries.keys[row], key)] + place[bits(entries.values[row], value)]
+    keys, values = bits(part, entries.keys[row], key), bits(part, entries.values[row], value)
+    return 1 + 3 * place[keys] + place[values]
 
 
-def bits(vector: Any, deviation: float) -> int:
-    numbers = vector.tolist()
-    needed = math.ceil(math.log2((max(numbers) - min(numbers)) / (2 * deviation) + 1))
+def bits(part: Any, vector: Any, deviation: float) -> int:
+    numbers = sorted(vector.tolist())
+    low = between(numbers, part.outliers / 2 * (len(numbers) - 1))
+    high = between(numbers, (1 - part.outliers / 2) * (len(numbers) - 1))
+    needed = math.ceil(math.log2((high - low) / (2 * deviation) + 1))
     return 2 if needed <= 2 else 4 if needed <= 4 else 8
+
+
+def between(numbers: list[float], place: float) -> float:
+    """The number at a place that need not be whole."""
+    first, beyond = int(place), min(int(place) + 1, len(numbers) - 1)
+    return numbers[first] + (place - first) * (numbers[beyond] - numbers[first])
 
 
 def looked_at(part: Any, seen: Seen) -> list[float]:

@@ -173,7 +173,7 @@ PRESETS: Mapping[str, str] = {
         'whole() > snapkv(kernel=5, pool="mean") > mean_variance() > group_mean() > '
         "uniform() > arkv()"
     ),
-    "qaq": "blockwise() > sinks_and_window() > uniform() > qaq() > every_step()",
+    "qaq": "whole() > sinks_and_window() > uniform() > qaq() > every_step()",
     "think": "whole() > snapkv() > uniform() > think()",
     "minicache": "whole() > sinks_and_window() > uniform() > minicache()",
     "icecache": (

@@ -6,11 +6,16 @@ any of the last queries gives it, T the entries; to a key, the same for all, it 
 sqrt(12 / |q|^2 * ln(T^3 / (T - 1) * error^2 + 1)). A vector from its least to its largest number
 then takes ceil(log2(range / (2 * deviation) + 1)) bits. Formulas as in the released code.
 
-Differences: bits are rounded up to 2, 4 or 8; q is scaled as the model scales it and |q|^2 is the
-90th percentile of the last queries; keys share a grid per channel instead of per vector; the latest
-entries are exact until they make a group, and an entry's bits are decided once, when it is rounded,
-or rounded anew because others were merged into it. Numbers that stand out are kept apart, half a
-percent at either end in the paper.
+The range is that without the numbers that stand out, which are kept apart: half a percent at either
+end in the paper. The newest tokens, which too few queries have looked at, take the most bits: all
+but one of as many as the last queries are.
+
+Differences: bits are rounded up to 2, 4 or 8, and no more than 8, where the paper takes any whole
+number; q is scaled as the model scales it and |q|^2 is the 90th percentile of the last queries,
+where the released code divides by a constant of 300; keys share a grid per channel instead of one
+per vector about its mean; the latest entries are exact until they make a group, and an entry's bits
+are decided once, when it is rounded, or rounded anew because others were merged into it. The ends
+of a vector are interpolated between its numbers (inferred).
 
 A budget is spent as if all took 8 bits, so this holds fewer bytes than the budget allows.
 """
@@ -22,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.codec import SCALE_BYTES, Codec
@@ -37,6 +43,7 @@ from larder.policy.storage._tiers import Grades, Tier, Tiered, shared_out, stand
 from larder.policy.storage.quantized import check_codec
 
 BITS = (8, 4, 2)
+ROWS = 1 << 14  # vectors sorted at once: 16 MiB of vectors of size 128
 NORM = 0.9  # which of the queries' norms, as a quantile
 
 
@@ -108,19 +115,28 @@ class QAQ(Tiered):
         value = (12 / total).sqrt() * self.value_error / weights
         growth = total**3 / (total - 1).clamp(min=1) * self.key_error**2 + 1
         key = (12 / max(scored.inspected.numbers[0], 1e-12) * growth.log()).sqrt()
-        keys = _choice(_ranges(entries.pack(entries.keys)), key)
-        values = _choice(_ranges(entries.pack(entries.values)), value)
-        return (1 + len(BITS) * keys + values).to(torch.int8)
+        keys = _choice(needed_bits(self._ranges(entries.pack(entries.keys)), key))
+        values = _choice(needed_bits(self._ranges(entries.pack(entries.values)), value))
+        places = entries.packed_positions()
+        is_new = places > places.max() - (self.window - 1)
+        return (1 + len(BITS) * keys + values).masked_fill(is_new, 1).to(torch.int8)
+
+    def _ranges(self, vectors: Float[Tensor, "T D"]) -> Float[Tensor, " T"]:
+        """From the least to the largest number of each vector, those that stand out left out."""
+        cut = self.outliers / 2
+        shares = vectors.new_tensor([cut, 1 - cut], dtype=torch.float64)
+        ends = [part.double().quantile(shares, dim=1) for part in torch.split(vectors, ROWS)]
+        low, high = torch.cat(ends, dim=1)
+        return high - low
 
 
-def _ranges(vectors: Tensor) -> Tensor:
-    vectors = vectors.double()
-    return vectors.amax(1) - vectors.amin(1)
+def needed_bits(ranges: Float[Tensor, " T"], deviation: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """Whole bits of which the steps over each range are no more than twice the deviation."""
+    return torch.ceil(torch.log2(ranges / (2 * deviation) + 1))
 
 
-def _choice(ranges: Tensor, deviation: Tensor) -> Tensor:
+def _choice(needed: Float[Tensor, " T"]) -> Int64[Tensor, " T"]:
     """Which of `BITS` is enough for each vector."""
-    needed = torch.ceil(torch.log2(ranges / (2 * deviation) + 1))
     return sum((needed <= bits).long() for bits in BITS[1:])  # pyright: ignore
 
 
