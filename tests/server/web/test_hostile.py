@@ -25,6 +25,7 @@ from larder.server.tenants import Locked
 from larder.server.web.archive import Archive
 from larder.server.web.chat import ChatAsked
 from larder.server.web.desk import Settings
+from larder.server.web.json_route import JsonRequest
 from larder.server.web.shapes import decoded
 from larder.store.ledger import Budgets, Tier
 from server.fake_hub import NAME
@@ -196,6 +197,18 @@ def test_a_session_that_no_model_here_can_read_is_not_imported(count: int) -> No
             archive.read(packed(text.encode()), "", 10, limit)
 
 
+def test_a_refused_body_is_gone_at_once(served: Running) -> None:
+    """Not once garbage is collected, which may be many bodies later."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert posted(served.url, "/tokenize", b'{"prompt": [' + b"{}," * 20_000) == [400] * 10
+        assert awaited(lambda: not any(type(each) is JsonRequest for each in gc.get_objects()))
+    finally:
+        gc.enable()
+
+
 def test_30_bodies_count_on_a_budget_of_their_own() -> None:
     """One tenant takes half of it and is told to wait, others still have room; it comes back."""
     settings = Settings(body_budget_bytes=400_000)
@@ -245,13 +258,20 @@ def test_what_is_passed_over_is_not_built(served: Running, http: httpx2.Client) 
 
 
 def test_30_a_request_has_no_more_parts_than_can_be_looked_at() -> None:
-    """Ten thousand messages of one part each are some; small ones by the hundred thousand, more."""
+    """Ten thousand messages, or five thousand of parts, are some; parts by the hundred thousand,
+    more."""
     part = '{"type": "text", "text": ""}'
     body = '{"model": "m", "messages": [%s]}'
-    ten_thousand = ", ".join([f'{{"role": "user", "content": [{part}]}}'] * 10_000)
-    told = decoded(ChatAsked, (body % ten_thousand).encode())
-    assert told is not None and len(told.turns()) == 10_000
+    plain = ", ".join(['{"role": "user", "content": "a"}'] * 10_000)
+    five_thousand = ", ".join([f'{{"role": "user", "content": [{part}]}}'] * 5_000)
+    for messages, count in ((plain, 10_000), (five_thousand, 5_000)):
+        told = decoded(ChatAsked, (body % messages).encode())
+        assert told is not None and len(told.turns()) == count
     many = ", ".join([part] * 100_000)
-    for messages in (f'{{"role": "user", "content": [{many}]}}', f"{ten_thousand}, " * 3 + "{}"):
-        with pytest.raises(Refusal, match=r"messages has more than|messages.30000"):
+    for messages in (f'{{"role": "user", "content": [{many}]}}', f"{five_thousand}, " * 2 + plain):
+        with pytest.raises(Refusal, match="messages has more than 40000 fields and lists"):
             decoded(ChatAsked, (body % messages).encode())
+    names = ", ".join(f'"{number:06}": 1' for number in range(100_000))
+    steps = f'{{"model": "m", "messages": [], "kv_steps": {{{names}}}}}'
+    with pytest.raises(Refusal, match="kv_steps has more than 1048576 bytes"):
+        decoded(ChatAsked, steps.encode())

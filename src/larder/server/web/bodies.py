@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
-from larder.core.errors import BudgetError
+from larder.core.errors import BudgetError, LarderError
 from larder.server.archive import IMPORT_BYTES
 from larder.server.request import Refusal
 from larder.server.web.shapes import Body, decoded
@@ -67,7 +67,7 @@ class Bodies:
         if len(content) <= SHORT_BYTES:
             return decoded(model, content)
         decode, count = partial(decoded, model, content), JSON_GROWTH * len(content)
-        return await to_thread.run_sync(self._within, tenant, count, decode, limiter=self._decoding)
+        return await self._run(self._decoding, tenant, count, decode)
 
     async def take_in(self, tenant: str, act: Callable[[], Result]) -> Result:
         """Import a session, with the most that it may come to reserved meanwhile.
@@ -75,12 +75,29 @@ class Bodies:
         Raises:
             Refusal: there is no room.
         """
-        count = IMPORT_GROWTH * IMPORT_BYTES
-        return await to_thread.run_sync(self._within, tenant, count, act, limiter=self._importing)
+        return await self._run(self._importing, tenant, IMPORT_GROWTH * IMPORT_BYTES, act)
 
-    def _within(self, tenant: str, count: int, act: Callable[[], Result]) -> Result:
-        with self._reserved(tenant, count):
-            return act()
+    async def _run(
+        self, limiter: CapacityLimiter, tenant: str, count: int, act: Callable[[], Result]
+    ) -> Result:
+        """Do something in a thread with bytes reserved."""
+        outcome = await to_thread.run_sync(self._within, tenant, count, act, limiter=limiter)
+        try:
+            if isinstance(outcome, LarderError):
+                raise outcome
+            return outcome
+        finally:
+            del outcome  # else this frame and the error would hold each other
+
+    def _within(self, tenant: str, count: int, act: Callable[[], Result]) -> Result | LarderError:
+        """What comes of it. An error of ours is returned without its frames: raised across
+        threads it would be a cycle that holds the body until garbage is collected."""
+        try:
+            with self._reserved(tenant, count):
+                return act()
+        except LarderError as error:
+            error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)
 
     def _reserved(self, tenant: str, count: int) -> Reservation:
         try:

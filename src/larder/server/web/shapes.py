@@ -32,7 +32,9 @@ from larder.server.web.refusing import invalid, malformed
 Scalar = str | int | float | bool | None
 ABSENT = msgspec.Raw(b"")
 CONTAINERS = (dict, list, tuple, msgspec.Struct)
-MOST_PARTS = 80_000  # in a field: what comes behind the decoder looks at each of them
+MOST_PARTS = 40_000  # in a field: what comes behind the decoder looks at each of them
+MOST_ITEMS = 1 << 20  # of a list
+MAPPING_BYTES = 1 << 20  # of a field whose names are free: each is stored and hashed
 SMALL_BYTES = 256  # of a value that is compared with a few constants
 STEP = re.compile(r"\[(\d+|\.\.\.)\]")
 Model = TypeVar("Model", bound="Body")
@@ -87,13 +89,16 @@ def _value(model: type[Body], name: str, raw: msgspec.Raw) -> Any:
     """A field's value in the first of its shapes that it has."""
     why = ""
     for shape in _shapes_of(model, name):
+        if get_origin(shape) is dict and len(raw) > MAPPING_BYTES:
+            raise invalid(f"{name} has more than {MAPPING_BYTES} bytes: send fewer names.", name)
         try:
             value = _uncollected(raw, shape)
         except (ValueError, RecursionError) as error:
             why = str(error)
         else:
+            if isinstance(value, list) and len(value) > MOST_ITEMS:
+                raise invalid(f"{name} has more than {MOST_ITEMS} items.", name)
             if _has_more_parts(value, MOST_PARTS):
-                del value
                 raise invalid(f"{name} has more than {MOST_PARTS} fields and lists.", name)
             return value
     said, _, path = why.partition(" - at `$")  # with the place as the field's path
