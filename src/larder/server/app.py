@@ -55,7 +55,9 @@ def create_app(hub: Hub, door: Door, archive: Archive, settings: Settings) -> Fa
         redoc_url=None,
     )
     bodies = Bodies(settings.body_budget_bytes)
-    app.state.desk = Desk(hub, archive, bodies, Gauges(hub, bodies), settings)
+    gauges, what = Gauges(hub), "Bytes of request bodies, and of what they are decoded to."
+    gauges.add("body_bytes", what, lambda: bodies.used_bytes)
+    app.state.desk = Desk(hub, archive, bodies, gauges, settings)
     for part in (chat, completions, responses, conversations, sessions, about):
         app.include_router(part.router)
     app.add_exception_handler(LarderError, refusing.on_larder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 from larder.server.hub import Hub, Stats
 from larder.server.request import Report
 from larder.server.web.aliases import renamed
-from larder.server.web.bodies import Bodies
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKENS = (1.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5)
@@ -20,12 +19,9 @@ TOKENS = (1.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5)
 class Gauges:
     """What `/metrics` tells: the hub's own numbers, and how long answers took."""
 
-    def __init__(self, hub: Hub, bodies: Bodies) -> None:
+    def __init__(self, hub: Hub) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Numbers(hub))
-        said = "Bytes of request bodies, and of what they are decoded to."
-        held = Gauge("larder_body_bytes", said, registry=self._registry)
-        held.set_function(lambda: bodies.used_bytes)
         self._first = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
         )
@@ -49,6 +45,10 @@ class Gauges:
         if report.new_tokens > 1:
             spent = report.seconds - report.first_seconds
             self._between.observe(spent / (report.new_tokens - 1))
+
+    def add(self, name: str, what: str, value: Callable[[], float]) -> None:
+        """Have another number told, read whenever it is asked for."""
+        Gauge(f"larder_{name}", what, registry=self._registry).set_function(value)
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
