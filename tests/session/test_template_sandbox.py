@@ -94,6 +94,52 @@ HOSTILE = {
     "loops in loops": (
         "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}"
     ),
+    "lists beside each other, compared": (
+        "{% set ns = namespace(a=[1], b=[1]) %}{% for n in range(60) %}"
+        "{% set ns.a, ns.b = [ns.a, ns.a], [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+    ),
+    "a mapping by a tuple of tuples": (
+        "{% set ns = namespace(t=(1,)) %}{% for n in range(60) %}{% set ns.t = (ns.t, ns.t) %}"
+        "{% endfor %}{% set d = {ns.t: 1} %}"
+    ),
+    "mappings in mappings": (
+        "{% set ns = namespace(t=1) %}{% for n in range(60) %}{% set ns.t = dict(a=ns.t, b=ns.t) %}"
+        "{% endfor %}{{ ns.t == 1 }}"
+    ),
+    "deep": (
+        "{% set ns = namespace(t=(1,)) %}{% for n in range(10**5) %}{% set ns.t = (ns.t,) %}"
+        "{% endfor %}{% set d = {ns.t: 1} %}"
+    ),
+    "lazily made, and listed": "{{ range(10**5) | map('string') | map('center', 9999) | list }}",
+    "lazily made, and counted by a loop": (
+        "{% for t in range(10**5) | map('string') | map('center', 9999) %}{{ loop.length }}"
+        "{% break %}{% endfor %}"
+    ),
+    "a large block": (
+        "{% set t = 'ab' * 10**5 %}{% set u %}{% for n in range(10**4) %}{{ t }}{% endfor %}"
+        "{% endset %}"
+    ),
+    "a large block of constants": (
+        "{% set u %}{% for n in range(10**5) %}ABCD{% endfor %}{% endset %}".replace(
+            "ABCD", "ab" * 10**4
+        )
+    ),
+    "bytes": "{{ 'a'.encode().center(10**9) }}",
+    "bytes of a number": "{{ (1).to_bytes(10**9, 'big') }}",
+    "many wide fields": "{{ ('%(a)9999d' * 60000) % {'a': 1} }}",
+    "many wide fields by a method": "{{ ('{0:9999}' * 60000).format(1) }}",
+    "wrapped": "{{ ('a' * 5000) | wordwrap(1, true, 'ab' * 10**5) }}",
+    "replaced by name": "{{ ('a' * 5000) | replace(new='ab' * 10**5, old='') }}",
+    "joined by name": "{{ range(5000) | join(attribute='real', d='ab' * 10**5) }}",
+    "a range, joined": "{{ range(5 * 10**5) | join('ab' * 400) }}",
+    "indented at other ends of lines": "{{ ('a\\r' * 10**5) | indent(9999) }}",
+    "indented JSON": "{{ ([1] * 10**5) | tojson(indent=9999) }}",
+    "separated JSON": "{{ ([1] * 10**5) | tojson(separators=('ab' * 10**4, ':')) }}",
+    "a sum of lists": "{{ ([[1]] * 10**5) | sum(start=[]) }}",
+    "sought from the end": "{{ ('a' * 4 * 10**5).rfind('ab' + 'a' * 2 * 10**5) }}",
+    "sought for nothing": (
+        "{% set t = 'ab' * 10**5 %}{% for n in range(10**6) if ('c' ~ n) in t %}{% endfor %}"
+    ),
     "no end": "{% macro again(n) %}{{ again(n) }}{{ again(n) }}{% endmacro %}{{ again(1) }}",
 }
 
@@ -104,6 +150,23 @@ def test_a_hostile_template_is_stopped(name) -> None:
     with pytest.raises((ModelError, RecursionError), match="chat template|recursion"):
         rendered(compiled(HOSTILE[name]), MESSAGES, seconds=0.3)
     assert time.thread_time() - began < 5  # 'a' * 10**9 alone took 64 s with what follows
+
+
+WORKING = {
+    "names of ours": ("{{ '{name} {value}'.format(name='x', value=2) }}", "x 2"),
+    "a large default": ("{{ budget | default(131072) }} {{ '%d' % 20000 }}", "131072 20000"),
+    "joined": ("{{ ', '.join(['a', 'b']) }} {{ 'abc' | join('-') }}", "a, b a-b-c"),
+    "unpacked": ("{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}", "x1"),
+    "chosen": ("{% for m in messages if m.role == 'user' %}{{ loop.length }}{% endfor %}", "22"),
+    "split": ("{{ 'a|b|c'.rsplit('|', 1) | tojson }}", '["a|b", "c"]'),
+    "one in many": ("{{ (1, messages | length) in [(1, 4)] }}", "True"),
+}
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_what_templates_do_is_no_attack(name) -> None:
+    template, expected = WORKING[name]
+    assert rendered(compiled(template), MESSAGES) == expected
 
 
 def test_an_engine_says_what_is_wrong_with_the_template() -> None:

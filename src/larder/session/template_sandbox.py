@@ -3,17 +3,17 @@
 A chat template is a program that came with the model. It gets what transformers gives it (loop
 controls, `generation` blocks, `tojson`, `raise_exception`, `strftime_now`, `namespace`, `dict`) and
 renders the same text. In addition every operation that can make a value grow is checked before it
-runs, and every loop and macro body checks the time: a template that exceeds a bound raises
-ModelError instead of filling memory.
+runs, what is made lazily is counted as it comes, and every loop and macro body checks the time: a
+template that exceeds a bound, or asks for an operation without one, raises ModelError instead of
+filling memory.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import BuiltinMethodType, CodeType, GeneratorType
 from typing import Any
@@ -28,14 +28,18 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from larder.core.errors import ModelError
+from larder.session.template_growth import (
+    check_number,
+    check_operation,
+    grown,
+    listed,
+    size_of,
+)
 
 BASE_CHARS = 1 << 20  # of output and of every intermediate value, for an empty conversation
 CHARS_PER_CHAR = 8  # added for every character of the conversation
+TIMES_SHOWN = 16  # that all output is shown, if macros in macros hand it on
 SECONDS = 10.0  # processor time of one rendering
-LARGEST_ARGUMENT = 10_000  # of a width, an indentation or a count
-LARGEST_BITS = 4096  # of an integer
-WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # a field as wide as an attacker likes
-FIELD = re.compile(r"[%{]")
 
 
 def compiled(source: str) -> CodeType:
@@ -65,7 +69,7 @@ def rendered(
         ModelError: the output, a value on the way or the time exceeds its bound.
         jinja2.TemplateError: the template refuses the conversation.
     """
-    chars = BASE_CHARS + CHARS_PER_CHAR * _size(messages, 1 << 62)
+    chars = BASE_CHARS + CHARS_PER_CHAR * size_of(messages, 1 << 62)
     environment = _Sandbox(chars, seconds)
     template = Template.from_code(environment, code, environment.globals)
     written, parts = 0, []
@@ -101,6 +105,10 @@ class _Namespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        """No values: namespaces may hold each other many times."""
+        return "<Namespace>"
+
 
 class _Dict:
     """`dict` without the attributes of a type."""
@@ -114,9 +122,12 @@ class _Dict:
 
 
 class _Checked(NodeTransformer):
-    """Puts a check of the time into every body, and makes `~` a call that is checked."""
+    """Puts a check of the time into every body, and makes `~`, lists, tuples and mappings calls
+    that are checked."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.test is not None:
+            node.test = nodes.And(nodes.Not(_tick()), node.test, lineno=node.lineno)
         return self._with_tick(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
@@ -130,11 +141,30 @@ class _Checked(NodeTransformer):
         joined = nodes.EnvironmentAttribute("concatenate")
         return nodes.Call(joined, node.nodes, [], None, None, lineno=node.lineno)
 
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return self._collected(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self._collected(node) if node.ctx == "load" else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self._collected(node)
+
+    def _collected(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        if all(isinstance(each, nodes.Const) for each in node.items):
+            return node
+        made = nodes.EnvironmentAttribute("collected")
+        return nodes.Call(made, [node], [], None, None, lineno=node.lineno)
+
     def _with_tick(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
-        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno, override=True))
+        node.body.insert(0, nodes.ExprStmt(_tick()).set_lineno(node.lineno, override=True))
         return node
+
+
+def _tick() -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -145,19 +175,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         seconds: processor time from now on.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
 
     def __init__(self, chars: int, seconds: float) -> None:
         self._chars, self._seconds = chars, seconds
-        self._end = time.thread_time() + seconds
+        self._end, self._shown = time.thread_time() + seconds, 0
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
             finalize=self._finalized,
         )
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = self._to_json
         self.filters = {name: self._bounded(name, f) for name, f in self.filters.items()}
+        self.concat = self._joined  # of the parts of a block or a macro
         own = {"range": self._range, "namespace": _Namespace, "dict": _Dict()}
         self.globals.update(own, raise_exception=_refuse, strftime_now=_now)
         del self.globals["lipsum"]
@@ -176,6 +207,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.check_size(sum(map(self._sized, parts)))
         return "".join(map(str, parts))
 
+    def collected(self, made: Any) -> Any:
+        """A list, a tuple or a mapping that the template has put together."""
+        self.check_size(self._sized(made))
+        return made
+
     def check_size(self, size: int) -> None:
         """Raises: ModelError: a value of so many characters is beyond the bound."""
         if size > self._chars:
@@ -187,23 +223,29 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.tick()
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if numbers and operator in ("*", "**"):
-            _check_number(operator, left, right)
+        if numbers and operator != "+":
+            check_number(operator, left, right)
         elif operator == "*":
             count, other = (left, right) if isinstance(left, int) else (right, left)
             self.check_size(self._sized(other) * int(count))
         elif operator == "%" and isinstance(left, str):
-            self.check_size(self._grown("format", left, right))
+            self.check_size(grown(self._chars, "format", left, right))
         elif operator == "+":
             self.check_size(self._sized(left) + self._sized(right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:  # noqa: B902, N805
         __self.tick()
-        if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
-            args = tuple(map(_listed, args))
-            __self.check_size(__self._grown(__obj.__name__, __obj.__self__, *args, **named))
-        return super().call(__context, __obj, *args, **named)
+        if isinstance(__obj, BuiltinMethodType):
+            check_operation(__obj.__name__, ())
+            if isinstance(__obj.__self__, str):
+                args = tuple(map(listed, args))
+                own = (__obj.__self__, *args)
+                if __obj.__name__ == "join":  # as the filter has it: what is joined, by what
+                    own = own[::-1]
+                __self.check_size(grown(__self._chars, __obj.__name__, *own, **named))
+        made = super().call(__context, __obj, *args, **named)
+        return __self.collected(made) if isinstance(__obj, _Dict) else made
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -211,7 +253,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return None
 
         def checked(*args: Any, **named: Any) -> str:
-            self.check_size(self._grown("format", value.__self__, *args, **named))
+            self.check_size(grown(self._chars, "format", value.__self__, *args, **named))
             return wrapped(*args, **named)
 
         return checked
@@ -222,14 +264,43 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
             self.tick()
-            args = tuple(map(_listed, args))
+            args = tuple(map(listed, args))
             values = [
                 a for a in args if not isinstance(a, Environment | Context | nodes.EvalContext)
             ]
-            self.check_size(self._grown(name, *values, **named))
-            return function(*args, **named)
+            self.check_size(grown(self._chars, name, *values, **named))
+            made = function(*args, **named)
+            return self._counted(made) if isinstance(made, GeneratorType) else made
 
         return checked
+
+    def _counted(self, parts: Iterable[Any]) -> Iterator[Any]:
+        """The same parts, which together are no more than a value may be."""
+        total = 0
+        for part in parts:
+            self.tick()
+            total += self._sized(part)
+            self.check_size(total)
+            yield part
+
+    def _joined(self, parts: Iterable[str]) -> str:
+        parts = list(parts)
+        self.check_size(sum(map(len, parts)))
+        return "".join(parts)
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON without HTML's escapes."""
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        return "".join(self._counted(encoder.iterencode(value)))
 
     def _range(self, *args: int) -> range:
         """What loops may count through: no more than the bound of a text."""
@@ -238,68 +309,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return made
 
     def _finalized(self, value: Any) -> Any:
-        self.check_size(self._sized(value))
+        size = self._sized(value)
+        self._shown += size  # also into blocks and macros, whose parts are held until they end
+        self.check_size(max(size, self._shown // TIMES_SHOWN))
         return value
 
     def _sized(self, value: Any) -> int:
-        return _size(value, self._chars)
-
-    def _grown(self, name: str, value: Any = "", *args: Any, **named: Any) -> int:
-        """Characters that an operation of this name makes at most."""
-        rest = [*args, *named.values()]
-        if name == "translate" or any(_is_wide(argument) for argument in rest):
-            raise ModelError(
-                f"The chat template of this model asks for {name!r} with an argument beyond "
-                f"{LARGEST_ARGUMENT:,}: give a model with a plain chat template."
-            )
-        size, other = self._sized(value), sum(map(self._sized, rest))
-        if name == "replace" and len(rest) > 1 and isinstance(value, str):
-            return size + value.count(str(rest[0])) * self._sized(rest[1])
-        if name == "join":
-            many = value if isinstance(value, list | tuple) else rest[0] if rest else ()
-            glue = value if isinstance(value, str) else "".join(map(str, rest[:1]))
-            return size + other + len(glue) * len(many)
-        if name == "format":
-            fields = len(FIELD.findall(str(value)))
-            return self._chars + 1 if WIDTH.search(str(value)) else size + fields * other
-        if name in ("indent", "expandtabs", "wordwrap", "tojson", "pprint"):
-            widths = [a if isinstance(a, int) else self._sized(a) for a in rest]
-            lines = str(value).count("\n") + str(value).count("\t") if size <= self._chars else 0
-            return size + (1 + lines) * sum(widths)
-        return size + other
-
-
-def _listed(value: Any) -> Any:
-    """A generator as a list, so that it can be measured before it is used."""
-    return list(value) if isinstance(value, GeneratorType) else value
-
-
-def _size(value: Any, limit: int) -> int:
-    """Characters of a value as text, counted no further than just beyond the limit."""
-    total, rest = 0, [value]
-    while rest and total <= limit:
-        top = rest.pop()
-        if isinstance(top, str):
-            total += len(top)
-        elif isinstance(top, Mapping):
-            rest += [*top.keys(), *top.values()]
-        elif isinstance(top, list | tuple | set | frozenset):
-            rest += top
-        total += 1
-    return total
-
-
-def _is_wide(argument: Any) -> bool:
-    return isinstance(argument, int) and abs(argument) > LARGEST_ARGUMENT
-
-
-def _check_number(operator: str, left: int | float, right: int | float) -> None:
-    bits = [abs(int(n)).bit_length() if abs(n) < float("inf") else 0 for n in (left, right)]
-    if (bits[0] * abs(right) if operator == "**" else sum(bits)) > LARGEST_BITS:
-        raise ModelError(
-            f"The chat template of this model computes a number of more than {LARGEST_BITS} bits: "
-            "give a model with a plain chat template."
-        )
+        return size_of(value, self._chars)
 
 
 def _check_name(name: Any) -> None:
@@ -313,20 +329,3 @@ def _refuse(message: str) -> None:
 
 def _now(format: str) -> str:
     return datetime.now().strftime(format)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without HTML's escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
