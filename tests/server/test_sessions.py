@@ -266,6 +266,24 @@ def test_30_an_exchange_that_was_made_to_do_harm_is_refused(
     test_30_a_file_that_was_made_to_do_harm_is_refused(small, field, value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("stop", [str(n) for n in range(2000)]), ("text", "x" * 10**5), ("reason", "x" * 10**5)],
+)
+def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
+    small: Loaded, field: str, value: object
+) -> None:
+    served = Served(small)
+    served.ask(told(1), "x")
+    document = json.loads(zstandard.decompress(archive.told(served.core.find("a", "x"))))
+    document["said"][0][field] = value
+    data = zstandard.compress(json.dumps(document).encode())
+    limit = archive.Limit(archive.IMPORT_BYTES, 1024)
+    with pytest.raises(Refusal, match="characters") as caught:
+        served.core.recalling.read(data, limit=limit)
+    assert caught.value.status == 400
+
+
 @pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
 def test_30_a_bomb_is_not_unpacked(small: Loaded, text: bytes) -> None:
     with pytest.raises(Refusal) as caught:

@@ -23,6 +23,7 @@ from larder.server.sitting import ID, Asked, Said, Sitting
 
 FORMAT, VERSION = "larder session", 1
 IMPORT_BYTES = 2**23  # of one that somebody sends: 700,000 tokens with their text
+TOKEN_CHARACTERS = 64  # more than tokens have on average, in any text that says something
 ROLES = ("", "system", "user", "assistant")  # the first of a text that is no conversation
 
 
@@ -32,7 +33,7 @@ class Limit:
 
     Args:
         bytes: of the JSON.
-        tokens: that were said.
+        tokens: that were said; of each token so many characters of text.
     """
 
     bytes: int
@@ -92,6 +93,17 @@ class Document(msgspec.Struct):
         """Tokens that were said; where there are more messages, as many: each has one or more."""
         messages = len(self.opening) + sum(len(each.turns) for each in self.said)
         return max(sum(len(each.prompt) + len(each.answer) for each in self.said), messages)
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of all texts; a stop string counts as a token more, for it takes memory even
+        where it is empty."""
+        texts = [turn.text for turn in self.opening]
+        total = 0
+        for each in self.said:
+            texts += [each.text, each.reason, *(turn.text for turn in each.turns)]
+            total += sum(TOKEN_CHARACTERS + len(stop) for stop in each.stop)
+        return total + sum(map(len, texts))
 
 
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -160,6 +172,12 @@ def read(data: bytes, fingerprint: str, vocabulary: int, limit: Limit = OWN) -> 
         raise InputError(
             f"The session has {document.num_tokens} tokens or messages, but the model reads "
             f"{limit.tokens}: import a shorter one."
+        )
+    longest = TOKEN_CHARACTERS * limit.tokens
+    if document.num_characters > longest:
+        raise InputError(
+            f"The session has {document.num_characters} characters, but {longest} are more than "
+            "the model can read: import a shorter one."
         )
     try:
         check(document.root)

@@ -10,7 +10,7 @@ from time import monotonic
 from larder.core.errors import BudgetError
 from larder.engine.engine import Engine
 from larder.server.answering import Answering
-from larder.server.archive import Archived
+from larder.server.archive import TOKEN_CHARACTERS, Archived
 from larder.server.awaiting import Awaited
 from larder.server.budget import Purse
 from larder.server.chat_needs import turn_need
@@ -42,7 +42,6 @@ from larder.store.ledger import Budgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
 REFRESHED = 4  # times that a request looks again where others are quicker
-TOKEN_CHARACTERS = 64  # more than tokens have on average, in any text that says something
 
 
 class Core:
