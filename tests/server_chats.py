@@ -14,6 +14,8 @@ from topics import TopicEmbedder
 # What cannot be served, and a word of why.
 REFUSED = {"exact_question": "question", "finch": "question"}
 TOKENS = 96
+# Their windows, their lag and a page do not fit that.
+WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer")
 EPICACHE = (
     "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=4, recent=8)"
     ' > patched(prompt="episode") > pooled()'

@@ -11,7 +11,7 @@ from larder.server.chat_needs import chat_need
 from larder.server.keeper import Durability
 from larder.server.request import Turn
 from larder.session.presets import PRESETS
-from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, asked, ways
+from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
 from server_core import Served, answered, characters, user
 from server_stores import Stored
 
@@ -81,7 +81,7 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
 
 @pytest.mark.parametrize("name", ways(each for each in PRESETS if each not in REFUSED))
 def test_the_caches_of_every_preset_come_back(deep: Loaded, tmp_path: Path, name: str) -> None:
-    tokens = 192 if name == "retrieval_attention" else TOKENS
+    tokens = 192 if name in WIDE else TOKENS
     first, never = (stored(deep, tmp_path, name, tokens=tokens), unstored(deep, name, tokens))
     turns, other = (talk(each, said=SAID[:2]) for each in (first, never))
     assert turns == other

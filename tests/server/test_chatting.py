@@ -14,16 +14,13 @@ from larder.models.loading import Loaded
 from larder.server.request import Turn
 from larder.server.views import kept_of, view_of
 from larder.store.ledger import Tier
-from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, asked, ways
+from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
 from server_core import Served, answered, characters, told, user
 
 
 @pytest.fixture(autouse=True)
 def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer")  # no room in TOKENS
 
 
 def serving(loaded: Loaded, policy: str, tokens: int = TOKENS, **options: int | None) -> Served:
