@@ -7,75 +7,126 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import a_plan
+from builders import a_layer, a_plan, draw
 from larder.cache.folding import folded
+from larder.cache.ragged import Ragged
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries, Scored, Stage
+from larder.core.plan import Plan
 from larder.policy.compensation.cam import Cam, Merge
 from lines import judged, line, numbers
 
+EXPECTED = Merge.EXPECTED
 
-def with_mass(entries: Entries, mass: list[float]) -> Entries:
-    return replace(entries, columns={**entries.columns, "mass": torch.tensor(mass)})
+
+def looked_at(entries: Entries, weights: list[float], joined: list[float] | None = None) -> Entries:
+    """Entries that the newest query gave these weights, and that as many values have joined."""
+    newest = {
+        "newest": torch.tensor(weights),
+        "joined": torch.tensor(joined or [0.0] * len(weights)),
+    }
+    return replace(entries, columns={**entries.columns, **newest})
+
+
+def settled(part: Cam, kept: list[int], entries: Entries, stage: Stage = Stage.GENERATING) -> Plan:
+    count = len(entries.keys)
+    scored = replace(judged([0.0] * count), stage=stage)
+    return part.settle(a_plan([kept], (count,)), entries, scored)
 
 
 def test_cam_by_hand() -> None:
-    # 1 joins 2 and 4 with .3 / mean(.2, .8) = .6, 3 joins 4 and 5 with .9 / .5 (clamped to 1), and
-    # after 6 nothing follows.
+    # 1 joins 2 and 4 with .2 / mean(.2, .8, .2) = .5, 3 joins 4 and 5 with .9 / .5 (clamped to 1),
+    # and after 6 nothing follows.
     entries = line([0, 1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [1] * 7)
-    entries = with_mass(entries, [9.0, 0.3, 0.2, 0.9, 0.8, 0.2, 0.4])
-    plan = Cam(window=2).settle(a_plan([[0, 2, 4, 5]], (7,)), entries, judged([0.0] * 7))
+    entries = looked_at(entries, [9.0, 0.2, 0.2, 0.9, 0.8, 0.2, 0.4])
+    plan = settled(Cam(window=2, merge=EXPECTED), [0, 2, 4, 5], entries)
     keys, values, counts = numbers(plan, entries)
     assert keys == [1.0, 3.0, 5.0, 6.0] and counts == [1.0] * 4
-    assert values == pytest.approx([10.0, 30 + 6.0, 50 + 6.0 + 20.0, 60 + 20.0])
+    assert values == pytest.approx([10.0, 30 + 5.0, 50 + 5.0 + 20.0, 60 + 20.0])
+    assert plan.columns["joined"].tolist() == pytest.approx([0.0, 0.25, 0.25 + 0.5, 0.5])
     # Fewer than the window follow 3: all of it goes to these.
-    plan = Cam(window=9).settle(a_plan([[0, 2, 5]], (7,)), entries, judged([0.0] * 7))
+    plan = settled(Cam(window=9, merge=EXPECTED), [0, 2, 5], entries)
     assert numbers(plan, entries)[1] == pytest.approx([10.0, 30 + 10.0, 60 + 10.0 + 40.0 + 50.0])
+
+
+def test_what_leaves_while_a_context_is_read_is_dropped() -> None:
+    entries = looked_at(line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3), [1.0, 1.0, 1.0])
+    plan = settled(Cam(), [0, 2], entries, Stage.READING)
+    assert not len(plan.folds) and not plan.columns
 
 
 def test_cam_gives_back_what_the_weighted_sum_loses() -> None:
     source = torch.Generator().manual_seed(6)
-    values, mass = torch.randn(12, 8, generator=source), torch.rand(12, generator=source)
-    mass[[2, 3, 6]] *= 0.1  # less than those that follow: no share is clamped
+    values, weights = torch.randn(12, 8, generator=source), torch.rand(12, generator=source)
+    weights[3] *= 0.1  # less than those that follow: its share is not clamped
     places = torch.arange(12, dtype=torch.int32)
-    entries = Entries(values, values, places, (0,), (12,), {"mass": mass})
-    kept = [0, 1, 4, 5, 7, 8, 9, 10, 11]
-    plan = Cam(window=4).settle(a_plan([kept], (12,)), entries, judged([0.0] * 12))
-    merged, now = folded(plan, entries), values.clone()
+    entries = looked_at(Entries(values, values, places, (0,), (12,)), weights.tolist())
+    kept = [0, 1, 2, *range(4, 12)]
+    merged, now = (
+        folded(settled(Cam(window=8, merge=EXPECTED), kept, entries), entries),
+        values.clone(),
+    )
     now[merged.targets] = merged.values
-    torch.testing.assert_close(mass[kept] @ now[kept], mass @ values)
+    torch.testing.assert_close(weights[kept] @ now[kept], weights @ values)
 
 
-def test_cam_without_mass_around() -> None:
+def test_cam_without_weights_around() -> None:
     entries = line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3)
-    for mass, expected in ([0.0, 0.0, 0.0], 30.0), ([0.0, 0.5, 0.0], 50.0):
-        held, plan = with_mass(entries, mass), a_plan([[0, 2]], (3,))
-        plan = Cam().settle(plan, held, judged([0.0] * 3))
-        assert numbers(plan, held)[1] == pytest.approx([10.0, expected])
+    for weights, expected in ([0.0, 0.0, 0.0], 30.0), ([0.0, 0.5, 0.0], 50.0):
+        held = looked_at(entries, weights)
+        assert numbers(settled(Cam(), [0, 2], held), held)[1] == pytest.approx([10.0, expected])
+
+
+def test_a_value_that_others_joined_is_handed_on_as_a_single_one() -> None:
+    entries = looked_at(line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3), [1.0] * 3, [0.0, 0.6, 0.1])
+    plan = settled(Cam(), [0, 2], entries)
+    assert numbers(plan, entries)[1] == pytest.approx([10.0, 30 + 20 / 1.6])
+    assert plan.columns["joined"].tolist() == pytest.approx([0.0, 1.1])
 
 
 def test_sampled_cam_is_expected_cam_on_average() -> None:
-    entries = with_mass(line([0, 41, 50], [1.0, 2.0, 3.0], [1] * 3), [0.0, 0.3, 1.0])
-    plan, scored = a_plan([[0, 2]], (3,)), judged([0.0] * 3)
-    drawn = [
-        Cam(merge=Merge.SAMPLED, seed=seed).settle(plan, entries, scored) for seed in range(100)
-    ]
+    entries = looked_at(line([0, 41, 50], [1.0, 2.0, 3.0], [1] * 3), [0.0, 0.3, 1.0])
+    drawn = [settled(Cam(seed=seed), [0, 2], entries) for seed in range(100)]
     joined = [numbers(one, entries)[1][1] for one in drawn]
     assert set(joined) == {30.0, 50.0}
     # Three standard deviations of 20 * .46 / 10.
     assert sum(joined) / 100 == pytest.approx(36.0, abs=2.8)
-    again = Cam(merge=Merge.SAMPLED, seed=3).settle(plan, entries, scored)
+    again = settled(Cam(seed=3), [0, 2], entries)
     assert numbers(again, entries)[1][1] == joined[3]
 
 
-def test_the_luck_of_positions_is_even() -> None:
-    places = torch.arange(0, 2000, dtype=torch.int32)
-    entries = Entries(
-        torch.ones(2000, 1), torch.ones(2000, 1), places, (0,), (2000,), {"mass": torch.ones(2000)}
+def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
+    places = torch.arange(0, 1000, dtype=torch.int32).repeat(2)
+    columns = {"newest": torch.full((2000,), 0.25), "joined": torch.zeros(2000)}
+    columns["newest"][999::1000] = 1.0
+    ones = torch.ones(2000, 1)
+    entries = Entries(ones, ones, places, (0, 1000), (1000, 1000), columns)
+    scored = Scored(
+        torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), stage=Stage.GENERATING
     )
-    entries.columns["mass"][:-1] = 0.25
-    plan = Cam(merge=Merge.SAMPLED).settle(a_plan([[1999]], (2000,)), entries, judged([0.0] * 2000))
-    assert abs(len(plan.folds) - 1 - 500) < 60  # 3 standard deviations of 19
+    plan = Cam().settle(a_plan([[999], [999]], (1000, 1000)), entries, scored)
+    joins = plan.folds.sources[plan.folds.sources != plan.folds.targets]
+    assert abs(len(joins) - 500) < 60  # 3 standard deviations of 19
+    heads = [set((joins[joins // 1000 == head] % 1000).tolist()) for head in range(2)]
+    assert heads[0] != heads[1]
+
+
+@pytest.mark.parametrize("merge", Merge)
+def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
+    """Even attention and equal values: what joins is as large as can be."""
+    layer, part, held = a_layer(1, 1), Cam(window=8, merge=merge), 24
+    ledger = Ledger(columns=("joined", "newest"))
+    store = Ragged(layer, torch.float32, torch.device("cpu"), ledger)
+    for step in range(400):
+        new = draw(layer, 1, step)
+        store.append(new.keys, torch.ones_like(new.values), new.positions)
+        store.note({"newest": torch.ones(len(store.entries().keys))})
+        if sum(store.lengths) > held:
+            kept = [0, 1, *range(3, held + 1)]
+            scored = replace(judged([0.0] * (held + 1)), stage=Stage.GENERATING)
+            store.apply(part.settle(a_plan([kept], store.lengths), store.entries(), scored))
+    assert float(store.entries().pack(store.entries().values).max()) <= 2.0001
 
 
 @pytest.mark.parametrize("window", [0, -1])

@@ -10,32 +10,47 @@ from references.outcome import Outcome, untouched, value_of
 
 
 def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
-    del scored
     outcome = untouched(entries, kept)
+    if scored.stage.value != "generating" or not goes_and_stays(entries, kept):
+        return outcome
+    for head, entries_kept in enumerate(outcome.heads):
+        for entry in entries_kept:
+            entry.columns["joined"] = column_of(entries, "joined", head, entry.kept)
     for head, own in enumerate(kept):
         held = {entry.kept: entry for entry in outcome.heads[head]}
         for s in range(entries.lengths[head]):
-            following = [j for j in own if j > s][: part.window]
+            behind = [j for j in own if j > s]
+            following = behind[: part.window]
             if s in held or not following:
                 continue
-            around = sum(mass_of(entries, head, j) for j in following) / len(following)
-            share = min(mass_of(entries, head, s) / around, 1.0)
+            around = sum(weight_of(entries, head, j) for j in behind) / len(behind)
+            share = min(weight_of(entries, head, s) / around, 1.0)
             if part.merge.value == "sampled":
-                share = float(luck(places_of(entries, head)[s], part.seed) < share)
+                share = float(chance(places_of(entries, head)[s], head, part.seed) < share)
             for j in following:
-                value = value_of(entries, head, s)
+                single = 1 + column_of(entries, "joined", head, s)
+                value = [number / single for number in value_of(entries, head, s)]
                 pairs = zip(held[j].value, value, strict=True)
                 held[j].value = [a + share * b / len(following) for a, b in pairs]
+                held[j].columns["joined"] += share / len(following)
     return outcome
 
 
-def mass_of(entries: Entries, head: int, entry: int) -> float:
-    return float(entries.columns["mass"][entries.starts[head] + entry])
+def goes_and_stays(entries: Entries, kept: list[list[int]]) -> bool:
+    return 0 < sum(map(len, kept)) < sum(entries.lengths)
 
 
-def luck(position: int, seed: int) -> float:
+def weight_of(entries: Entries, head: int, entry: int) -> float:
+    return column_of(entries, "newest", head, entry)
+
+
+def column_of(entries: Entries, name: str, head: int, entry: int) -> float:
+    return float(entries.columns[name][entries.starts[head] + entry])
+
+
+def chance(position: int, head: int, seed: int) -> float:
     """MurmurHash3's last steps over 32 bits."""
-    h = ((position + 1) * 2654435769 + seed * 2135587861) % 2**32
+    h = ((position + 1) * 2654435769 + head * 2496678331 + seed * 2135587861) % 2**32
     h ^= h >> 16
     h = h * 2246822507 % 2**32
     h ^= h >> 13

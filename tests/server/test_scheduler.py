@@ -176,7 +176,13 @@ def test_24_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
     served.check()
 
 
-@pytest.mark.parametrize("policy", ["kivi_blockwise", "sirllm", "cam", "kvzip_blockwise"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("kivi_blockwise", "sirllm", "kvzip_blockwise"),
+        "blockwise() > sinks_and_window() > uniform() > cam() > every_step()",
+    ],
+)
 def test_no_policy_holds_more_than_was_spoken_for(small: Loaded, policy: str) -> None:
     served = Served(small, policy, tokens=48)
     turns = told(1, 6)

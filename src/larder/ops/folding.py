@@ -161,11 +161,11 @@ def spread_folds(
 ) -> Spread:
     """Folds that add the value of what goes to the kept entries that follow it in its head.
 
-    Each of the next `window` gets as much of it, together the share that the mass of what goes is
-    of their mean mass, at most all of it. Keys stay.
+    Each of the next `window` gets as much of it, together the share that the weight of what goes is
+    of the mean weight of all that follow, at most all of it. Keys stay.
 
     Args:
-        mass: a number per row of a flat storage, 0 or more.
+        mass: the weight of each row of a flat storage, 0 or more.
         starts, lengths: where each kv head lies in it; int64 in host memory.
         kept, gone: packed entries, ascending.
         drawn: a number for each of `gone`: those below their share join whole, the others not at
@@ -194,9 +194,11 @@ def readable_spread_folds(
     rows = packed_rows(starts, lengths).to(device)
     places = torch.searchsorted(kept, gone)[:, None] + torch.arange(window, device=device)
     heads = torch.searchsorted(lengths.cumsum(0).to(device), gone, right=True)
-    here = places < torch.tensor(new_lengths, device=device).cumsum(0)[heads][:, None]
+    stops = torch.tensor(new_lengths, device=device).cumsum(0)[heads]
+    here = places < stops[:, None]
     targets, count = kept[places.clamp(max=len(kept) - 1)], here.sum(1)  # [F, window]
-    around = (mass[rows[targets]] * here).sum(1) / count
+    sums = torch.cat([mass.new_zeros(1).double(), mass[rows[kept]].double().cumsum(0)])
+    around = ((sums[stops] - sums[places[:, 0]]) / (stops - places[:, 0])).to(mass.dtype)
     shares = (mass[rows[gone]] / around).nan_to_num(0).clamp(0, 1)
     if len(drawn):
         shares = (drawn < shares).float()

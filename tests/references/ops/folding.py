@@ -55,10 +55,11 @@ def spread_folds(
     gone = [place for place, stays in enumerate(keep) if not stays]
     for number, place in enumerate(gone):
         [stop] = [stop for start, stop in spans if start <= place < stop]
-        following = [other for other in range(place, stop) if keep[other]][:window]
-        total = sum(mass[other] for other in following)
+        behind = [other for other in range(place, stop) if keep[other]]
+        following = behind[:window]
+        total = sum(mass[other] for other in behind)
         if total:
-            share = min(mass[place] * len(following) / total, 1.0)
+            share = min(mass[place] * len(behind) / total, 1.0)
         else:
             share = float(bool(following) and mass[place] > 0)
         if drawn:

@@ -96,9 +96,10 @@ def spread(gone, kept, starts, lengths, new_lengths, mass, window, drawn):
         h = heads[f]
         first, stop = firsts[f], min(firsts[f] + window, stops[h])
         ahead = starts[h] - ends[h] + lengths[h]  # from packed entries to rows
-        around = np.float32(0.0)
-        for i in range(first, stop):
-            around += mass[kept[i] + ahead] / np.float32(stop - first)
+        around = 0.0
+        for i in range(first, stops[h]):
+            around += mass[kept[i] + ahead]
+        around = np.float32(around / max(stops[h] - first, 1))
         share = share_of(mass[gone[f] + ahead], around)
         if drawn.size:
             share = np.float32(1.0) if drawn[f] < share else np.float32(0.0)

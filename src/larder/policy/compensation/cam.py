@@ -1,22 +1,26 @@
-"""Add the values of what is rejected to the kept entries that follow it.
+"""Add the value of an entry that leaves while text is generated to the entries that follow it.
 
 Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs Inference" (2024), ICML, PMLR
-235:58840-58850. A rejected value v joins the next m kept entries of its head as
-v / m each, with probability p = clamp(S / mean S of these entries, 0, 1), where S is the attention
-that an entry has received; keys stay as they are. Formula from the released code (its abstract and
-code are all that we have read).
+235:58840-58850. Its cache holds sinks and recent tokens; at every step of generation the oldest of
+the recent ones leaves. With probability p = clamp(a / mean a of the kept entries behind it, 0, 1),
+where a is the weight that the newest query gives to an entry, its value v joins the next m of
+these as v / m each; keys stay as they are. What leaves while a context is read is dropped: the
+released code merges one entry per step, and many that are merged at once add up to values several
+times as long as any that the model has made.
 
-`expected` adds p * v / m without a draw. Where p is not clamped this gives back, to queries that
-look at entries as they were looked at so far, exactly what the head's weighted sum of values loses:
-sum over j of S_j * (S / mean S) * v / m = S * v. `sampled` draws as the paper does, and is that on
-average only; a token's luck depends on `seed` and on its true position, and heads share it, so that
-a run can be repeated.
+A value that others have joined leaves as the mean of what it stands for, so that each value is
+counted once: no value grows to more than twice the length of the longest one. The released code
+hands on the sum, which counts values again in every window that they pass through, and grows with
+the text where attention is even.
+
+`sampled` draws as the paper does, for each head by itself; the draw depends on `seed`, on the
+entry's true position and on its head, so that a run can be repeated. `expected` adds p * v / m
+without a draw, which is the same on average.
 
 Fewer than m kept entries may follow: the released code still divides by m and so loses a part, we
-divide by how many there are. S is the accumulated attention (its streaming code; its other code
-takes the last query's), and its mean is over the entries that are merged into. The released code
-merges one entry at each step of generation, and for some models takes p > 1 for the draw; we merge
-whatever a plan rejects.
+divide by how many there are. For language models that generate without end that code adds up the
+weights of all queries, and takes the mean of the next m = 16 alone. Formula from the released code
+(its abstract and code are all that we have read).
 """
 
 from __future__ import annotations
@@ -29,25 +33,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
+from larder.core.ledger import Ledger
 from larder.core.nothing import nothing
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, Scored, Stage
 from larder.core.plan import Folds, Plan
 from larder.ops.folding import spread_folds
-from larder.policy.compensation._rejected import rejected
+from larder.policy.compensation._rejected import heads_of, rejected
 from larder.policy.compensation.base import Compensation
 
-MASS = "mass"
+NEWEST = "newest"
+JOINED = "joined"  # how many values have joined an entry's own, by their weights
 # Constants of the last steps of MurmurHash3 (Appleby, in the public domain), 32 bits.
 _BITS = (1 << 32) - 1
 _STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
-_APART, _SEEDED = 0x9E3779B9, 0x7F4A7C15
+_APART, _SEEDED, _HEADED = 0x9E3779B9, 0x7F4A7C15, 0x94D049BB
 
 
 class Merge(Enum):
     """Whether a value joins by chance, as in the paper, or by the share that it has on average."""
 
-    EXPECTED = "expected"
     SAMPLED = "sampled"
+    EXPECTED = "expected"
 
 
 @dataclass(frozen=True)
@@ -55,37 +61,53 @@ class Cam(Compensation):
     """CaM's merging of values.
 
     Args:
-        window: m, how many kept entries a rejected value is spread over.
+        window: m, how many kept entries a value is spread over.
         merge: by chance, or by what chance gives on average.
         seed: another seed is another draw.
     """
 
     window: int = 32
-    merge: Merge = Merge.EXPECTED
+    merge: Merge = Merge.SAMPLED
     seed: int = 0
-    tallies = frozenset({MASS})
+    tallies = frozenset({NEWEST})
+    ledger = Ledger(columns=(JOINED,))
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise BadParameter(f"cam.window must be at least 1, got {self.window}.")
 
     def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
-        del scored
+        if scored.stage is not Stage.GENERATING:
+            return plan
         gone = rejected(plan, entries)
         if not len(gone) or not len(plan.kept):
             return plan
         drawn = nothing(torch.float32, 0)
         if self.merge is Merge.SAMPLED:
-            drawn = _uniform(entries.packed_positions()[gone], self.seed)
+            heads = heads_of(gone, entries)
+            drawn = _uniform(entries.packed_positions()[gone], heads, self.seed)
         told = plan.kept, plan.lengths, gone, self.window, drawn
-        return replace(
-            plan, folds=Folds(*spread_folds(entries.columns[MASS], *entries.layout, *told))
-        )
+        spread = spread_folds(entries.columns[NEWEST], *entries.layout, *told)
+        return _counted_once(plan, entries, Folds(*spread))
 
 
-def _uniform(positions: Int[Tensor, " F"], seed: int) -> Float[Tensor, " F"]:
-    """A number in [0, 1) per position, the same on every machine."""
-    mixed = ((positions.long() + 1) * _APART + (seed * _SEEDED & _BITS)) & _BITS
+def _counted_once(plan: Plan, entries: Entries, folds: Folds) -> Plan:
+    """The plan with folds in which every source weighs as a single value."""
+    joined = entries.column(JOINED)
+    coming = folds.sources != folds.targets
+    weights = folds.value_weights * coming
+    total = joined.index_add(0, folds.targets, weights)
+    single = weights / (1 + joined[folds.sources])
+    folds = replace(folds, value_weights=torch.where(coming, single, folds.value_weights))
+    return replace(plan, folds=folds, columns={**plan.columns, JOINED: total[plan.kept]})
+
+
+def _uniform(
+    positions: Int[Tensor, " F"], heads: Int[Tensor, " F"], seed: int
+) -> Float[Tensor, " F"]:
+    """A number in [0, 1) per entry, the same on every machine."""
+    mixed = (positions.long() + 1) * _APART + heads.long() * _HEADED
+    mixed = (mixed + (seed * _SEEDED & _BITS)) & _BITS
     for shift, factor in _STEPS:
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _BITS
     return mixed.double() / (_BITS + 1)

@@ -60,14 +60,18 @@ def carried_on(seen: Seen, names: tuple[str, ...], group: Group, step: Step) -> 
 
 def _after_one(seen: Seen, old: State, group: Group, step: Step) -> State:
     """All heads at once; rows that nobody owns are carried along with weight 0."""
+    weights = newest_weights(seen, group)
+    return step(old, Votes(weights[None], seen.query_positions, seen.entries.positions))
+
+
+def newest_weights(seen: Seen, group: Group) -> Float[Tensor, " C"]:
+    """What the newest query of a pass gave to every row of the storage."""
     entries = seen.entries
     if seen.logits is not None:
-        weights = logit_weights(seen.logits, *entries.layout, group)
-    else:
-        bias = entries.columns.get(LOG_COUNT)
-        case = seen.queries, entries.keys, *entries.layout, seen.layer.scaling
-        weights = row_weights(*case, group=group, bias=bias)
-    return step(old, Votes(weights[None], seen.query_positions, entries.positions))
+        return logit_weights(seen.logits, *entries.layout, group)
+    bias = entries.columns.get(LOG_COUNT)
+    case = seen.queries[:, -1:], entries.keys, *entries.layout, seen.layer.scaling
+    return row_weights(*case, group=group, bias=bias)
 
 
 def _after_many(seen: Seen, old: State, group: Group, step: Step) -> State:

@@ -1,0 +1,31 @@
+"""The softmax weight that an entry has received from the newest query.
+
+Oren et al., "Transformers are Multi-State RNNs" (2024), arXiv:2401.06104 (TOVA) ranks entries by
+it. Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs Inference" (2024), ICML, PMLR
+235:58840-58850, compares an entry that leaves the cache with those that stay. Query heads that
+share a kv head are summed.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.observation import Seen
+from larder.ops.columns import Group
+from larder.policy.tallies._weights import newest_weights
+from larder.policy.tallies.base import Tally
+
+NEWEST = "newest"
+
+
+class Newest(Tally):
+    """The column `newest`."""
+
+    columns = (NEWEST,)
+
+    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
+        return {NEWEST: newest_weights(seen, Group.SUM)}
+
+
+Part = Newest
