@@ -114,9 +114,9 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def within(chat: Chat, room: int = 0) -> bool:
-    figures = chat.figures
-    most = figures.budget_tokens + figures.block_tokens + room
+def within(chat: Chat) -> bool:
+    """Whether no cache rests above the budget."""
+    most = chat.figures.budget_tokens
     return all(view.entries_per_head <= most for view in chat.episodes)
 
 

@@ -55,9 +55,14 @@ def test_the_whole_turn_is_read_to_its_end(engine: Engine, max_new_tokens: int) 
     engine.loaded.decoder.read([Row(cache, turn.ids)], Mode.APPEND)
     mine = chat.memory.shelf.activate(answer.episode or 0)
     assert mine.next_position == cache.next_position == chat.figures.log_tokens
-    assert mine.lengths() == cache.lengths()
-    theirs = logits(engine, cache, "And the car?")
-    assert torch.allclose(logits(engine, mine, "And the car?"), theirs, atol=1e-4)
+    assert chat.episodes[answer.episode or 0].entries_per_head <= BUDGET
+    for layer in range(len(mine.spec.layers)):  # a plan at the end of the turn keeps some of it
+        kept, read = mine.entries(layer), cache.entries(layer)
+        for head in range(len(kept.lengths)):
+            where = read.head_positions(head)
+            places = torch.isin(where, kept.head_positions(head))
+            assert torch.equal(kept.head_positions(head), where[places])
+            assert torch.allclose(kept.head_keys(head), read.head_keys(head)[places], atol=1e-4)
 
 
 def test_a_turn_behind_nothing_opens_the_conversation(engine: Engine) -> None:
@@ -230,6 +235,5 @@ def test_the_bound_holds_after_every_turn(engine: Engine, said: list[tuple[str, 
         assert within(chat)
         spec = engine.loaded.decoder.spec
         heads = sum(layer.kv_heads for layer in spec.managed)
-        turn = len(chat.turns[-1].ids)
-        assert chat.figures.peak_entries <= heads * (BUDGET + BLOCK + turn) + heads * BLOCK
+        assert chat.figures.peak_entries <= heads * (BUDGET + BLOCK)
         assert max(v.next_position for v in chat.episodes) <= chat.figures.log_tokens

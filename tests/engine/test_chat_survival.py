@@ -10,6 +10,7 @@ import pytest
 
 from chats import (
     BLOCK,
+    BUDGET,
     EPISODES,
     HISTORY,
     POLICIES,
@@ -37,10 +38,13 @@ def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: Loaded, policy: str) 
     chat = Chat(engine, "mine")
     while not chat.figures.refreshes:
         chat.say(f"My dog and the car are {len(chat.turns)} years old.", max_new_tokens=6)
+        if policy == "single" and chat.figures.log_tokens > BUDGET // 2:
+            break  # one cache is never refreshed; this one has not been cut down yet
     back = Chat(engine, "mine")
     assert back.turns == chat.turns and back.figures.log_tokens == chat.figures.log_tokens
     assert back.former_policy == str(chat.policy) == str(back.policy)
-    assert all(same(a, b) for a, b in zip(states(back), states(chat), strict=True))
+    if policy == "episodes":  # which were read anew just now
+        assert all(same(a, b) for a, b in zip(states(back), states(chat), strict=True))
     said = [engine.ask(each.memory, "What is old?", max_new_tokens=6) for each in (back, chat)]
     assert said[0].ids == said[1].ids
     kept = SessionFile("mine").load()
@@ -63,8 +67,7 @@ def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine:
             turns, memory = chat.turns, chat.memory
             chat.say("My dog is big and my dog is old.", max_new_tokens=6)
     assert len(chat.turns) == len(turns) + 1, "the turn was finished before the refresh"
-    assert chat.figures.refreshes == 0 and not within(chat)
-    assert within(chat, len(chat.turns[-1].ids))
+    assert chat.figures.refreshes == 0 and within(chat), "the old memory stays within its budget"
     assert len(SessionFile("mine").load().log.exchanges) == len(chat.turns)  # pyright: ignore
     assert chat.memory.router.prompts() == memory.router.prompts()
     stop = False

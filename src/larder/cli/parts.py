@@ -13,6 +13,7 @@ from larder.core.errors import UnknownName
 from larder.core.family import LISTING, unknown
 from larder.core.spelling import name_of
 from larder.policy.protect import Protect
+from larder.session.beyond_budget import beyond_budget
 from larder.session.policy import FAMILIES, SLOTS, Policy
 from larder.session.presets import PRESETS
 
@@ -40,12 +41,14 @@ class PartPage:
 
 @dataclass(frozen=True)
 class PresetPage:
-    """A preset: its sentence as kept, written out in full, and the papers of its parts."""
+    """A preset: its sentence as kept, written out in full, the papers of its parts, and what it
+    holds beyond its budget."""
 
     name: str
     sentence: str
     full: str
     parts: tuple[PartPage, ...]
+    beyond_budget: tuple[str, ...]
 
     def record(self) -> dict[str, str]:
         """What a list tells of it: as `asdict`, without the pages of its parts."""
@@ -74,7 +77,7 @@ def preset_pages() -> list[PresetPage]:
 def preset_page(name: str) -> PresetPage:
     """A preset by name."""
     policy = Policy.parse(name)
-    return PresetPage(name, PRESETS[name], str(policy), parts_of(policy))
+    return PresetPage(name, PRESETS[name], str(policy), parts_of(policy), beyond_budget(policy))
 
 
 def parts_of(policy: Policy) -> tuple[PartPage, ...]:

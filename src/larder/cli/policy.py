@@ -114,6 +114,8 @@ def _show_preset(page: PresetPage) -> None:
     for part in page.parts:
         made.add_row(part.slot, part.name, part.summary)
     console.print(made)
+    for clause in page.beyond_budget:
+        console.print(f"Beyond the budget: {clause}.", soft_wrap=True)
     console.print("\nSizes that are open are filled in by --budget and --block.\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from larder.engine.keeping import Keeper
 from larder.engine.reading import read_or_restore
 from larder.engine.sampling import Sampling
 from larder.models.loading import load
+from larder.session.beyond_budget import told
 from larder.session.memory import Memory
 from larder.session.policy import Policy
 
@@ -89,11 +91,17 @@ def marks(text: str, question: Question) -> Marks | None:
 
 
 def open_engine(options: Common) -> Engine:
-    """The engine that the options ask for; what can be refused early is, before a model loads."""
+    """The engine that the options ask for; what can be refused early is, before a model loads.
+
+    What its policy holds beyond the budget is told on stderr.
+    """
     policy = check_early(options)
     with watched(f"Loading {options.model}"):
         loaded = load(options.model, options.device, options.dtype)
-    return Engine(loaded, policy, options.budget, options.block)
+    engine = Engine(loaded, policy, options.budget, options.block)
+    if engine.beyond_budget:
+        print(f"larder: {told(engine.beyond_budget)}", file=sys.stderr)
+    return engine
 
 
 def check_early(options: Common) -> Policy:

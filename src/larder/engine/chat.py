@@ -8,20 +8,16 @@ from dataclasses import replace
 from larder.core.arguments import check_count, check_type
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
-from larder.core.types import Coming, Mode
 from larder.engine.answer import Answer
 from larder.engine.beginning import log_of, policy_of
 from larder.engine.chat_view import ChatFigures, EpisodeView, Outcome
-from larder.engine.decoding import Tend, untended
 from larder.engine.engine import Engine, unheard
 from larder.engine.keeping import NEW, Keeper, Resumed, Unkept
 from larder.engine.reply import check_fits
 from larder.engine.sampling import Sampling
-from larder.models.passes import Row
-from larder.prefill.base import Progress, silent
-from larder.prefill.tending import Tending
+from larder.prefill.base import Progress, completed, silent
 from larder.session.files.fields import whole
-from larder.session.filing import Cabinet, Drawer, block_of
+from larder.session.filing import Cabinet
 from larder.session.log import Exchange, Log
 from larder.session.logbook import (
     Forgetful,
@@ -31,8 +27,9 @@ from larder.session.logbook import (
 )
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.rooms import governed, tokens_of
+from larder.session.rooms import block_of, governed, tokens_of
 from larder.session.snapshot import State
+from larder.session.turns import Drawer
 
 
 class Chat:
@@ -41,10 +38,13 @@ class Chat:
     A policy that acts while text is generated does so on a copy of the cache, which then takes its
     place; its caches stay within their budget and are not built anew.
 
+    Between two turns each cache holds no more than the budget, and while one runs no more than
+    budget + block. The copies that undo a turn are counted with the others.
+
     A turn counts as a whole or not at all: interrupted or failed, caches and file are as before it.
     The one exception: see `say`.
-    If only the refresh behind a turn is interrupted, the turn stands and the next one begins with
-    the refresh.
+    If only the plan or the refresh behind a turn is interrupted, the turn stands and the next one
+    begins with that.
 
     Args:
         name: of the session, which then survives the process; None for one that does not.
@@ -109,26 +109,26 @@ class Chat:
         cabinet, before = self._cabinet, self._cabinet.state.refreshes
         cabinet.refresh()
         prompt = self._prompt(text)
-        drawer, tending = self._recall(text)
-        cache, closing = drawer.cache, self._engine.scribe.closing()
-        observe = untended if tending is None else tending.observer
-        cache.reserve(len(prompt) + len(closing) + (max_new_tokens if tending is None else 1))
+        drawer, closing = self._recall(text), self._engine.scribe.closing()
+        cache, turn = drawer.cache, drawer.turn
+        turn.reserve(len(prompt) + len(closing) + max_new_tokens)
         self._note(drawer)
         try:
-            reply = self._engine.speaker.reply(
-                cache, prompt, sampling or Sampling(), max_new_tokens, (), on_text, observe
-            )
+            rest = completed(turn.reading(prompt))
+            told = cache, rest, sampling or Sampling(), max_new_tokens, (), on_text, turn.tend
+            reply = self._engine.speaker.reply(*told)
             ids = prompt + reply.ids + closing
-            self._finish(drawer, ids, observe, len(reply.ids))
+            self._finish(drawer, ids, len(reply.ids))
             held_bytes = self._note(drawer)
             filed = cabinet.file(drawer, Exchange(text, reply.text, ids))
             self._logbook.save(filed.state.log, self._stamp())
             cabinet.accept(drawer, filed)
         except BaseException:
-            cache.truncate(drawer.mark)
+            cabinet.undo(drawer)
             raise
         finally:
             cache.compact()
+        completed(cabinet.settling(drawer, filed))
         cabinet.refresh()
         self.outcome = Outcome(drawer.number, filed.number, cabinet.state.refreshes - before)
         return reply.answer(text, drawer.match, len(prompt), held_bytes)
@@ -143,6 +143,7 @@ class Chat:
             return NEW
         if restored is not None and len(restored.log.exchanges) == len(self.turns):
             return ""
+        self._cabinet.refresh()
         return self._keeper.save(self._name, self._cabinet.state)
 
     def fork(self, name: str | None = None) -> Chat:
@@ -188,7 +189,7 @@ class Chat:
     @property
     def policy(self) -> Policy:
         """With every size filled in."""
-        return self.memory.policy
+        return self._cabinet.state.memory.policy
 
     @property
     def former_policy(self) -> str | None:
@@ -198,6 +199,8 @@ class Chat:
     @property
     def memory(self) -> Memory:
         """What it remembers now: `engine.ask` leaves no trace in it. The next turn replaces it."""
+        if not len(self._cabinet.shelf):  # an interruption has left nothing
+            self._cabinet.refresh()
         return self._cabinet.state.memory
 
     @property
@@ -258,13 +261,16 @@ class Chat:
 
     def _hear(self, exchange: Exchange) -> None:
         """Read a turn that was said before, in one pass."""
-        self._cabinet.refresh()
-        drawer, tending = self._recall(exchange.question)
-        self._finish(drawer, exchange.ids, untended if tending is None else tending.observer, 0)
+        cabinet = self._cabinet
+        cabinet.refresh()
+        drawer = self._recall(exchange.question)
+        drawer.turn.reserve(len(exchange.ids))
+        completed(drawer.turn.reading(exchange.ids))
+        self._finish(drawer, exchange.ids, 0)
         self._note(drawer)
-        self._cabinet.accept(drawer, self._cabinet.file(drawer, exchange))
-        drawer.cache.compact()
-        self._cabinet.refresh()
+        cabinet.accept(drawer, filed := cabinet.file(drawer, exchange))
+        completed(cabinet.settling(drawer, filed))
+        cabinet.refresh()
 
     def _prompt(self, text: str) -> tuple[int, ...]:
         scribe = self._engine.scribe
@@ -275,27 +281,24 @@ class Chat:
         check_fits(prompt, tokens_of(self.policy))
         return prompt
 
-    def _recall(self, text: str) -> tuple[Drawer, Tending | None]:
+    def _recall(self, text: str) -> Drawer:
         """The cache that answers; a copy of it, where entries go while the answer is generated."""
-        former = self._cabinet.shelf.active
-        drawer, tending = self._cabinet.draw(text)
+        former, drawer = self._cabinet.shelf.active, self._cabinet.draw(text)
         self._write_backs += former is not None and former != drawer.number
-        return drawer, tending
+        return drawer
 
-    def _finish(self, drawer: Drawer, ids: tuple[int, ...], observe: Tend, said: int) -> None:
+    def _finish(self, drawer: Drawer, ids: tuple[int, ...], said: int) -> None:
         """Read what decoding has left unread: the answer's last token, the end of the turn."""
         unread = ids[drawer.cache.next_position - drawer.mark :]
-        if unread:
-            row = Row(drawer.cache, unread, coming=Coming.TEXT)
-            decoder = self._engine.loaded.decoder
-            decoder.read([row], Mode.APPEND, observe([0], [row], [said]))
+        completed(drawer.turn.following(unread, said))
 
     def _note(self, drawer: Drawer) -> int:
         """Remember what is held now; the bytes of it."""
-        copied = drawer.cache.nbytes if drawer.is_copy else 0
-        self._cabinet.note(drawer.cache.managed_entries, copied)
+        copied = 0 if drawer.copy is None else drawer.copy.nbytes
+        entries = max(drawer.cache.managed_entries, drawer.turn.meter.peak_entries)
+        self._cabinet.note(entries, copied)
         return self._cabinet.shelf.nbytes + copied
 
     def _stamp(self) -> Stamp:
-        loaded = self._engine.loaded
-        return Stamp(loaded.name, loaded.decoder.spec.fingerprint, str(self.policy))
+        model = self._engine.loaded
+        return Stamp(model.name, model.decoder.spec.fingerprint, str(self.policy))

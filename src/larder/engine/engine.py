@@ -11,18 +11,18 @@ import torch
 from larder.core.arguments import check_count, check_type
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer
-from larder.engine.decoding import untended
 from larder.engine.reply import Speaker, check_fits
 from larder.engine.sampling import Sampling
 from larder.models.calibration import calibrate
 from larder.models.loading import SEED, Loaded, load
-from larder.prefill.base import Progress, silent
+from larder.prefill.base import Progress, completed, silent
+from larder.session.beyond_budget import beyond_budget
 from larder.session.embedders.base import Embedder
 from larder.session.embedding import load_embedder
 from larder.session.files import Readable, conversation_of
 from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, Sizes, read, tend
+from larder.session.reading import Desk, Sizes, books_for, read, turn_reader
 from larder.session.rooms import tokens_of
 from larder.session.transcript import Scribe
 
@@ -157,6 +157,8 @@ class Engine:
         """Answer a question, or several, about what was read; the memory stays as it was.
 
         The room that an answer takes is given back too, so memories do not grow by being asked.
+        The cache that answers holds no more than budget + block meanwhile; a question and an answer
+        longer than a block leave it as it was by way of a copy.
 
         Args:
             question: one, or a list of questions, each answered as if it was the only one.
@@ -182,6 +184,11 @@ class Engine:
         return [
             self._answer(memory, one, chosen, max_new_tokens, stop, on_text) for one in question
         ]
+
+    @property
+    def beyond_budget(self) -> tuple[str, ...]:
+        """What the policy holds beyond its budget, a clause each; nothing where that bounds all."""
+        return beyond_budget(self.policy, self.loaded.decoder.spec)
 
     @cached_property
     def desk(self) -> Desk:
@@ -210,28 +217,29 @@ class Engine:
         cache, match = memory.recall(question)
         prompt = self.scribe.question(memory.conversation.question_prompt.format(question=question))
         check_fits(prompt, tokens_of(memory.policy))
-        tending = tend(self.desk, memory.policy, [cache])
-        if tending is not None:
+        is_copy = memory.policy.timing.excess() is not None
+        saved, mark = (cache, cache.next_position) if is_copy else (None, cache.next_position)
+        if is_copy:
             cache = cache.fork()  # what goes while the answer is generated cannot come back
-        mark = cache.next_position
-        cache.reserve(len(prompt) + (max_new_tokens if tending is None else 1))
+        book = books_for(self.desk, memory.router, memory.prompts)[match.episode if match else 0]
+        turn = turn_reader(self.desk, memory.policy, cache, book, saved)
+        turn.reserve(len(prompt) + max_new_tokens)
         try:
-            reply = self.speaker.reply(
-                cache,
-                prompt,
-                sampling,
-                max_new_tokens,
-                stop,
-                on_text,
-                untended if tending is None else tending.observer,
-            )
+            rest = completed(turn.reading(prompt))
+            told = cache, rest, sampling, max_new_tokens, stop, on_text, turn.tend
+            reply = self.speaker.reply(*told)
             held_bytes = memory.shelf.nbytes
-            if tending is not None:
+            if is_copy:
                 held_bytes += cache.nbytes - cache.shared_nbytes
+            elif turn.saved is not None:
+                held_bytes += turn.saved.nbytes
         finally:
-            if tending is None:
+            if turn.saved is None:
                 cache.truncate(mark)
                 cache.compact()
+            elif not is_copy:
+                turn.saved.compact()
+                memory.shelf.reinstate(turn.saved)
         return reply.answer(question, match, len(prompt), held_bytes)
 
     def _load_embedder(self, name: str) -> Embedder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
@@ -42,6 +42,8 @@ class Tending:
         starts: true positions where generating began, one per cache of the generation.
         pages: as in `Reader`.
         foresee: a decoder's, asked where the policy wants to know.
+        most_excess: entries per kv head that may pile up at most, whatever the timing allows; None
+            leaves it to the timing.
     """
 
     planner: Planner
@@ -50,6 +52,11 @@ class Tending:
     starts: tuple[int, ...]
     foresee: Foresee = unforeseen
     pages: int = 0
+    most_excess: int | None = None
+
+    def resting(self) -> Tending:
+        """The same at the end of a turn, when nothing may be held beyond the budget."""
+        return replace(self, most_excess=0)
 
     def observer(
         self, numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]
@@ -102,6 +109,8 @@ class Tending:
         excess = self.planner.timing.excess()
         if excess is None:
             return False
+        if self.most_excess is not None:
+            excess = min(excess, self.most_excess)
         lengths, new = row.cache.lengths(), len(row.ids)
         if not any(tier.recalls for tier in row.cache.tiers):
             excess += self.pages

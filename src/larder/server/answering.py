@@ -138,8 +138,12 @@ def _observer(jobs: Sequence[Job], rows: Sequence[Row]) -> Observer | None:
     """Has each cache be tended by its own policy's part that acts while text is generated."""
     watching: dict[int, Observer] = {}
     for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
-        if job.tending is not None:
-            watching[number] = job.tending.observer([0], [row], [len(job.ids)])
+        if job.drawer is None:
+            continue
+        turn, said = job.drawer.turn, len(job.ids)
+        own = turn.tend_last(row, said) if job.ended else turn.tend([0], [row], [said])
+        if own is not None:
+            watching[number] = own
     if not watching:
         return None
 

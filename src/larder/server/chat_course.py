@@ -8,12 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
-from larder.core.types import Coming
-from larder.models.decoder import Decoder
-from larder.prefill.base import pieces
 from larder.prefill.meter import Meter
-from larder.prefill.reader import Lane
-from larder.server.begun import Begun
 from larder.server.chat_log import history_of, log_of
 from larder.server.job import Job
 from larder.server.sitting import Said, Sitting
@@ -21,10 +16,11 @@ from larder.server.spots import AllSpots
 from larder.server.vault import Vault
 from larder.session.filing import Cabinet
 from larder.session.log import Exchange, Log
-from larder.session.reading import books_for, gathering, reader_of, tend
+from larder.session.reading import gathering
 from larder.session.rooms import tokens_of
 from larder.session.snapshot import State
 from larder.session.transcript import Scribe
+from larder.session.turns import Drawer
 
 Course = Generator[object, None, None]
 
@@ -36,15 +32,14 @@ class Courses:
         vault: told how long reading takes.
     """
 
-    def __init__(self, decoder: Decoder, scribe: Scribe, vault: Vault) -> None:
-        self._decoder, self._scribe, self._vault = decoder, scribe, vault
+    def __init__(self, scribe: Scribe, vault: Vault) -> None:
+        self._scribe, self._vault = scribe, vault
 
     def course(self, job: Job) -> Course:
         """From what there is of a session to a cache that has read all but the prompt's end."""
         sitting = job.sitting
         if sitting.cabinet is None:
             sitting.cabinet = yield from self._rebuilt(job)
-            yield
             if job.counts.recomputed > sitting.rule.block:  # fewer take longer, each
                 self._vault.note_reading(job.counts.recomputed, job.seconds)
         else:
@@ -52,18 +47,14 @@ class Courses:
             yield from self._caught_up(job, sitting.cabinet)
         sitting.read = sitting.ids
         yield from _refreshing(sitting, sitting.cabinet)
-        begun = yield from self._begun(sitting, sitting.cabinet, job.turns[-1].text, job.added)
-        drawer, job.tending = begun.drawer, begun.tending
-        job.drawer, job.plans = drawer, drawer.cache.plans
         room = len(job.added) + job.new_tokens + len(self._scribe.closing())
-        drawer.cache.reserve(room if job.tending is None else 1)
-        *chunks, job.asked = begun.chunks
-        for chunk in chunks:
-            begun.read(chunk, Coming.QUESTION)
-            yield
+        told = sitting, sitting.cabinet, job.turns[-1].text, job.added, room
+        drawer, asked = yield from self._drawn(*told)
+        job.drawer = drawer
+        job.asked = yield from drawer.turn.reading(asked)
         if job.ids:  # they were said before, and are read once more
-            begun.read(job.asked, Coming.QUESTION)
-            yield from begun.speak(tuple(job.ids[:-1]))
+            drawer.turn.ask(job.asked)
+            yield from drawer.turn.replaying(tuple(job.ids[:-1]))
 
     def leads_on(self, job: Job, cabinet: Cabinet) -> bool:
         """Whether caches are of a beginning of what was said, so that they can hear the rest."""
@@ -110,35 +101,37 @@ class Courses:
         """A turn once more, as it was when it was said."""
         answer, closing = tuple(said.answer), self._scribe.closing()
         prompt = exchange.ids[: len(exchange.ids) - len(answer)]
-        begun = yield from self._begun(sitting, cabinet, exchange.question, prompt)
-        for chunk in begun.chunks:
-            begun.read(chunk, Coming.QUESTION)
-            yield
-        stop = len(answer) - said.unread
-        yield from begun.speak(answer[:stop])
+        told = sitting, cabinet, exchange.question, prompt, len(exchange.ids)
+        drawer, asked = yield from self._drawn(*told)
+        turn, stop = drawer.turn, len(answer) - said.unread
+        asked = yield from turn.reading(asked)
+        turn.ask(asked)
+        yield
+        yield from turn.replaying(answer[:stop])
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
-        if answer[stop:]:
-            begun.read(answer[stop:], Coming.TEXT, generated)
-        drawer, filed = begun.drawer, cabinet.file(begun.drawer, exchange)
+        yield from turn.following(answer[stop:], generated)
+        filed = cabinet.file(drawer, exchange)
         sitting.spots.file(drawer.number, filed.number, drawer.mark, cabinet.length)
         cabinet.accept(drawer, filed)
         drawer.cache.compact()
+        yield from cabinet.settling(drawer, filed)
         yield
 
-    def _begun(
-        self, sitting: Sitting, cabinet: Cabinet, question: str, prompt: tuple[int, ...]
-    ) -> Generator[object, None, Begun]:
-        """A turn on the cache for its question, which is yet to read the last of the prompt."""
-        policy, desk, block = sitting.rule.policy, sitting.rule.desk, sitting.rule.block
-        drawer, tending = cabinet.draw(question)
-        if len(prompt) > tokens_of(policy):
-            drawer = drawer if drawer.is_copy else drawer.copied()
-            head, prompt = prompt[:-block], prompt[-block:]
-            book = books_for(desk, cabinet.state.memory.router, {})[drawer.number]
-            reader = reader_of(desk, policy, drawer.mark + len(head), Meter())
-            yield from policy.schedule.steps(reader, [Lane(drawer.cache, book)], head)
-            tending = tend(desk, policy, [drawer.cache])
-        return Begun(self._decoder, drawer, tending, tuple(pieces(prompt, block)))
+    def _drawn(
+        self, sitting: Sitting, cabinet: Cabinet, question: str, prompt: tuple[int, ...], room: int
+    ) -> Generator[object, None, tuple[Drawer, tuple[int, ...]]]:
+        """The cache for a question, and what it is yet to read of the prompt: a message longer than
+        M is read as a context is, but for its last block.
+
+        Args:
+            room: tokens of the whole turn.
+        """
+        drawer, block = cabinet.draw(question), sitting.rule.block
+        if len(prompt) > tokens_of(sitting.rule.policy):
+            drawer = yield from cabinet.ahead(drawer, prompt[:-block])
+            prompt = prompt[-block:]
+        drawer.turn.reserve(room)
+        return drawer, prompt
 
 
 def _refreshing(sitting: Sitting, cabinet: Cabinet) -> Course:

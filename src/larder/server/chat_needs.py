@@ -11,7 +11,7 @@ from larder.server.budget import Need
 from larder.server.rule import Held, Rule
 from larder.server.sitting import Said
 from larder.session.arrangements.single import Single
-from larder.session.rooms import governed, slots_of, tokens_of
+from larder.session.rooms import governed, slots_of
 
 ENDING_TOKENS = 32  # what ends a turn, at most
 MOST_EPISODES = 16  # twice what is chosen by itself
@@ -31,9 +31,9 @@ def chat_need(rule: Rule, length: int, prompt: int, new_tokens: int, episodes: i
     """
     whole = length + new_tokens + ENDING_TOKENS
     resting = min(whole, _resting(rule))
-    answering = min(whole, _answering(rule, prompt, new_tokens))
+    answering = min(whole, _answering(rule))
     device = rule.bytes_of(answering, whole, 0)
-    if _copies(rule, prompt):
+    if _copies(rule, prompt + new_tokens):
         device = _joined(device, rule.bytes_of(resting, whole, 0))
     built = rule.bytes_of(min(whole, _building(rule, length)), whole, 0)
     passing = max(device.passing, built.passing) + _scratch_bytes(rule, whole)
@@ -43,11 +43,11 @@ def chat_need(rule: Rule, length: int, prompt: int, new_tokens: int, episodes: i
 
 def _resting(rule: Rule) -> int:
     """Entries per head of a cache between two turns."""
-    return rule.tokens + _slots(rule) + rule.block + _slack(rule)
+    return rule.tokens + _slots(rule) + _slack(rule)
 
 
 def _slots(rule: Rule) -> int:
-    return slots_of(rule.policy, rule.desk.decoder.spec)
+    return slots_of(rule.policy, rule.desk.decoder.spec) + rule.policy.lag
 
 
 def _slack(rule: Rule) -> int:
@@ -55,13 +55,9 @@ def _slack(rule: Rule) -> int:
     return 0 if excess is None else excess + GROWTH_TOKENS
 
 
-def _answering(rule: Rule, prompt: int, new_tokens: int) -> int:
+def _answering(rule: Rule) -> int:
     """Entries per head of a cache that answers, slots for pages included."""
-    pages = _slots(rule)
-    if rule.tends:  # what is read at once is judged at once
-        return rule.tokens + 2 * pages + 2 * rule.block + _slack(rule) + ENDING_TOKENS
-    asked = min(prompt, tokens_of(rule.policy)) + new_tokens + ENDING_TOKENS
-    return rule.tokens + 2 * pages + rule.block + asked
+    return rule.tokens + 2 * _slots(rule) + rule.block + GROWTH_TOKENS
 
 
 def _building(rule: Rule, length: int) -> int:
@@ -71,10 +67,11 @@ def _building(rule: Rule, length: int) -> int:
     return rule.tokens + _slots(rule) + rule.block + GROWTH_TOKENS
 
 
-def _copies(rule: Rule, prompt: int) -> bool:
-    """Whether a turn has a second cache on the device: a copy, or a new episode's."""
+def _copies(rule: Rule, tokens: int) -> bool:
+    """Whether a turn of so many tokens has a second cache on the device: a copy, or a new
+    episode's."""
     is_single = isinstance(rule.policy.session, Single)
-    return rule.tends or not is_single or prompt > tokens_of(rule.policy)
+    return rule.tends or not is_single or tokens + ENDING_TOKENS > rule.block
 
 
 def _joined(one: Need, other: Need) -> Need:
@@ -82,7 +79,9 @@ def _joined(one: Need, other: Need) -> Need:
 
 
 def _scratch_bytes(rule: Rule, length: int) -> int:
-    """Keys and values of a layer that are read behind a cache to judge it."""
+    """Keys and values of a layer that are read behind a cache to judge all of it at once."""
+    if not isinstance(rule.policy.schedule, Whole):
+        return 0
     spec = rule.desk.decoder.spec
     largest = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers)
     return largest * (length + PIECE_TOKENS)
@@ -120,5 +119,4 @@ def turn_need(rule: Rule, said: Sequence[Said], length: int, new_tokens: int) ->
     if rule.is_chat:
         prompt = length - sum(each.tokens for each in said)
         return chat_need(rule, length, prompt, new_tokens, 0)
-    again = max((len(each.answer) for each in said), default=0)
-    return rule.need(Held(), length, new_tokens, again)
+    return rule.need(Held(), length, new_tokens)

@@ -2,8 +2,8 @@
 
 What such a turn takes, `larder.session.filing` does, here in steps that are no longer than a block.
 Three things differ from a chat. A message longer than M is not refused: all but its last block is
-read as a context is, on a copy of the cache. A prompt longer than a block is read in blocks. And
-caches that have grown too large are built anew when the next turn begins.
+read as a context is, on a copy of the cache. The end of a turn is read before the turn is filed.
+And episodes that have grown too large are built anew when the next turn begins.
 
 A cache that was given up is built again from what was said: from where all was read anew last,
 turn by turn, token by token where that makes a difference.
@@ -16,9 +16,8 @@ from time import perf_counter
 
 from larder.core.errors import BudgetError, LarderError, Refused
 from larder.engine.streaming import TextStream
-from larder.models.decoder import Decoder
 from larder.server.budget import Need, Purse
-from larder.server.chat_course import Courses
+from larder.server.chat_course import Course, Courses
 from larder.server.chat_needs import chat_need
 from larder.server.job import Fetch, Job
 from larder.server.manner import Manner
@@ -30,15 +29,16 @@ from larder.server.vault import SLOWER
 from larder.session.filing import Cabinet
 from larder.session.log import Exchange
 from larder.session.transcript import Scribe
+from larder.session.turns import Drawer
 from larder.store.ledger import Tier
 
 
 class Chatting(Manner):
     """Holds each session in a cabinet."""
 
-    def __init__(self, tiers: Tiers, purse: Purse, decoder: Decoder, scribe: Scribe) -> None:
+    def __init__(self, tiers: Tiers, purse: Purse, scribe: Scribe) -> None:
         self._tiers, self._purse, self._scribe = tiers, purse, scribe
-        self._courses = Courses(decoder, scribe, tiers.vault)
+        self._courses = Courses(scribe, tiers.vault)
 
     def start(self, job: Job) -> None:
         sitting, said = job.sitting, _tokens(job.said)
@@ -87,26 +87,42 @@ class Chatting(Manner):
         return sitting.rule.block
 
     def read_again(self, job: Job) -> None:
-        job.drawer, job.course = None, self._courses.course(job)
+        job.drawer = job.finished = job.filed = None
+        job.course = self._courses.course(job)
 
     def note(self, job: Job, plans: int) -> None:
         del plans
         self._check(job)
+        assert job.drawer is not None
+        if not job.ended and job.drawer.turn.room < 1:
+            job.course = job.drawer.turn.making_room(1)
 
     def goes_on(self, job: Job, reason: str, closing: tuple[int, ...]) -> bool:
         drawer = job.drawer
         assert drawer is not None
-        ids = (*job.added, *job.ids, *closing)
+        ids, job.course = (*job.added, *job.ids, *closing), None
         job.tail, job.ended = ids[drawer.cache.next_position - drawer.mark :], reason
-        return bool(job.tail)
+        if drawer.turn.rests_after(len(job.tail)):
+            return bool(job.tail)
+        job.course = self._ending(job, drawer, closing)
+        return True
 
     def file(self, job: Job, reason: str, closing: tuple[int, ...]) -> Said:
         sitting = job.sitting
-        assert sitting.cabinet is not None and job.drawer is not None
-        said = job.exchange(closing, len(job.tail), reason)
-        exchange = Exchange(job.turns[-1].text, said.text, (*job.added, *said.answer))
-        job.filed = sitting.cabinet.file(job.drawer, exchange)
-        return said
+        if job.finished is None:
+            assert sitting.cabinet is not None and job.drawer is not None
+            said = job.finished = job.exchange(closing, len(job.tail), reason)
+            exchange = Exchange(job.turns[-1].text, said.text, (*job.added, *said.answer))
+            job.filed = sitting.cabinet.file(job.drawer, exchange)
+        return job.finished
+
+    def _ending(self, job: Job, drawer: Drawer, closing: tuple[int, ...]) -> Course:
+        """Read the end of a turn, and bring the cache that holds it back to its budget."""
+        yield from drawer.turn.following(job.tail, len(job.ids))
+        self.file(job, job.ended, closing)
+        assert job.filed is not None
+        if job.filed.number == drawer.number:
+            yield from drawer.turn.settling()
 
     def accept(self, job: Job) -> None:
         sitting, drawer = job.sitting, job.drawer
@@ -124,11 +140,11 @@ class Chatting(Manner):
         if job.course is not None:
             job.course.close()
         job.course = job.drawer = None
-        if drawer is not None and not drawer.is_copy:
-            if drawer.cache.plans != job.plans:
-                self._tiers.drop(sitting)
+        if drawer is not None and sitting.cabinet is not None:
+            if drawer.can_be_undone:
+                sitting.cabinet.undo(drawer)
             else:
-                drawer.cache.truncate(drawer.mark)
+                self._tiers.drop(sitting)
         if sitting.cabinet is None:
             self._tiers.drop(sitting)
         elif not _fits(sitting.cabinet, job):  # of a turn that was not kept, or not all was heard
@@ -212,8 +228,8 @@ class Chatting(Manner):
         """Compare what is held with what was spoken for."""
         sitting, drawer = job.sitting, job.drawer
         device, host = sitting.device_bytes, sitting.host_bytes
-        if drawer is not None and drawer.is_copy:
-            copy = drawer.cache
+        copy = None if drawer is None else drawer.copy
+        if copy is not None:
             device += copy.fast_nbytes
             host += copy.nbytes - copy.fast_nbytes - copy.shared_nbytes
         if sitting.cabinet is not None:

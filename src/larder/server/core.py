@@ -81,7 +81,7 @@ class Core:
         decoder = engine.loaded.decoder
         self._manners: tuple[Manner, Manner] = (
             Starting(self.tiers, self.purse, engine.scribe, self.sessions.sharing),
-            Chatting(self.tiers, self.purse, decoder, engine.scribe),
+            Chatting(self.tiers, self.purse, engine.scribe),
         )
         directory = self._directory = Directory(self.sessions, self.forget, keeper)
         told = decoder, engine.scribe, engine.stops

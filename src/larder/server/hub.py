@@ -19,7 +19,10 @@ class SessionView:
         tokens: of everything said.
         tier_bytes: of its cache, by tier: `device`, `host`, `disk`.
         tier: the fastest that holds the whole cache; `none` where only the tokens are known.
-        kept_tokens: entries that are held, per kv head on average.
+        kept_tokens: entries that can be attended to, per kv head on average: those that are parked
+            until a query asks for them as well.
+        held_tokens: entries that the fullest cache holds on the budget, per kv head on average.
+        budget_tokens: that it may hold; None without a limit.
         evicted_tokens, merged_tokens, lossless: as in `Report`.
         epoch: turns committed so far.
         made, last_used: seconds since 1970.
@@ -41,6 +44,8 @@ class SessionView:
     made: float
     last_used: float
     durable: bool = True
+    held_tokens: int = 0
+    budget_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,12 +111,16 @@ class Served:
         context_tokens: the longest text that it was made for; None where nothing says so.
         policy: the canonical sentence.
         made: seconds since 1970.
+        budget_tokens: M, entries per kv head of one cache; None without a limit.
+        beyond_budget: what is held beside it, a clause each.
     """
 
     name: str
     policy: str
     context_tokens: int | None
     made: float
+    budget_tokens: int | None = None
+    beyond_budget: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

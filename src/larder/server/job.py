@@ -11,29 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.cutting import even_cuts
 from larder.engine.streaming import TextStream
-from larder.prefill.tending import Tending
 from larder.server.manner import Manner
 from larder.server.request import Listener, Report, Request, Ticket, Turn
-from larder.server.rule import By
 from larder.server.sitting import ID, Asked, Kept, Said, Sitting
 from larder.server.vault import Fetched
-from larder.session.filing import Drawer, Filed
+from larder.session.turns import Drawer, Filed
 from larder.store.ledger import Reservation
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens that one step reads.
-
-    Args:
-        length: of the text that they were first read as part of, by which layers get their quotas.
-    """
-
-    ids: tuple[int, ...]
-    length: int
-    by: By = By.OTHERS
 
 
 @dataclass
@@ -84,7 +68,7 @@ class Job(Ticket):
         wake: tells the model's thread that something has changed.
         manner: how its session is held.
         mark: tokens that the cache had read before.
-        pieces: what must be read before the last token of the prompt.
+        pieces: what must be read before the last token of the prompt, block by block.
         fetch: what must arrive before that.
         was_new: whether the session was made for it.
         course: reads what must be read before the answer, a block at a time, where the session is
@@ -94,6 +78,8 @@ class Job(Ticket):
         added: the part of the text that such a request adds to the caches of its session.
         asked: the end of the prompt, which the first pass of the answer reads.
         ended: why the answer has ended, where `tail`, the end of the turn, is yet to be read.
+        finished: the turn as it is to be kept, where the end of it was read apart; else the pass
+            that reads its last token finishes it.
         filed: the chat behind the turn.
         passed: blocks that others of its tenant have got since it had one.
         durable: as in `Report`.
@@ -111,19 +97,18 @@ class Job(Ticket):
     manner: Manner
     counts: Counts = field(default_factory=Counts)
     mark: int = 0
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[tuple[int, ...]] = field(default_factory=list)
     place: int = 0
     course: Generator[object, None, None] | None = None
     ahead: int = 0
     seconds: float = 0.0
     drawer: Drawer | None = None
-    plans: int = 0
     added: tuple[int, ...] = ()
     asked: tuple[int, ...] = ()
     ended: str = ""
     tail: tuple[int, ...] = ()
+    finished: Said | None = None
     filed: Filed | None = None
-    tending: Tending | None = None
     stream: TextStream | None = None
     source: torch.Generator | None = None
     ids: list[int] = field(default_factory=list)
@@ -141,6 +126,11 @@ class Job(Ticket):
     def is_read(self) -> bool:
         """Whether only the end of the prompt is left to be read, by the pass that answers."""
         return self.fetch is None and self.course is None and self.place == len(self.pieces)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to be read, not even by a pass that answers."""
+        return self.finished is not None and self.is_read
 
     @property
     def left(self) -> int:
@@ -213,28 +203,3 @@ class Job(Ticket):
             seconds=now - times.asked,
             durable=self.durable,
         )
-
-
-def pieces_of(said: Sequence[Said], wanted: tuple[int, ...], start: int, block: int) -> list[Piece]:
-    """What must be read from `start` on, all but the last token, in the pieces of the first time.
-
-    What was once read turn by turn is read in the same blocks again, so that a policy finds the
-    same to judge.
-
-    Args:
-        said: the finished exchanges that the text begins with.
-    """
-    cuts, place, unread = list[tuple[int, int, int, By]](), 0, 0
-    for each in said:
-        ready = place + len(each.prompt)
-        cuts.append((place - unread, ready - 1, ready, By.OTHERS))
-        place = ready + len(each.answer)
-        unread = each.unread
-        cuts.append((ready - 1, place - unread, place - unread, By.MODEL))
-    cuts.append((place - unread, len(wanted) - 1, len(wanted), By.OTHERS))
-    found: list[Piece] = []
-    for first, stop, length, by in cuts:
-        first = max(first, start)
-        for begin, end in even_cuts(max(0, stop - first), block):
-            found.append(Piece(wanted[first + begin : first + end], length, by))
-    return found

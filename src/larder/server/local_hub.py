@@ -79,7 +79,8 @@ class LocalHub(Hub):
 
     def models(self) -> tuple[Served, ...]:
         core = self._core
-        return (Served(core.engine.loaded.name, str(core.rule), core.context, self._made),)
+        told = core.engine.loaded.name, str(core.rule), core.context, self._made
+        return (Served(*told, core.rule.budget_tokens, core.engine.beyond_budget),)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         self._core.check_length(text, param="prompt")

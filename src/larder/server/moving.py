@@ -89,38 +89,24 @@ class Moving:
         return done
 
     def compact(self, sitting: Sitting) -> Future[Sitting]:
-        """Bring a cache back within its policy's budget, wherever it is, and give slack back.
+        """Bring a cache to the device, where it rests within its budget, and give slack back.
 
         Raises:
             Refusal: there is no room for it on the device now.
         """
         done: Future[Sitting] = Future()
 
-        def squeeze(there: Future[Sitting]) -> None:
+        def give_back(there: Future[Sitting]) -> None:
             try:
-                self._squeeze(there.result())
+                self._tiers.settle(there.result())
             except FAILURES as error:
                 self._tiers.drop(sitting)
                 done.set_exception(error)
             else:
                 done.set_result(sitting)
 
-        self.prefetch(sitting).add_done_callback(squeeze)
+        self.prefetch(sitting).add_done_callback(give_back)
         return done
-
-    def _squeeze(self, sitting: Sitting) -> None:
-        cache, rule = sitting.cache, sitting.rule
-        if cache is None:
-            return
-        count = rule.excess(cache, sitting.settled)
-        if count:
-            held = sitting.held
-            self._tiers.grant(sitting, rule.need(held, held.read, 0))
-            rule.squeeze(cache, tuple(sitting.read[-count:]))
-            sitting.settled = cache.next_position
-            sitting.kept = None  # the store has it as it was
-            sitting.note()
-        self._tiers.settle(sitting)
 
     def _arrived(
         self,

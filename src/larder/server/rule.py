@@ -1,21 +1,17 @@
-"""How a policy works on a server: over one cache for each conversation, which grows by turns.
+"""How a policy works on a server, and what a turn under it may take.
 
-A prompt is read in blocks of M_block tokens. A block that would bring the cache beyond M + M_block
-entries per head is judged, which leaves M; others are appended. So nothing is ever read twice and
-no reading holds more than M + 2 M_block, where `larder chat` builds such a cache anew.
-
-Policies that act while text is generated, that park, rebuild, read a whole text before they judge
-it or keep episodes are followed as `larder chat` follows them (`larder.server.chatting`).
+Where nothing is ever dropped, each conversation has one cache that grows by what it has not read
+yet (`larder.server.starting`). Policies with a budget, and those that keep episodes, are followed
+turn by turn as `larder chat` follows them (`larder.server.chatting`): no more than the budget
+between two turns, and no more than budget + block while one runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 
 from larder.cache.latest import latest_bytes
-from larder.cache.ragged import GROWTH_TOKENS
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -24,35 +20,26 @@ from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.compensation.drop import Drop
 from larder.policy.storage.exact import Exact
 from larder.prefill.meter import Meter
-from larder.prefill.reader import AGAIN_TOKENS, Lane, Reader
-from larder.prefill.schedules.blockwise import Blockwise
+from larder.prefill.reader import AGAIN_TOKENS, Reader
 from larder.prefill.schedules.episodic import Episodic
-from larder.prefill.tending import Tending
 from larder.server.budget import Need
 from larder.session.arrangements.single import Single
-from larder.session.filing import block_of
 from larder.session.policy import Policy
 from larder.session.prompts import common_prompts, require
-from larder.session.reading import Desk, readied, set_up, tend
+from larder.session.reading import Desk, reader_of, set_up
 from larder.session.rooms import (
+    block_of,
     check_room,
     empty_cache,
     entries_of,
     governed,
+    pages_of,
     tokens_of,
-    unparked_of,
 )
 from larder.session.sizes import HEAD_BYTES, NUMBER_BYTES, resolve_open
 
 EVERYTHING = "full"
 LAYERS_PASSING = 2  # held for a moment while one is laid out anew: its old storage, and a copy
-
-
-class By(Enum):
-    """Who has said a text: the model, or others to it."""
-
-    MODEL = "model"
-    OTHERS = "others"
 
 
 @dataclass(frozen=True)
@@ -117,6 +104,13 @@ class Rule:
         return entries_of(self.policy, self.desk.decoder.spec)
 
     @property
+    def budget_tokens(self) -> int | None:
+        """Entries per kv head of one cache between two turns, slots for recalled pages included;
+        None without a limit."""
+        beside = pages_of(self.policy) + self.policy.lag
+        return self.tokens + beside if self.is_limited else None
+
+    @property
     def is_limited(self) -> bool:
         """Whether anything is ever dropped."""
         return tokens_of(self.policy) != WITHOUT_LIMIT
@@ -124,12 +118,7 @@ class Rule:
     @cached_property
     def is_chat(self) -> bool:
         """Whether sessions are held as `larder chat` holds them."""
-        policy = self.policy
-        if not isinstance(policy.session, Single):
-            return True
-        is_judged = isinstance(policy.schedule, Blockwise) and not self.tends
-        parts = policy.recall, policy.rebuilding, *policy.staying.codecs
-        return self.is_limited and not (is_judged and parts == (None, None))
+        return self.is_limited or not isinstance(self.policy.session, Single)
 
     @cached_property
     def block(self) -> int:
@@ -148,72 +137,22 @@ class Rule:
 
     def reader(self, length: int) -> Reader:
         """What reads a text that will be `length` tokens long."""
-        reading = self.policy.timing.reading_tokens(self.tokens)
-        planner, quotas = readied(self.desk, self.policy, reading, max(length, self.tokens))
-        told = planner, reading, quotas, Meter(), unparked_of(self.policy)
-        return Reader(self.desk.decoder, *told)
+        return reader_of(self.desk, self.policy, max(length, self.tokens), Meter())
 
     @property
     def tends(self) -> bool:
         """Whether entries go while text is generated."""
         return self.policy.timing.excess() is not None
 
-    def read(self, reader: Reader, cache: SequenceCache, ids: tuple[int, ...], by: By) -> None:
-        """Read a block of at most M_block tokens, and judge if that is due.
-
-        An answer is judged only where it was when it was given.
-        """
-        lane = Lane(cache, self._book)
-        cache.reserve(len(ids))
-        if (by is By.OTHERS or self.tends) and self._is_due(cache, len(ids)):
-            reader.settle([lane], ids, ids, cache.next_position)
-        else:
-            reader.append([lane], ids)
-
-    def excess(self, cache: SequenceCache, settled: int) -> int:
-        """How many of the last tokens must be read again so that a cache comes back to M; 0 where
-        it is there, or they cannot be taken back.
-
-        Args:
-            settled: tokens that stand in it for good.
-        """
-        is_over = self.is_limited and cache.managed_entries > self.heads * self.tokens
-        if not is_over or not self.can_take_back:
-            return 0
-        return min(self.block, cache.next_position - settled)
-
-    def squeeze(self, cache: SequenceCache, tail: tuple[int, ...]) -> None:
-        """Bring a cache back to M by having its last tokens judge, as if a block had ended there.
-
-        Args:
-            tail: its last tokens, at most M_block.
-        """
-        cache.truncate(cache.next_position - len(tail))
-        cache.reserve(len(tail))
-        reader = self.reader(cache.next_position + len(tail))
-        reader.settle([Lane(cache, self._book)], tail, tail, cache.next_position)
-
-    def tending(self, cache: SequenceCache) -> Tending | None:
-        """What keeps the cache within its budget while it answers, for policies that do so."""
-        return tend(self.desk, self.policy, [cache])
-
-    def need(self, held: Held, length: int, new_tokens: int, again: int = 0) -> Need:
-        """The most that a turn can bring a cache to.
+    def need(self, held: Held, length: int, new_tokens: int) -> Need:
+        """The most that a turn can bring a cache to that keeps everything.
 
         Args:
             held: what it holds before.
             length: of the whole text once the prompt is read.
             new_tokens: the longest answer.
-            again: of the longest former answer that must be read again.
         """
-        per_head = length + new_tokens
-        if self.is_limited:
-            per_cache = -(-held.entries // max(1, self.heads))
-            unread = max(0, length - held.read)
-            least = max(per_cache, self.tokens + self.block)
-            per_head = min(per_head, least + max(min(self.block, unread), again) + new_tokens)
-            per_head += GROWTH_TOKENS if self.tends else 0
-        return self.bytes_of(per_head, length, new_tokens)
+        return self.bytes_of(max(held.read, length) + new_tokens, length, new_tokens)
 
     def is_lossless(self, cache: SequenceCache) -> bool:
         """Whether the cache holds all that it has read, as it was read."""
@@ -245,15 +184,6 @@ class Rule:
     @cached_property
     def _book(self) -> dict[str, tuple[int, ...]]:
         return common_prompts(self.desk.scribe)
-
-    def _is_due(self, cache: SequenceCache, new_tokens: int) -> bool:
-        """Whether a block brings the cache beyond M + M_block."""
-        if not self.is_limited:
-            return False
-        if self.policy.staying.codecs:  # what a cache may hold depends on how finely it does
-            return True
-        bound = self.heads * (self.tokens + self.block)
-        return cache.managed_entries + self.heads * new_tokens > bound
 
     def bytes_of(self, per_head: int, length: int, new_tokens: int) -> Need:
         """What a cache takes with so many entries in each head that the budget is for.

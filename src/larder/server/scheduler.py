@@ -1,7 +1,7 @@
 """Who is served next: many conversations over one model, in steps that are short for all.
 
 A step is one packed pass that gives every answer in the making its next token, then one block of
-one prompt. The block is of the tenant that was served least, as in Sheng et al., "Fairness in
+one turn. The block is of the tenant that was served least, as in Sheng et al., "Fairness in
 Serving Large Language Models" (2024), arXiv:2401.00588, section 4, where a counter of tokens says
 so and who comes back starts no lower than who is there; among its requests, of the one with least
 left to read, but for who was passed over too often. So between two tokens of an answer there is
@@ -190,6 +190,8 @@ class Scheduler:
             self.running.remove(job)
             job.manner.undo(job)
             self._fail(job, error)
+        if job in self.running and job.has_ended:
+            self._finish(self.running.pop(self.running.index(job)), job.ended)
         return True
 
     def _turn(self, job: Job) -> tuple[float, int, int]:
@@ -274,8 +276,8 @@ class Scheduler:
         if reason != "cancelled":
             job.sitting.answered = now
         self._rest(job, now)
-        self.done[reason] += 1
         self.sums.update({name: getattr(report, name) for name in SUMS})
+        self.done[reason] += 1
         job.listener.on_done(report)
 
     def _fail(self, job: Job, error: Exception) -> None:

@@ -10,8 +10,10 @@ from time import perf_counter
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, Refused
 from larder.engine.streaming import TextStream
+from larder.prefill.base import pieces
+from larder.prefill.reader import Lane
 from larder.server.budget import Need, Purse
-from larder.server.job import Fetch, Job, pieces_of
+from larder.server.job import Fetch, Job
 from larder.server.manner import Manner
 from larder.server.sitting import ID, Said, Sitting
 from larder.server.stowing import COPIES
@@ -24,7 +26,8 @@ Find = Callable[[Sitting, tuple[int, ...]], Sitting | None]
 
 
 class Starting(Manner):
-    """Holds each session in one cache: finds the one to go on with, and reads what it lacks.
+    """Holds each session in one cache that keeps everything: finds the one to go on with, and reads
+    what it lacks.
 
     Args:
         find: who else may have read the beginning of a text.
@@ -96,21 +99,17 @@ class Starting(Manner):
         sitting, piece = job.sitting, job.pieces[job.place]
         cache = sitting.cache
         assert cache is not None
-        reader = sitting.rule.reader(piece.length)
-        plans, begun = cache.plans, perf_counter()
-        try:
-            sitting.rule.read(reader, cache, piece.ids, piece.by)
-        finally:
-            if cache.plans != plans:  # nor can a pass be taken back that failed halfway
-                sitting.settled = cache.next_position + (cache.next_position == len(sitting.read))
-        if 2 * len(piece.ids) > sitting.rule.block:  # fewer take longer, each
-            self._tiers.vault.note_reading(len(piece.ids), perf_counter() - begun)
-        sitting.read.extend(piece.ids)
+        reader, begun = sitting.rule.reader(len(job.wanted)), perf_counter()
+        cache.reserve(len(piece))
+        reader.append([Lane(cache, {})], piece)
+        if 2 * len(piece) > sitting.rule.block:  # fewer take longer, each
+            self._tiers.vault.note_reading(len(piece), perf_counter() - begun)
+        sitting.read.extend(piece)
         self._purse.check(sitting.key, max(cache.nbytes, reader.meter.peak_bytes))
         job.place += 1
         if job.is_read:
             self._prepare(job)
-        return len(piece.ids)
+        return len(piece)
 
     def read_again(self, job: Job) -> None:
         sitting = job.sitting
@@ -154,7 +153,7 @@ class Starting(Manner):
 
     def _lay_out(self, job: Job, text: tuple[int, ...]) -> None:
         sitting = job.sitting
-        job.pieces = pieces_of(job.said, text, len(sitting.read), sitting.rule.block)
+        job.pieces = pieces(text[len(sitting.read) : -1], sitting.rule.block)
         job.place = 0
         if job.is_read:
             self._prepare(job)
@@ -163,9 +162,7 @@ class Starting(Manner):
         """Everything is read: make ready to answer."""
         sitting, cache = job.sitting, job.sitting.cache
         assert cache is not None
-        job.tending = sitting.rule.tending(cache)
-        left = job.new_tokens - len(job.ids)
-        cache.reserve(left if job.tending is None else 1)
+        cache.reserve(job.new_tokens - len(job.ids))
         self._purse.check(sitting.key, cache.nbytes)
         if job.stream is None:
             stop = job.request.stop
@@ -269,8 +266,7 @@ class Starting(Manner):
     def _need(self, job: Job, source: Sitting | None) -> Need:
         """Of the turn over what a session holds now."""
         held = job.sitting.held if source is None else source.held
-        again = max((len(each.answer) for each in job.said), default=0)
-        need = job.sitting.rule.need(held, len(job.wanted), job.new_tokens, again)
+        need = job.sitting.rule.need(held, len(job.wanted), job.new_tokens)
         if source is None:
             return need
         nbytes = source.nbytes

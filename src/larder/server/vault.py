@@ -116,6 +116,8 @@ class StoreVault(Vault):
             "coded": "yes" if is_coded else "no",
             "whole": "yes" if is_whole else "no",
             "kept": str(view.kept_tokens),
+            "held": str(view.held_tokens),
+            "budget": "" if view.budget_tokens is None else str(view.budget_tokens),
             "evicted": str(view.evicted_tokens),
             "merged": str(view.merged_tokens),
         }

@@ -42,7 +42,16 @@ def view_of(sitting: Sitting) -> SessionView:
         made=sitting.made,
         last_used=sitting.last_used,
         durable=sitting.written > 0 and sitting.logged == len(sitting.said),
+        held_tokens=_fullest(sitting) // max(1, rule.heads),
+        budget_tokens=rule.budget_tokens,
     )
+
+
+def _fullest(sitting: Sitting) -> int:
+    """Entries of the fullest of a session's caches, over layers and heads."""
+    if sitting.cabinet is None:
+        return sitting.held.entries
+    return max((held.entries for held in sitting.cabinet.shelf.holdings()), default=0)
 
 
 def view_of_record(record: Record, has_cache: bool) -> SessionView:
@@ -63,6 +72,8 @@ def view_of_record(record: Record, has_cache: bool) -> SessionView:
         epoch=int(labels.get("epoch", record.epoch)),
         made=float(labels.get("made", record.made)),
         last_used=record.made,
+        held_tokens=int(labels.get("held", 0)) if has_cache else 0,
+        budget_tokens=int(labels["budget"]) if labels.get("budget") else None,
     )
 
 

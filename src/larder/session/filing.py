@@ -3,70 +3,31 @@
 Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, stage 3b:
 a turn stays in the cache that answered it (3b-1); a turn like no episode opens one of its own
-(3b-2); a cache that exceeds M + M_block is built anew. The paper compares the question with tau;
-here it is the finished turn, so that a question is always answered by the nearest episode.
+(3b-2); a cache to which more than M_block tokens were added beyond M is built anew. The paper
+compares the question with tau; here it is the finished turn, so that a question is always answered
+by the nearest episode. And here every turn ends with a plan, so that no cache rests above M.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Form
+from larder.core.observation import Prompts
 from larder.prefill.base import Progress, Steps, completed, silent
 from larder.prefill.meter import Meter
-from larder.prefill.tending import Tending
-from larder.session.agreeing import DEFAULT_BLOCK_TOKENS
+from larder.prefill.reader import Lane
 from larder.session.log import Exchange, Log
 from larder.session.matching import Match
-from larder.session.memory import Memory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, books_for, building, gather, tend
-from larder.session.rooms import entries_of, governed, slots_of, tokens_of
+from larder.session.reading import Desk, books_for, gather, reader_of, turn_reader
+from larder.session.refresh import beginning_of, overdue_of, reading_anew, rebuilding, uncut_of
 from larder.session.shelf import Shelf
 from larder.session.snapshot import State
+from larder.session.turns import Drawer, Filed, Undo
 
 UNDONE = 8  # turns that can be cut off; the states before them are kept
-
-
-@dataclass(frozen=True)
-class Drawer:
-    """The cache that answers a question, and where it stood before.
-
-    Args:
-        number: of the cache.
-        mark: true position of the question's first token.
-        is_copy: whether `cache` is a copy, which takes the place of the cache once the turn is
-            filed; else the turn is taken back by `truncate`.
-    """
-
-    number: int
-    cache: SequenceCache
-    match: Match | None
-    mark: int
-    is_copy: bool = False
-
-    def copied(self) -> Drawer:
-        """The same question over a copy, from which entries may go for good."""
-        return replace(self, cache=self.cache.fork(), is_copy=True)
-
-
-@dataclass(frozen=True)
-class Undo:
-    """How to take a turn back: the state before, and the cache that has grown since `mark`."""
-
-    state: State
-    number: int
-    mark: int
-
-
-@dataclass(frozen=True)
-class Filed:
-    """The state behind a turn, and the number of the cache that holds the turn in it."""
-
-    state: State
-    number: int
 
 
 class Cabinet:
@@ -98,28 +59,6 @@ class Cabinet:
         said = sum(len(exchange.ids) for exchange in self.state.log.exchanges)
         return len(self.state.memory.transcript.ids) + said
 
-    @property
-    def bound(self) -> int:
-        """L x K x (M + M_block): entries, pages included, beyond which a cache is refreshed."""
-        spec, policy = self._desk.decoder.spec, self.state.memory.policy
-        heads = sum(layer.kv_heads for layer in governed(policy, spec))
-        tokens = entries_of(policy, spec) + slots_of(policy, spec) + policy.lag
-        return heads * (tokens + block_of(policy))
-
-    @property
-    def finest_bound(self) -> int | None:
-        """The same of those at full precision, where M has less room for them than for others.
-
-        Turns are read at full precision: counted by number alone they would outgrow the bytes.
-        """
-        spec, policy = self._desk.decoder.spec, self.state.memory.policy
-        if not policy.staying.codecs:
-            return None
-        entries, block = entries_of(policy, spec), block_of(policy)
-        rooms = [policy.storage.finest(entries, own, spec.dtype.itemsize) for own in spec.managed]
-        pairs = zip(spec.managed, rooms, strict=True)
-        return sum(layer.kv_heads * (room + block) for layer, room in pairs)
-
     @classmethod
     def read(cls, desk: Desk, policy: Policy, log: Log, progress: Progress = silent) -> Cabinet:
         """The memory of a log that is read here.
@@ -130,19 +69,31 @@ class Cabinet:
         source = log.source(log.transcript(desk.scribe))
         return cls(desk, State(gather(desk, source, policy, {}, progress), log), progress)
 
-    def recall(self, question: str) -> Drawer:
-        """Make the cache for a bare question active; the one that was active is written back."""
-        cache, match = self.state.memory.recall(question)
-        return Drawer(0 if match is None else match.episode, cache, match, cache.next_position)
+    def draw(self, question: str) -> Drawer:
+        """Make the cache for a bare question active, for a turn; a copy of it where entries go at
+        every step: what goes cannot come back, and the turn may have to be taken back.
 
-    def draw(self, question: str) -> tuple[Drawer, Tending | None]:
-        """As `recall`; a copy, where entries go while the answer is generated, and who sees to it.
-
-        What goes cannot come back, and the turn may have to be taken back.
+        The cache that was active is written back.
         """
-        drawer = self.recall(question)
-        tending = tend(self._desk, self.state.memory.policy, [drawer.cache])
-        return (drawer if tending is None else drawer.copied()), tending
+        cache, match = self.state.memory.recall(question)
+        number = 0 if match is None else match.episode
+        if self.state.memory.policy.timing.excess() is None:
+            return self._drawn(number, cache, match)
+        return self._drawn(number, cache.fork(), match, cache)
+
+    def ahead(self, drawer: Drawer, ids: tuple[int, ...]) -> Steps[Drawer]:
+        """The same question over a copy that has read the beginning of its message as a context."""
+        policy, saved = self.state.memory.policy, self.shelf.activate(drawer.number)
+        cache, book = drawer.cache if drawer.is_copy else saved.fork(), self.book(drawer.number)
+        reader = reader_of(self._desk, policy, drawer.mark + len(ids), Meter())
+        yield from policy.schedule.steps(reader, [Lane(cache, book)], ids)
+        copied = self._drawn(drawer.number, cache, drawer.match, saved)
+        return replace(copied, mark=drawer.mark)
+
+    def book(self, number: int) -> Prompts:
+        """The prompts that judge a cache."""
+        memory = self.state.memory
+        return books_for(self._desk, memory.router, memory.prompts)[number]
 
     def file(self, drawer: Drawer, exchange: Exchange) -> Filed:
         """The state once a finished turn is filed. Nothing changes before `accept`.
@@ -152,28 +103,62 @@ class Cabinet:
         """
         state, memory = self.state, self.state.memory
         filing = memory.router.file(exchange.text, drawer.number)
-        shelf, opened = memory.shelf, state.opened
+        shelf, opened, uncut = memory.shelf, state.opened, uncut_of(self.state)
+        added = drawer.cache.next_position - drawer.mark
         if filing.number != drawer.number:
-            shelf = shelf.holding(filing.number, self._opened(drawer))
+            books = books_for(self._desk, filing.router, memory.prompts)
+            shelf = shelf.holding(filing.number, self._opened(drawer, books[filing.number]))
             opened += 1
-        elif drawer.is_copy:
-            shelf = shelf.holding(drawer.number, drawer.cache)
+            uncut.append(beginning_of(memory) + added)
+        else:
+            uncut[drawer.number] += added
+            if drawer.is_copy:
+                shelf = shelf.holding(drawer.number, drawer.cache)
         memory = replace(memory, shelf=shelf, router=filing.router)
-        log = state.log.plus(exchange)
-        return Filed(replace(state, memory=memory, log=log, opened=opened), filing.number)
+        told = state.log.plus(exchange), state.refreshes, opened, tuple(uncut)
+        return Filed(State(memory, *told), filing.number)
 
     def accept(self, drawer: Drawer, filed: Filed) -> None:
         """Go over to what `file` has prepared."""
         self.note(drawer.cache.managed_entries)
-        if drawer.is_copy or filed.number != drawer.number:
+        if filed.number != drawer.number:
+            self._undo.clear()
+            self.undo(drawer)
+        elif drawer.is_cut:
             self._undo.clear()
         else:
             self._undo.append(Undo(self.state, drawer.number, drawer.mark))
-        if filed.number != drawer.number and not drawer.is_copy:
-            drawer.cache.truncate(drawer.mark)
         self.state = filed.state
         if drawer.is_copy:
             self.shelf.activate(drawer.number)
+
+    def settling(self, drawer: Drawer, filed: Filed) -> Steps[None]:
+        """Bring the cache that has read an accepted turn back to its budget.
+
+        Interrupted, the turn stands, and the next one begins by reading all that was said.
+        """
+        if filed.number != drawer.number:  # which has its own cache, within its budget
+            return
+        try:
+            yield from drawer.turn.settling()
+            drawer.cache.compact()
+        except BaseException:
+            self._lose(self.state.log)
+            raise
+        self.note(drawer.turn.meter.peak_entries)
+        if drawer.is_cut:
+            self._undo.clear()
+
+    def undo(self, drawer: Drawer) -> None:
+        """Have the cache of a turn that does not count be as before it."""
+        if drawer.is_copy:
+            return
+        if drawer.turn.saved is None:
+            drawer.cache.truncate(drawer.mark)
+            drawer.cache.compact()
+        else:
+            drawer.turn.saved.compact()
+            self.shelf.reinstate(drawer.turn.saved)
 
     def before(self, exchanges: int) -> Cabinet | None:
         """A second memory, as when so many exchanges were said; None where that must be read anew.
@@ -193,23 +178,18 @@ class Cabinet:
         return Cabinet(self._desk, replace(state, memory=memory), self._progress)
 
     def roll_back(self, log: Log) -> None:
-        """Be as when no more than this beginning of the log was said."""
-        while len(self.state.log.exchanges) > len(log.exchanges):
-            if not self._take_back():
-                read = Cabinet.read(self._desk, self.state.memory.policy, log, self._progress)
-                self.state = replace(read.state, refreshes=self.state.refreshes)
+        """Be as when no more than this beginning of the log was said.
 
-    def overdue(self) -> list[int]:
-        """The caches that exceed their bound, by number."""
-        bound, finest = self.bound, self.finest_bound
-        return [
-            number
-            for number, held in enumerate(self.shelf.holdings())
-            if held.entries + held.paged > bound or (finest is not None and held.finest > finest)
-        ]
+        Where that must be read anew, the old caches go first. Interrupted, the next turn reads it.
+        """
+        while len(self.state.log.exchanges) > len(log.exchanges) and self._take_back():
+            pass
+        if len(self.state.log.exchanges) > len(log.exchanges):
+            self._lose(log)
+            self.refresh()
 
     def refresh(self) -> None:
-        """Bring every cache back within M, by stage 1 and block prefill over all that was said.
+        """Build caches that are overdue anew, by stage 1 and block prefill over all that was said.
 
         Where a chat has become long enough for more episodes than it has, all are formed anew.
         Interrupted, the old caches stay, and the next turn refreshes first.
@@ -218,8 +198,18 @@ class Cabinet:
 
     def refreshing(self) -> Steps[None]:
         """As `refresh`, in steps."""
-        while overdue := self.overdue():
-            yield from self._rebuilding(overdue[0])
+        spec = self._desk.decoder.spec
+        if not len(self.shelf):
+            self.building = Meter()
+            self.state = yield from reading_anew(self._desk, self.state, self.building)
+            self._note_peaks()
+        while overdue := overdue_of(self.state, spec):
+            self._undo.clear()
+            self.shelf.rest()
+            self.building = Meter(self.shelf.nbytes)
+            told = self._desk, self.state, overdue[0], self.building
+            self.state = yield from rebuilding(*told)
+            self._note_peaks()
 
     def note(self, entries: int, copied_bytes: int = 0) -> None:
         """Remember the highest bytes and entries; a copy stands beside the shelf."""
@@ -241,7 +231,18 @@ class Cabinet:
         self.state = replace(undo.state, memory=replace(undo.state.memory, shelf=shelf))
         return True
 
-    def _opened(self, drawer: Drawer) -> SequenceCache:
+    def _drawn(
+        self,
+        number: int,
+        cache: SequenceCache,
+        match: Match | None,
+        saved: SequenceCache | None = None,
+    ) -> Drawer:
+        policy, mark = self.state.memory.policy, cache.next_position
+        turn = turn_reader(self._desk, policy, cache, self.book(number), saved)
+        return Drawer(number, cache, match, mark, turn, cache.plans, saved is not None)
+
+    def _opened(self, drawer: Drawer, book: Prompts) -> SequenceCache:
         """A cache of its own for the turn: how the conversation begins, and what it has read.
 
         The beginning is what the old cache still holds of the system prompt, and at least the
@@ -249,48 +250,20 @@ class Cabinet:
         """
         cache = drawer.cache.fork()
         self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes + cache.nbytes)
-        cache.forget(self._beginning(), drawer.mark)  # sliding-window layers hold their window
+        beginning = beginning_of(self.state.memory)
+        cache.forget(beginning, drawer.mark)  # sliding-window layers hold their window
+        told = self._desk, self.state.memory.policy, cache, book, None, drawer.turn.open_ids
+        turn = turn_reader(*told)
+        if turn.is_over:
+            completed(turn.settling())
         return cache
 
-    def _beginning(self) -> int:
-        """Tokens at the start that belong to every episode: 1 or more."""
-        memory = self.state.memory
-        return max(1, memory.policy.protect.sinks, system_stop(memory))
+    def _note_peaks(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.building.peak_bytes)
+        self.peak_entries = max(self.peak_entries, self.building.peak_entries)
 
-    def _rebuilding(self, number: int) -> Steps[None]:
+    def _lose(self, log: Log) -> None:
+        """Have no caches, for they are of another text than this log, or incomplete."""
         self._undo.clear()
-        memory, desk = self.state.memory, self._desk
-        reform = memory.router.reform(number)
-        memory.shelf.rest()
-        meter = self.building = Meter(memory.shelf.nbytes)
-        books = books_for(desk, reform.router, {})
-        wanted = [books[each] for each in reform.rebuilt]
-        ids = self.state.log.source(memory.transcript).ids
-        built = yield from building(desk, memory.policy, ids, wanted, meter)
-        self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
-        self.peak_entries = max(self.peak_entries, meter.peak_entries)
-        if len(built) == len(books):
-            shelf = built
-        else:
-            shelf = memory.shelf.holding(number, built.activate(0))
-        memory = replace(memory, shelf=shelf, router=reform.router)
-        refreshes = self.state.refreshes + 1
-        self.state = replace(self.state, memory=memory, refreshes=refreshes)
-
-
-def system_stop(memory: Memory) -> int:
-    """Tokens of the system prompt that a chat's history begins with."""
-    conversation, stop = memory.conversation, 0
-    if conversation.form is not Form.CHAT:
-        return stop
-    for message, span in zip(conversation.messages, memory.transcript.spans, strict=True):
-        if message.role != "system":
-            break
-        stop = span[1]
-    return stop
-
-
-def block_of(policy: Policy) -> int:
-    """M_block; schedules without blocks get as much room as a default block."""
-    tokens = policy.schedule.tokens
-    return min(DEFAULT_BLOCK_TOKENS, tokens_of(policy)) if tokens is None else tokens
+        memory = replace(self.state.memory, shelf=Shelf(self._desk.decoder.spec, ()))
+        self.state = replace(self.state, memory=memory, log=log)

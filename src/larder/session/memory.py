@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
+from larder.core.observation import Prompts
 from larder.session.matching import Match
 from larder.session.policy import Policy
 from larder.session.routing import Router
@@ -92,6 +93,7 @@ class Memory:
 
     Args:
         policy: with every size filled in.
+        prompts: that it was read with, beside those of its episodes.
     """
 
     policy: Policy
@@ -100,6 +102,7 @@ class Memory:
     shelf: Shelf
     router: Router
     figures: Figures
+    prompts: Prompts = field(default_factory=dict[str, tuple[int, ...]])
 
     def recall(self, question: str) -> tuple[SequenceCache, Match | None]:
         """Make the cache for a bare question active and return it with the match."""

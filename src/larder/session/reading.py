@@ -21,11 +21,14 @@ from larder.prefill.base import Progress, Steps, completed, silent
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
 from larder.prefill.tending import Tending
+from larder.prefill.turn_reader import TurnReader
 from larder.session.embedders.base import Embedder
 from larder.session.memory import Figures, Memory
 from larder.session.policy import Policy
 from larder.session.prompts import common_prompts, episode_prompt, require
 from larder.session.rooms import (
+    block_of,
+    bound_of,
     check_room,
     empty_cache,
     entries_of,
@@ -162,7 +165,8 @@ def gathering(
         setup_seconds=started - setting_up,
         layers=layer_figures(policy, spec, answering, context),
     )
-    return Memory(policy, source.conversation, source.transcript, shelf, router, figures)
+    told = policy, source.conversation, source.transcript, shelf, router, figures
+    return Memory(*told, dict(prompts))
 
 
 def set_up(desk: Desk, policy: Policy) -> None:
@@ -223,6 +227,30 @@ def reader_of(desk: Desk, policy: Policy, context: int, meter: Meter) -> Reader:
     return Reader(desk.decoder, planner, tokens, quotas, meter, unparked_of(policy))
 
 
+def turn_reader(
+    desk: Desk,
+    policy: Policy,
+    cache: SequenceCache,
+    book: Prompts,
+    saved: SequenceCache | None = None,
+    open_ids: Sequence[int] = (),
+) -> TurnReader:
+    """What reads a turn into a cache, within the policy's budget and a block.
+
+    Args:
+        book: the prompts that judge it.
+        saved, open_ids: as in `TurnReader`.
+    """
+    spec = desk.decoder.spec
+    entries, bound = entries_of(policy, spec), bound_of(policy, spec)
+
+    def reader(length: int, meter: Meter) -> Reader:
+        return reader_of(desk, policy, max(length, entries), meter)
+
+    told = desk.decoder, cache, book, reader, bound, block_of(policy)
+    return TurnReader(*told, tend(desk, policy, [cache]), saved, open_ids)
+
+
 def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending | None:
     """What keeps caches within the policy's budget while text is generated over them.
 
@@ -240,7 +268,7 @@ def tend(desk: Desk, policy: Policy, caches: Sequence[SequenceCache]) -> Tending
     ready = [readied(desk, policy, reading, max(start, tokens)) for start in starts]
     quotas = tuple(own for _, own in ready)
     told = tokens, quotas, starts, desk.decoder.foresee, pages_of(policy)
-    return Tending(ready[0][0], *told)
+    return Tending(ready[0][0], *told, block_of(policy) - 1)
 
 
 def readied(

@@ -8,6 +8,8 @@ from larder.core.ledger import Ledger
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.prefill.bound import Bound
+from larder.session.agreeing import DEFAULT_BLOCK_TOKENS
 from larder.session.memory import Coverage, LayerFigures
 from larder.session.policy import Policy
 from larder.session.shelf import Holding
@@ -70,6 +72,34 @@ def entries_of(policy: Policy, spec: ModelSpec) -> int:
             "take uniform(kept=1.0) for as many bytes as the context takes, or less."
         )
     return tokens
+
+
+def block_of(policy: Policy) -> int:
+    """M_block; schedules without blocks get as much room as a default block."""
+    tokens = policy.schedule.tokens
+    return min(DEFAULT_BLOCK_TOKENS, tokens_of(policy)) if tokens is None else tokens
+
+
+def bound_of(policy: Policy, spec: ModelSpec) -> Bound | None:
+    """L x K x M at rest, and L x K x M_block more while a turn runs; None without a limit.
+
+    What is read is at full precision at first: where a policy stores entries in few bits, those
+    that it has not rounded yet are bounded as well, or they would outgrow the bytes of M.
+    """
+    if tokens_of(policy) == WITHOUT_LIMIT:
+        return None
+    layers, recall = governed(policy, spec), policy.recall
+    heads = sum(layer.kv_heads for layer in layers)
+    entries, block = entries_of(policy, spec), block_of(policy)
+    resting = heads * (entries + policy.lag)
+    if recall is not None:
+        resting += sum(recall.sets(layer) for layer in layers) * (recall.tokens or 0)
+    if not policy.staying.codecs:
+        return Bound(resting, heads, block)
+    size = spec.dtype.itemsize
+    rooms = [layer.kv_heads * policy.storage.finest(entries, layer, size) for layer in spec.managed]
+    finest_heads = sum(layer.kv_heads for layer in spec.managed)
+    return Bound(resting, heads, block, sum(rooms), finest_heads)
 
 
 def pages_of(policy: Policy) -> int:

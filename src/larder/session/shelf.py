@@ -15,6 +15,7 @@ from torch import Tensor
 from larder.cache.saving import is_slow, layer_of
 from larder.cache.sequence import SequenceCache
 from larder.core.spec import ModelSpec
+from larder.prefill.bound import finest_entries, paged_entries
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,11 @@ class Shelf:
         shelf._active = self._active
         return shelf
 
+    def reinstate(self, cache: SequenceCache) -> None:
+        """Have another cache be the active one, in place of the one that is lost for it."""
+        assert self._active is not None
+        self._active = (self._active[0], cache)
+
     @property
     def active(self) -> int | None:
         """The number of the active cache."""
@@ -199,16 +205,16 @@ class Shelf:
         }
         if self._active is not None:
             number, cache = self._active
-            told = cache.managed_entries, cache.nbytes, cache.next_position, _finest(cache)
+            told = cache.managed_entries, cache.nbytes, cache.next_position, finest_entries(cache)
             layers = tuple(_layers_in_use(cache))
-            held[number] = Holding(*told, _in_use(cache), _paged(cache), layers)
+            held[number] = Holding(*told, _in_use(cache), paged_entries(cache), layers)
         return tuple(held[number] for number in sorted(held))
 
 
 def park(cache: SequenceCache) -> Parked:
     """Take a cache over into host memory; it is empty afterwards."""
-    held = cache.managed_entries, cache.next_position, _finest(cache)
-    slots, paged, meta = _slot_bytes(cache), _paged(cache), cache.meta()
+    held = cache.managed_entries, cache.next_position, finest_entries(cache)
+    slots, paged, meta = _slot_bytes(cache), paged_entries(cache), cache.meta()
     state = cache.surrender(torch.device("cpu"))
     layers, fast = slots, sum(slots)
     for name, tensor in state.items():
@@ -241,16 +247,3 @@ def _slot_bytes(cache: SequenceCache) -> list[int]:
         there = sum(slot.untyped_storage().nbytes() for slot in tier.finder.slots())
         layers[tier.layer.index] = there + tier.foreseen_bytes
     return layers
-
-
-def _paged(cache: SequenceCache) -> int:
-    """Entries that there are slots for, once any are parked."""
-    recalling = [tier for tier in cache.tiers if tier.recalls]
-    recalls = [(tier.parking.recall, tier.layer) for tier in recalling]
-    return sum(recall.sets(layer) * (recall.tokens or 0) for recall, layer in recalls)
-
-
-def _finest(cache: SequenceCache) -> int:
-    """Managed entries at full precision."""
-    lengths = cache.finest_lengths()
-    return sum(sum(lengths[layer.index]) for layer in cache.spec.managed)

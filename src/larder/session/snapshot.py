@@ -26,12 +26,15 @@ class State:
     Args:
         refreshes: how often caches had to be built anew.
         opened: how many episodes turns have opened.
+        uncut: entries per kv head that each cache would hold, had no turn since it was built been
+            cut down to the budget; a cache without a number counts as just built.
     """
 
     memory: Memory
     log: Log
     refreshes: int = 0
     opened: int = 0
+    uncut: tuple[int, ...] = ()
 
 
 def told(state: State) -> bytes:
@@ -40,6 +43,7 @@ def told(state: State) -> bytes:
         "schema": SCHEMA,
         "turns": len(state.log.exchanges),
         "counts": [state.refreshes, state.opened],
+        "uncut": list(state.uncut),
         "router": state.memory.router.told(),
     }
     return json.dumps(record, ensure_ascii=False).encode()
@@ -69,6 +73,7 @@ def state_of(
     try:
         log = replace(log, exchanges=log.exchanges[: known["turns"]])
         refreshes, opened = map(int, known["counts"])
+        uncut = tuple(map(int, known.get("uncut", ())))
         router = policy.session.rearranged(known["router"], desk.embedder)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"The saved state of the chat cannot be used ({error}).") from error
@@ -90,7 +95,7 @@ def state_of(
         layers=layer_figures(policy, spec, answering, context),
     )
     memory = Memory(policy, log.history, transcript, shelf, router, figures)
-    return State(memory, log, refreshes, opened)
+    return State(memory, log, refreshes, opened, uncut)
 
 
 def _parsed(data: bytes | None) -> dict[str, Any]:

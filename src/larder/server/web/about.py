@@ -153,4 +153,6 @@ def _model(served: Served) -> dict[str, Any]:
         "owned_by": "larder",
         "max_model_len": served.context_tokens,
         "kv_policy": served.policy,
+        "kv_budget_tokens": served.budget_tokens,
+        "kv_beyond_budget": list(served.beyond_budget),
     }

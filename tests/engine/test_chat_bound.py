@@ -1,0 +1,201 @@
+"""A budget is a budget: what chats and answers hold at rest, and while a turn runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
+from chats import interrupt, same, states
+from larder.core.conversation import Conversation, Message
+from larder.engine.chat import Chat
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from larder.prefill.meter import Meter
+from larder.prefill.reader import Lane
+from larder.prefill.turn_reader import TurnReader
+from larder.session.reading import reader_of
+from larder.session.rooms import tokens_of
+from server_core import characters
+from topics import TopicEmbedder
+
+BUDGET, BLOCK = 96, 32
+TURNS = [
+    ("My dog is 7.", 6),
+    ("The car is red. " * 3, 40),
+    ("What car?", 1),
+    ("My dog eats apples, and it is big.", 24),
+    ("A star is far.", 12),
+]
+HISTORY = Conversation(
+    "two topics",
+    tuple(
+        Message(role, f"{text} {n}")
+        for n in range(3)
+        for role, text in (("user", "My dog eats."), ("assistant", "The car is red."))
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def small() -> Loaded:
+    return characters(layers=3)
+
+
+def under(loaded: Loaded, sentence: str, budget: int = BUDGET) -> Engine:
+    engine = Engine(loaded, sentence, str(budget), None if "whole()" in sentence else BLOCK)
+    engine.desk = replace(engine.desk, embedder=lambda name: TopicEmbedder())
+    return engine
+
+
+def running(chat: Chat) -> int:
+    """The most entries of one cache while a turn runs."""
+    cache = chat.memory.shelf.activate(0)
+    return most(chat.policy, cache, chat.figures.block_tokens)[1]
+
+
+def check_rest(chat: Chat) -> None:
+    shelf = chat.memory.shelf
+    for number in range(len(shelf)):
+        cache = shelf.activate(number)
+        assert held(cache) <= most(chat.policy, cache, BLOCK)[0], f"cache {number} at rest"
+
+
+def some(*quick: str) -> list[object]:
+    """Every sentence; those that are not named are slow tests."""
+    slow = [pytest.mark.slow]
+    return [pytest.param(name, marks=[] if name in quick else slow) for name in SENTENCES]
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+@pytest.mark.parametrize(
+    "history", [pytest.param(None, marks=pytest.mark.slow), HISTORY], ids=["nothing", "history"]
+)
+def test_a_chat_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch, name: str, history: Conversation | None
+) -> None:
+    chat = Chat(under(small, SENTENCES[name]), history=history)
+    for text, tokens in TURNS:
+        with peaks(monkeypatch) as peak:
+            chat.say(text, max_new_tokens=tokens)
+        assert peak.entries <= running(chat), text
+        check_rest(chat)
+
+
+@pytest.mark.slow
+@settings(max_examples=24)
+@given(
+    name=st.sampled_from(["keydiff", "snapkv", "h2o", "icecache", "novelty", "kivi"]),
+    budget=st.integers(72, 110),
+    turns=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
+)
+def test_the_bound_holds_for_any_turns(
+    small: Loaded, name: str, budget: int, turns: list[tuple[int, int]]
+) -> None:
+    chat = Chat(under(small, SENTENCES[name], budget))
+    for length, tokens in turns:
+        with pytest.MonkeyPatch.context() as patch, peaks(patch) as peak:
+            chat.say("d" * length, max_new_tokens=tokens)
+        assert peak.entries <= running(chat)
+        check_rest(chat)
+
+
+@pytest.mark.parametrize("name", some("snapkv", "h2o_while_reading", "epicache", "icecache"))
+def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    engine = under(small, SENTENCES[name])
+    memory = engine.read(HISTORY)
+    before = [cache.fork() for cache in memory.shelf.copies()]
+    with peaks(monkeypatch) as peak:
+        answer = engine.ask(memory, "What does my dog eat?", max_new_tokens=48)
+    cache = memory.shelf.activate(0)
+    block = memory.policy.schedule.tokens or min(512, tokens_of(memory.policy))
+    assert peak.entries <= most(memory.policy, cache, block)[1]
+    for mine, theirs in zip(memory.shelf.copies(), before, strict=True):
+        told, kept = ({**each.state(), **each.meta()} for each in (mine, theirs))
+        assert same(told, kept)
+    again = engine.ask(memory, "What does my dog eat?", max_new_tokens=48)
+    assert again.ids == answer.ids
+
+
+def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: Loaded) -> None:
+    engine = under(small, SENTENCES["snapkv"])
+    chat, twin = (Chat(engine, history=HISTORY) for _ in range(2))
+    chat.say("Hi.", max_new_tokens=2)
+    [turn], cache = chat.turns, twin.memory.shelf.activate(0)
+    assert len(turn.ids) <= BLOCK
+    length = cache.next_position + len(turn.ids)
+    reader = reader_of(engine.desk, twin.policy, length, Meter())
+    reader.settle([Lane(cache, {})], turn.ids, turn.ids, cache.next_position)
+    mine = chat.memory.shelf.activate(0)
+    assert mine.lengths() == cache.lengths() and mine.next_position == length
+    for layer in range(len(mine.spec.layers)):
+        pair = [each.entries(layer) for each in (mine, cache)]
+        assert torch.equal(*(each.packed_positions() for each in pair))
+        mine_keys, keys = (each.pack(each.keys) for each in pair)
+        assert torch.allclose(mine_keys, keys, atol=1e-5)
+
+
+def test_a_roll_back_reads_anew_within_the_bound(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(under(small, KEYDIFF), history=HISTORY)
+    for text, tokens in TURNS:
+        chat.say(text, max_new_tokens=tokens)
+    with peaks(monkeypatch) as peak:
+        chat.roll_back()
+    assert len(chat.turns) == len(TURNS) - 1
+    assert peak.entries <= running(chat)
+    check_rest(chat)
+    assert chat.figures.peak_kv_bytes < chat.figures.full_kv_bytes
+
+
+def test_a_turn_longer_than_a_block_is_undone_as_a_whole(small: Loaded) -> None:
+    chat = Chat(under(small, KEYDIFF), history=HISTORY)
+    chat.say("My dog is 7.", max_new_tokens=6)
+    before, said = states(chat), list[str]()
+
+    def late(text: str) -> None:
+        said.append(text)
+        if len("".join(said)) > 2 * BLOCK:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.say("The car is red. " * 3, late, max_new_tokens=200)
+    assert len(chat.turns) == 1
+    assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
+
+
+def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(under(small, KEYDIFF), history=HISTORY)
+    with monkeypatch.context() as patch:
+        patch.setattr(TurnReader, "_judging", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            chat.say("Hi.", max_new_tokens=2)
+    assert len(chat.turns) == 1, "the turn stands"
+    assert chat.say("And the car?", max_new_tokens=6).ids
+    check_rest(chat)
+    assert chat.memory.shelf.activate(0).next_position == chat.figures.log_tokens
+
+
+def test_a_full_budget_drops_nothing_in_a_chat(small: Loaded) -> None:
+    limited, full = Chat(under(small, KEYDIFF, 512)), Chat(Engine(small, "full"))
+    for text, tokens in TURNS:
+        mine, theirs = (chat.say(text, max_new_tokens=tokens) for chat in (limited, full))
+        assert mine.ids == theirs.ids
+
+
+def test_more_than_the_bound_is_noticed(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat(Engine(small, "full"))
+    with peaks(monkeypatch) as peak:
+        chat.say("The car is red. " * 3, max_new_tokens=80)
+    cache = chat.memory.shelf.activate(0)
+    limited = Chat(under(small, KEYDIFF)).policy
+    assert held(cache) > most(limited, cache, BLOCK)[0] and peak.entries == held(cache)

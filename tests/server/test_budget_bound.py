@@ -1,0 +1,105 @@
+"""A budget is a budget on the server: at rest, and while turns run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
+from larder.models.loading import Loaded
+from larder.server.request import Turn
+from larder.server.views import view_of
+from larder.server.web.sessions import shown
+from server_core import Served, answered, characters, user
+from topics import TopicEmbedder
+
+BUDGET, BLOCK = 96, 32
+SAID = ["My dog is 7.", "The car is red. " * 6, "What car?", "Why is it so?", "My dog eats."]
+QUICK = ("keydiff", "snapkv", "h2o_while_reading", "epicache", "icecache", "int4")
+
+
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(scope="module")
+def deep() -> Loaded:
+    return characters(layers=3)
+
+
+def serving(loaded: Loaded, sentence: str) -> Served:
+    block = None if "whole()" in sentence else BLOCK
+    return Served(loaded, sentence, tokens=BUDGET, block=block, embedder=TopicEmbedder())
+
+
+def check_rest(served: Served, name: str) -> tuple[int, int]:
+    """Every cache of a session at rest; what one may hold, at rest and while a turn runs."""
+    sitting = served.core.sessions.find("a", name)
+    assert sitting.cabinet is not None
+    shelf, policy = sitting.cabinet.shelf, sitting.rule.policy
+    bounds = 0, 0
+    for cache in shelf.copies():
+        bounds = most(policy, cache, sitting.rule.block)
+        assert held(cache) <= bounds[0]
+    return bounds
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SENTENCES],
+)
+def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
+    deep: Loaded, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    served, turns = serving(deep, SENTENCES[name]), list[Turn]()
+    long = "whole()" in SENTENCES[name]  # which reads a message beyond the budget as a whole
+    said = [text for text in SAID if not long or len(text) < BUDGET // 2]
+    for text, after in zip(said, [*said[1:], ""], strict=True):
+        turns = turns or [user(text)]
+        with peaks(monkeypatch) as peak:
+            client = served.ask(turns, "x", max_new_tokens=40)
+        _, running = check_rest(served, "x")
+        assert peak.entries <= running, text
+        turns = answered(turns, client, after)
+
+
+def test_a_cache_that_is_read_again_stays_within_the_bound(
+    deep: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, lost = (serving(deep, KEYDIFF) for _ in range(2))
+    turns = [user(SAID[0])]
+    for more in ["And?", "The car is red.", "Why?"]:
+        with peaks(monkeypatch) as peak:
+            again = lost.ask(turns, "x", max_new_tokens=40)
+        client = kept.ask(turns, "x", max_new_tokens=40)
+        assert again.text == client.text, "a cache is built again as it was"
+        _, running = check_rest(lost, "x")
+        assert peak.entries <= running
+        turns = answered(turns, client, more)
+        lost.core.tiers.drop(lost.core.sessions.find("a", "x"))
+
+
+def test_a_branch_and_an_edit_stay_within_the_bound(
+    deep: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serving(deep, KEYDIFF)
+    first = [user(SAID[0])]
+    turns = answered(first, served.ask(first, "x", max_new_tokens=40), SAID[1])
+    served.ask(turns, "x", max_new_tokens=40)
+    with peaks(monkeypatch) as peak:
+        client = served.ask([*turns[:-1], user("The sea is 5.")], "x", max_new_tokens=40)
+    _, running = check_rest(served, client.told.session)
+    assert client.told.session != "x" and peak.entries <= running
+
+
+def test_a_session_tells_what_it_holds_of_its_budget(deep: Loaded) -> None:
+    served = serving(deep, KEYDIFF)
+    served.ask([user(SAID[1])], "x", max_new_tokens=40)
+    view = shown(view_of(served.core.sessions.find("a", "x")))
+    assert view["held_tokens"] == view["budget_tokens"] == BUDGET
+    full = Served(deep)
+    full.ask([user(SAID[1])], "x", max_new_tokens=40)
+    view = shown(view_of(full.core.sessions.find("a", "x")))
+    assert view["budget_tokens"] is None and view["held_tokens"] > BUDGET

@@ -1,0 +1,41 @@
+"""What a policy holds beyond its budget is told when it is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from larder.session.beyond_budget import beyond_budget
+from larder.session.policy import Policy
+from server_core import characters
+
+BLOCKS = "blockwise() > protect(sinks=4, recent=8) > sinks_and_window() > uniform()"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("full", ["unlimited() keeps everything"]),
+        ("whole() > snapkv() > uniform()", ["whole() holds a whole context"]),
+        (f"{BLOCKS} > park() > dci(dense=2)", ["the first 2 layers keep", "in host memory"]),
+        (f"{BLOCKS} > recompute() > every_step()", ["rebuilt from"]),
+        (BLOCKS, []),
+        (f"{BLOCKS} > every_step()", []),
+        (f"{BLOCKS} > quantized(bits=4)", []),
+    ],
+)
+def test_every_exception_is_named(sentence: str, words: list[str]) -> None:
+    clauses = beyond_budget(Policy.parse(sentence))
+    assert all(any(word in clause for clause in clauses) for word in words)
+    assert bool(clauses) == bool(words)
+
+
+@pytest.fixture(scope="module")
+def sliding() -> Loaded:
+    return characters("gemma3", layers=4)
+
+
+def test_sliding_windows_are_told_with_the_model(sliding: Loaded) -> None:
+    [clause] = Engine(sliding, BLOCKS, "64").beyond_budget
+    assert "of 4 layers hold sliding windows" in clause
