@@ -20,6 +20,13 @@ def test_lines_are_turns(run: Run) -> None:
     assert result.stdout.endswith("Mira\n")
 
 
+def test_what_a_policy_holds_beyond_its_budget_is_told_at_load(run: Run) -> None:
+    result = run("chat", "--policy", "full", stdin="")
+    [line] = result.stderr.splitlines()
+    assert line == "larder: beyond the budget: unlimited() keeps everything that is read"
+    assert run("chat", "--policy", "keydiff", "--budget", "64", stdin="").stderr == ""
+
+
 def test_a_session_goes_on(run: Run, larder_home: Path) -> None:
     assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").exit_code == 0
     assert (larder_home / "sessions" / "s.json").is_file()

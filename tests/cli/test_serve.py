@@ -51,6 +51,9 @@ def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str,
     assert done.exit_code == INTERRUPTED, done.exception
     assert (done.exit_code, done.stdout) == (INTERRUPTED, "")
     assert f"at http://127.0.0.1:{answered['port']} " in done.stderr
+    assert "beyond the budget: unlimited() keeps everything" in done.stderr
+    [model] = answered["/v1/models"].json()["data"]
+    assert model["kv_budget_tokens"] is None and len(model["kv_beyond_budget"]) == 1
     assert answered["/health"].json() == {"status": "ok"}
     assert 'larder_budget_bytes{tier="device"} 6.7108864e+07' in answered["/metrics"].text
     told = answered["chat"].json()
@@ -60,9 +63,13 @@ def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str,
 
 
 def test_where_it_serves_is_told_as_a_document(run: Run, answered: dict[str, Any]) -> None:
-    told = document(run("serve", "--port", "0", "--json", "--policy", "h2o", "--budget", "64"))
+    policy = "blockwise() > column_mass() > uniform() > every_step()"
+    told = document(run("serve", "--port", "0", "--json", "--policy", policy, "--budget", "64"))
     assert told["url"] == f"http://127.0.0.1:{answered['port']}"
     assert "column_mass" in told["policy"] and not answered["chat"].is_error
+    assert told["beyond_budget"] == []
+    [model] = answered["/v1/models"].json()["data"]
+    assert (model["kv_budget_tokens"], model["kv_beyond_budget"]) == (64, [])
 
 
 def test_an_open_server_takes_keys(run: Run, tmp_path: Path) -> None:

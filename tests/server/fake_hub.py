@@ -174,7 +174,8 @@ class FakeHub(Hub):
         tiers = {"device": 1 << 20, "host": 0, "disk": 3 << 20}
         is_pinned = (tenant, name) in self.pinned
         numbers = (turns, 4 * turns, "device", tiers, 3 * turns, turns, 0, False)
-        return SessionView(name, "idle", *numbers, is_pinned, turns, 1.0, time.time())
+        held = {"held_tokens": 3 * turns, "budget_tokens": 4 * turns}
+        return SessionView(name, "idle", *numbers, is_pinned, turns, 1.0, time.time(), **held)
 
 
 def _report(name: str, known: int, words: int, reason: str) -> Report:

@@ -69,7 +69,11 @@ def _history(file: Path | None) -> Conversation | None:
 
 def _talk(talk: Chat, session: str | None, options: Common) -> None:
     """Say what is typed, line by line, to the end or until interrupted."""
+    from larder.session.beyond_budget import told as told_beyond
+
     _tell_change(talk, session)
+    if talk.beyond_budget:
+        print(f"larder: {told_beyond(talk.beyond_budget)}", file=sys.stderr)
     aside = asides()
     aside.print(f"{talk.policy}\n{len(talk.turns)} turns so far; /help for help")
     told: list[dict[str, Any]] = []

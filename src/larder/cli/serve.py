@@ -153,15 +153,19 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
 
 
 def _tell(options: Serving, hub: Hub, bound: socket.socket) -> None:
+    from larder.session.beyond_budget import told
+
     [served] = hub.models()
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if options.json:
-        told = {"url": url, "model": served.name, "policy": served.policy}
-        print_document({"schema": SCHEMA, **told})
+        address = {"url": url, "model": served.name, "policy": served.policy}
+        print_document({"schema": SCHEMA, **address, "beyond_budget": list(served.beyond_budget)})
         sys.stdout.flush()
         return
     print(f"Serving {served.name} at {url} (Ctrl-C ends it)", file=sys.stderr)
+    if served.beyond_budget:
+        print(f"larder: {told(served.beyond_budget)}", file=sys.stderr)
 
 
 def _door(options: Serving) -> Door:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from larder.bench.metrics import exact, f1, f1_stemmed
 from larder.cli.kept import tell_resumed
 from larder.cli.options import Common
-from larder.cli.showing import watched
+from larder.cli.showing import asides, watched
 from larder.core.amount import Amount
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
@@ -93,14 +92,14 @@ def marks(text: str, question: Question) -> Marks | None:
 def open_engine(options: Common) -> Engine:
     """The engine that the options ask for; what can be refused early is, before a model loads.
 
-    What its policy holds beyond the budget is told on stderr.
+    What its policy holds beyond the budget is told on a terminal.
     """
     policy = check_early(options)
     with watched(f"Loading {options.model}"):
         loaded = load(options.model, options.device, options.dtype)
     engine = Engine(loaded, policy, options.budget, options.block)
     if engine.beyond_budget:
-        print(f"larder: {told(engine.beyond_budget)}", file=sys.stderr)
+        asides().print(told(engine.beyond_budget), soft_wrap=True)
     return engine
 
 

@@ -192,6 +192,11 @@ class Chat:
         return self._cabinet.state.memory.policy
 
     @property
+    def beyond_budget(self) -> tuple[str, ...]:
+        """As `Engine.beyond_budget`."""
+        return self._engine.beyond_budget
+
+    @property
     def former_policy(self) -> str | None:
         """The policy that a resumed session was last held under; None for a new one."""
         return None if self._kept is None else self._kept.stamp.policy

@@ -253,8 +253,7 @@ class Hub(ABC):
 
     @abstractmethod
     def compact(self, tenant: str, name: str) -> SessionView:
-        """Bring its cache back within the policy's budget, give all slack back, and have the store
-        forget its earlier states."""
+        """Bring its cache to the device, within the policy's budget, and give all slack back."""
 
     @abstractmethod
     def export(self, tenant: str, name: str) -> bytes:

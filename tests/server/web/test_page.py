@@ -24,6 +24,7 @@ from server.fake_hub import NAME
 from server.web.browser import CHROMIUM, browser
 from server.web.places import Running, listening, running
 
+BAR = "document.querySelector('#sessions .bar i').style.getPropertyValue('--s')"
 SCRIPTS = tuple(f"{name}.js" for name in guarding.SCRIPTS)
 
 
@@ -64,6 +65,8 @@ def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
         text = page.run("document.body.innerText")
         for shown in (NAME, "about bread", "8 tokens", "device 1.0 MiB, disk 3.0 MiB", "75%"):
             assert shown in text
+        assert "6 of 8 entries per head" in text
+        assert page.run(BAR) == "0.75", "held entries against the budget"
         assert "10 B of 40 B" in text and "8 entries per head were" not in text
         assert page.run("find('sessions').querySelector('[aria-current=true]') !== null")
         assert page.run("find('heads').rows[2].cells[1].title") == (
@@ -98,6 +101,8 @@ def test_one_talks_to_a_model_and_sees_what_it_keeps(tmp_path: Path, seed_model:
         share = page.run("find('share').textContent")
         assert 0 < int(share.removesuffix("%")) < 100
         assert page.run("find('heads').rows.length") == 7
+        assert "96 of 96 entries per head" in page.run("find('sessions').innerText")
+        assert page.run(BAR) == "1"
         assert page.run("find('turns').querySelectorAll('i:not(.kept)').length") > 0
         assert (
             page.run("new Set([...find('turns').querySelectorAll('i')].map((e) => e.title)).size")

@@ -43,7 +43,7 @@ class Timing(ABC):
     def excess(self) -> int | None:
         """Entries per kv head that may pile up beyond the budget before a plan is made.
 
-        0 plans at every step; None never plans while generating.
+        0 plans at every step; None at the ends of blocks and turns alone.
         """
 
     def reading_tokens(self, tokens: int) -> int:

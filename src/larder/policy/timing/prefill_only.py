@@ -1,6 +1,7 @@
-"""Plans are made while a context is read; what is generated afterwards stays whole.
+"""Plans are made while a context is read, at the end of a block and at the end of a turn.
 
-No paper: the rule of every method that compresses a prompt.
+No paper: the rule of every method that compresses a prompt. What is generated piles up until it has
+filled a block, which ends as a block of a context does; the end of a turn is the end of its last.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from larder.policy.timing.base import Timing
 
 @dataclass(frozen=True)
 class PrefillOnly(Timing):
-    """No eviction while decoding: an answer and its question are appended and cut off together."""
+    """No eviction at steps of generation: an answer that is shorter than a block stays whole."""
 
     def excess(self) -> int | None:
         return None

@@ -24,8 +24,18 @@ function bytesOf(session) {
   return Object.values(session.tier_bytes).reduce((sum, bytes) => sum + bytes, 0);
 }
 
-function drawSessions(list, sessions, current, choose) {
-  const largest = Math.max(1, ...sessions.map(bytesOf));
+// What a session's fullest cache holds of the budget; without one, its memory as a share of the
+// server's for caches, where that is known.
+function heldOf(session, numbers) {
+  if (session.budget_tokens) {
+    const said = `${session.held_tokens} of ${session.budget_tokens} entries per head`;
+    return { said, share: session.held_tokens / session.budget_tokens };
+  }
+  const budget = numbers?.budget_bytes.device;
+  return { said: "no budget", share: budget ? session.tier_bytes.device / budget : null };
+}
+
+function drawSessions(list, sessions, current, choose, numbers) {
   const rows = sessions.map((session) => {
     const row = document.createElement("li");
     const button = made("button", session.id);
@@ -35,7 +45,11 @@ function drawSessions(list, sessions, current, choose) {
     const state = session.state === "idle" ? "" : `, ${session.state}`;
     const line = made("small", `${session.tokens} tokens${state}${pin}`);
     line.classList.toggle("running", session.state !== "idle");
-    button.append(line, made("small", told), bar(bytesOf(session) / largest));
+    const { said, share } = heldOf(session, numbers);
+    button.append(line, made("small", told), made("small", said));
+    if (share !== null) {
+      button.append(bar(share));
+    }
     button.type = "button";
     button.setAttribute("aria-current", String(session.id === current));
     button.addEventListener("click", () => choose(session.id));

@@ -31,7 +31,7 @@ function guarded(act) {
 async function look(isForced = false) {
   state.sessions = (await get("v1/sessions")).data;
   state.numbers = await numbers();
-  drawSessions(find("sessions"), state.sessions, state.session, guarded(choose));
+  drawSessions(find("sessions"), state.sessions, state.session, guarded(choose), state.numbers);
   drawTiers(find("tiers"), state.sessions, state.numbers);
   find("none").hidden = state.sessions.length > 0;
   const session = known();
@@ -263,8 +263,10 @@ async function act(name) {
 async function enter() {
   const [model] = (await get("v1/models")).data;
   Object.assign(state, { model: model.id, isOperator: true });
-  find("model").replaceChildren(model.id, made("span", model.kv_policy));
-  find("model").title = model.kv_policy;
+  const beyond = (model.kv_beyond_budget || []).join("; ");
+  const told = beyond ? [made("span", `beyond the budget: ${beyond}`)] : [];
+  find("model").replaceChildren(model.id, made("span", model.kv_policy), ...told);
+  find("model").title = [model.kv_policy, beyond].filter(Boolean).join("\n");
   find("door").hidden = true;
   find("room").hidden = false;
   trouble(null);

@@ -82,7 +82,7 @@ def prefetch(http: HttpRequest, name: str) -> JSONResponse:
 
 @router.post("/{name:path}/compact")
 def compact(http: HttpRequest, name: str) -> JSONResponse:
-    """Bring a session's cache back within its budget."""
+    """Bring a session's cache to the device, within its budget, and give all slack back."""
     return _done(http, name, desk_of(http).hub.compact)
 
 
