@@ -39,7 +39,7 @@ from larder.session.template_growth import (
 BASE_CHARS = 1 << 20  # of output and of every intermediate value, for an empty conversation
 CHARS_PER_CHAR = 8  # added for every character of the conversation
 TIMES_SHOWN = 16  # that all output is shown, if macros in macros hand it on
-SECONDS = 10.0  # processor time of one rendering
+SECONDS = 3.0  # processor time of one rendering
 
 
 def compiled(source: str) -> CodeType:
