@@ -16,6 +16,8 @@ def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, .
         spec: of the model, where it is known.
     """
     slides = _sliding(spec)
+    if spec is not None and not spec.managed:
+        return slides
     if isinstance(policy.budget, Unlimited):
         return (f"{spell(policy.budget)} keeps everything that is read", *slides)
     found = list[str]()
@@ -48,5 +50,7 @@ def _dense(policy: Policy) -> list[str]:
 def _sliding(spec: ModelSpec | None) -> tuple[str, ...]:
     if spec is None or len(spec.managed) == len(spec.layers):
         return ()
+    if not spec.managed:
+        return (f"all {len(spec.layers)} layers slide: policy and budget change nothing here",)
     count = len(spec.layers) - len(spec.managed)
     return (f"{count} of {len(spec.layers)} layers hold sliding windows of their own",)
