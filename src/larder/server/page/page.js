@@ -2,7 +2,7 @@
 
 const find = (id) => document.getElementById(id);
 const state = {
-  model: "", isOperator: true, numbers: null, sessions: [],
+  model: "", beyond: "", isOperator: true, numbers: null, sessions: [],
   session: null, epoch: -1, turns: [], kept: null, speaking: null,
 };
 const PACE = 2000; // milliseconds between two looks at what the server holds
@@ -94,7 +94,7 @@ function showFigures() {
   find("share").textContent = tokens ? percent(held / (tokens * heads.length)) : "–";
   find("length").textContent = session ? session.tokens.toLocaleString("en") : "–";
   find("size").textContent = session ? size(bytesOf(session)) : "–";
-  find("why").textContent = [why(session, tokens), parked(tokens)].filter(Boolean).join(" ");
+  find("why").textContent = [why(session, tokens), parked(tokens), state.beyond].filter(Boolean).join(" ");
   find("episodes").replaceChildren(...(state.kept?.episodes || []).map(shownEpisode));
   for (const button of find("actions").children) {
     button.disabled = !session || Boolean(state.speaking);
@@ -263,10 +263,10 @@ async function act(name) {
 async function enter() {
   const [model] = (await get("v1/models")).data;
   Object.assign(state, { model: model.id, isOperator: true });
+  find("model").replaceChildren(model.id, made("span", model.kv_policy));
+  find("model").title = model.kv_policy;
   const beyond = (model.kv_beyond_budget || []).join("; ");
-  const told = beyond ? [made("span", `beyond the budget: ${beyond}`)] : [];
-  find("model").replaceChildren(model.id, made("span", model.kv_policy), ...told);
-  find("model").title = [model.kv_policy, beyond].filter(Boolean).join("\n");
+  state.beyond = beyond && `Beyond the budget: ${beyond}.`;
   find("door").hidden = true;
   find("room").hidden = false;
   trouble(null);
