@@ -35,6 +35,7 @@ CITING = [
 NOT_ON_ARXIV = (
     "CaM: Cache Merging for Memory-efficient LLMs Inference",
     "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction",
+    "OracleKV: Oracle Guidance for Question-Independent KV Cache Compression",
 )
 
 
@@ -138,10 +139,51 @@ def test_show_the_unknown(run: Run) -> None:
 
 def test_cite(run: Run) -> None:
     shown = run("policy", "cite", "epicache").stdout
-    assert 'patched: Kim et al., "EpiCache' in shown and "FINCH" in shown
+    assert 'patched: Kim et al., "EpiCache' in shown and "FINCH" not in shown
     told = document(run("policy", "cite", "keydiff() > uniform()", "--json"))
     assert "2504.15364" in {citation["arxiv"] for citation in told["citations"]}
     assert "pooled: Feng et al." in run("policy", "cite", "pooled").stdout
+
+
+@pytest.mark.parametrize(
+    ("policy", "used", "unused"),
+    [
+        ("epicache", ["2509.17396"], ["2410.01518", "2408.00167", "2505.23416"]),
+        ("infinipot_summarize", ["2410.01518"], ["2408.00167"]),
+        ("exact_question", ["2408.00167"], ["2410.01518"]),
+        ("razor_attention", ["2407.15891"], ["2410.10819", "2505.23416"]),
+        ("duo_attention", ["2410.10819"], ["2407.15891", "2505.23416"]),
+        ("rocketkv", ["2502.14051"], ["2504.00970", "2501.06807", "2502.14866"]),
+        ("icecache", ["2604.10539"], ["2502.14051", "2504.00970", "2501.06807", "2502.14866"]),
+        ("arkvale", [""], ["2406.10774"]),
+        ("kivi", ["2402.02750"], ["2401.18079"]),
+        ("uniform() > quantized(outliers=0.01)", ["2401.18079"], []),
+        ("snapkv() > mean()", ["2404.14469"], []),
+    ],
+)
+def test_a_policy_cites_the_papers_of_the_values_that_it_uses(
+    run: Run, policy: str, used: list[str], unused: list[str]
+) -> None:
+    told = document(run("policy", "cite", policy, "--json"))
+    cited = {citation["arxiv"] for citation in told["citations"]}
+    assert cited >= set(used) and not cited & set(unused)
+
+
+def test_a_part_cites_the_papers_of_all_its_values(run: Run) -> None:
+    told = document(run("policy", "cite", "patched", "--json"))["citations"]
+    assert [(one["arxiv"], one["values"]) for one in told] == [
+        ("2509.17396", []),
+        ("2410.01518", ['prompt="summarize"']),
+        ("2408.00167", ['prompt="question"']),
+        ("", ['prompt="guidance"']),
+    ]
+
+
+def test_values_of_citations_are_parameters_of_their_part() -> None:
+    for page in part_pages():
+        for value in (value for citation in page.citations for value in citation.values):
+            name = re.split("=| > ", value)[0]
+            assert name in {field.name for field in page.fields}, f"{page.name}: {value}"
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
 from larder.cli.citations import Citation, citations
 from larder.core.errors import UnknownName
 from larder.core.family import LISTING, unknown
-from larder.core.spelling import name_of
+from larder.core.spelling import name_of, parse, spell
 from larder.policy.protect import Protect
 from larder.session.beyond_budget import beyond_budget
-from larder.session.policy import FAMILIES, SLOTS, Policy
+from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
 from larder.session.presets import PRESETS
 
 
@@ -81,9 +81,24 @@ def preset_page(name: str) -> PresetPage:
 
 
 def parts_of(policy: Policy) -> tuple[PartPage, ...]:
-    """The parts of a sentence, in order."""
+    """The parts of a sentence, in order, with the papers that it uses.
+
+    A part has several papers where its values are of different ones. How queries and heads are
+    joined is of no paper of its own where it is as the scorer's paper says.
+    """
     parts = ((slot, getattr(policy, slot)) for slot in SLOTS)
-    return tuple(page_of(type(part), slot) for slot, part in parts if part is not None)
+    pages = [_page_with_values(part, slot) for slot, part in parts if part is not None]
+    own = policy.scorer.published() or ()
+    return tuple(
+        replace(page, citations=()) if page.slot in JOINING and page.name in own else page
+        for page in pages
+    )
+
+
+def _page_with_values(part: Any, slot: str) -> PartPage:
+    page, [call] = page_of(type(part), slot), parse(spell(part))
+    cited = (citation for citation in page.citations if citation.covers(call.parameters))
+    return replace(page, citations=tuple(cited))
 
 
 def find_part(name: str) -> PartPage:

@@ -1,12 +1,12 @@
 """Pages by what their best key could be at most: a box around the keys of each.
 
-Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (2024),
-arXiv:2406.10774: a page's smallest and largest number of every channel bound any
+`digest="quest"`, Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
+Inference" (2024), arXiv:2406.10774: a page's smallest and largest number of every channel bound any
 product with its keys; every query head takes the pages of the highest bounds for itself, as the
-released evaluation does. Chen et al., "ArkVale: Efficient Generative LLM Inference with Recallable
-Key-Value Eviction" (2024), NeurIPS 2024, draws the box closer: around the middle of each channel,
-by the mean distance from it, which bounds most keys and not all; the mean over all query heads
-chooses one set for the layer, of pages of 32.
+released evaluation does. `digest="arkvale"`, Chen et al., "ArkVale: Efficient Generative LLM
+Inference with Recallable Key-Value Eviction" (2024), NeurIPS 2024, draws the box closer: around the
+middle of each channel, by the mean distance from it, which bounds most keys and not all; the mean
+over all query heads chooses one set for the layer, of pages of 32.
 
 What differs: a last page that is not full has a box of its own and competes, and both fill whatever
 number of pages is asked for (Quest takes no fewer than three).

@@ -1,14 +1,15 @@
 """Retrieval heads keep all that there is room for, the others what is protected and no more.
 
-Three published methods: `repeats` is Tang et al., "RazorAttention: Efficient KV Cache Compression
-Through Retrieval Heads" (2024), arXiv:2407.15891, section 3.2: retrieval heads are those that look
-most at what followed the same token before (14 of 15 of them) or at the same token (1 of 15), in a
-random text that is repeated. `passkeys` is Xiao et al., "DuoAttention: Efficient Long-Context LLM
-Inference with Retrieval and Streaming Heads" (2024), arXiv:2410.10819: those for which it makes
-most difference to see the first and the latest tokens only; we test it (`streaming_error`), where
-the paper trains gates. `copy` is Kim et al., "KVzip: Query-Agnostic KV Cache Compression with
-Context Reconstruction" (2025), arXiv:2505.23416, context-independent: those that look hardest at
-some token of a text while the model repeats it (`reconstruction`).
+Three published methods: `trial="repeats"` is Tang et al., "RazorAttention: Efficient KV Cache
+Compression Through Retrieval Heads" (2024), arXiv:2407.15891, section 3.2: retrieval heads are
+those that look most at what followed the same token before (14 of 15 of them) or at the same token
+(1 of 15), in a random text that is repeated. `trial="passkeys"` is Xiao et al., "DuoAttention:
+Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (2024), arXiv:2410.10819:
+those for which it makes most difference to see the first and the latest tokens only; we test it
+(`streaming_error`), where the paper trains gates. `trial="copy"` is Kim et al., "KVzip:
+Query-Agnostic KV Cache Compression with Context Reconstruction" (2025), arXiv:2505.23416,
+context-independent: those that look hardest at some token of a text while the model repeats it
+(`reconstruction`).
 
 In all, retrieval heads keep everything and streaming heads the first tokens and the latest, so
 that memory grows with the text. Here the budget is fixed: streaming heads hold what `protect`

@@ -7,20 +7,20 @@ the rest. Nothing is lost: a text is read with attention to all of it, whatever 
 the recall part reads by what it finds (`votes(prefill="recalled")`).
 
 Unless a cut is asked for, which drops the entries of the lowest scores for good, once, when the
-text has been read. `split` is the first stage of Behnam et al., "RocketKV: Accelerating
+text has been read. `cut="split"` is the first stage of Behnam et al., "RocketKV: Accelerating
 Long-Context LLM Inference via Two-Stage KV Cache Compression" (2025), arXiv:2502.14051: of n
-entries under a budget of M there stay n / z**r with z = n / M and
-r = min(0.2 + 0.06 * log2(z), 0.8), so that search has the rest of the way to go. `budgets` keeps a
-number of budgets, as Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic
-KV Caching" (2025), arXiv:2504.00970, and `share` a share of the text, as Zeng et al., "MPCache:
-MPC-Friendly KV Cache Eviction for Efficient Private Large Language Model Inference" (2025),
-arXiv:2501.06807. What stays in the fast tier counts. Unlike RocketKV, whose number leaves room for
-what is generated, nothing that is generated is dropped by these.
+entries under a budget of M there stay n / z**r with z = n / M and r = min(0.2 + 0.06 * log2(z),
+0.8), so that search has the rest of the way to go. `cut="budgets"` keeps a number of budgets, as
+Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (2025),
+arXiv:2504.00970, and `cut="share"` a share of the text, as Zeng et al., "MPCache: MPC-Friendly KV
+Cache Eviction for Efficient Private Large Language Model Inference" (2025), arXiv:2501.06807. What
+stays in the fast tier counts. Unlike RocketKV, whose number leaves room for what is generated,
+nothing that is generated is dropped by these.
 
-`streaming` drops, always, what heads reject that the budget gives no weight: streaming heads see
-the first tokens and the latest, and the others recall, as in Yang et al., "LServe: Efficient
-Long-sequence LLM Serving with Unified Sparse Attention" (2025), arXiv:2502.14866. Its two sizes
-of pages, and its choice that stands for some steps, are not here.
+`cut="streaming"` drops, always, what heads reject that the budget gives no weight: streaming heads
+see the first tokens and the latest, and the others recall, as in Yang et al., "LServe: Efficient
+Long-sequence LLM Serving with Unified Sparse Attention" (2025), arXiv:2502.14866. Its two sizes of
+pages, and its choice that stands for some steps, are not here.
 """
 
 from __future__ import annotations

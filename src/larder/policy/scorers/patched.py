@@ -2,10 +2,13 @@
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.3, eq. 3. The prompt decides
-what the method is: an episode's representative segments (EpiCache), a general request for what is
-important (Kim et al., "InfiniPot: Infinite Context Processing on Memory-Constrained LLMs" (2024),
-arXiv:2410.01518), the user's own question (Corallo and Papotti, "FINCH: Prompt-guided Key-Value
-Cache Compression for Large Language Models" (2024), arXiv:2408.00167; EpiCache's upper bound).
+what the method is. An episode's representative segments are EpiCache's. A general request for what
+is important, `prompt="summarize"`, is that of Kim et al., "InfiniPot: Infinite Context Processing
+on Memory-Constrained LLMs" (2024), arXiv:2410.01518. The user's own question, `prompt="question"`,
+is Corallo and Papotti, "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models"
+(2024), arXiv:2408.00167, and EpiCache's upper bound. What users are known to ask for,
+`prompt="guidance"`, is modeled on Zhu et al., "OracleKV: Oracle Guidance for Question-Independent
+KV Cache Compression" (2025).
 
 `larder` and `code` share a query's weight among cached entries only, so that a token that looks
 mostly at its own prompt has as much of a say as any other; the maximum over tokens then compares

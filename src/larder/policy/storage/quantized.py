@@ -2,10 +2,10 @@
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024),
 arXiv:2402.02750: keys share a scale per channel among neighboring tokens, values per token among
-neighboring channels, and the latest tokens stay exact until they make a group. Numbers that stand
-out are kept apart as in Hooper et al., "KVQuant: Towards 10 Million Context Length LLM Inference
-with KV Cache Quantization" (2024), arXiv:2401.18079; at 0, the default, none are. Unlike KVQuant,
-keys are rounded as they are cached, after the rotation, and on an even grid.
+neighboring channels, and the latest tokens stay exact until they make a group. With `outliers > 0`
+numbers that stand out are kept apart as in Hooper et al., "KVQuant: Towards 10 Million Context
+Length LLM Inference with KV Cache Quantization" (2024), arXiv:2401.18079. Unlike KVQuant, keys are
+rounded as they are cached, after the rotation, and on an even grid.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit. Behind
 park() it is what is parked that is held so, and the fast tier stays as it is: host memory is saved,
