@@ -12,7 +12,7 @@ from larder.session.presets import PRESETS
 from topics import TopicEmbedder
 
 # What cannot be served, and a word of why.
-REFUSED = {"exact_question": "question", "finch": "question"}
+REFUSED = dict.fromkeys(("exact_question", "finch", "laq", "dapq"), "question")
 TOKENS = 96
 # Their windows, their lag and a page do not fit that.
 WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer")

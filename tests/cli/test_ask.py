@@ -105,7 +105,7 @@ def test_a_short_text_needs_no_budget(run: Run, tmp_path: Path) -> None:
     assert run("ask", path, "-q", CAT, "--policy", "snapkv").stdout == "Mira\n"
 
 
-@pytest.mark.parametrize("policy", ["exact_question", "finch"])
+@pytest.mark.parametrize("policy", ["exact_question", "finch", "laq", "dapq"])
 def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path, policy: str) -> None:
     options = ("--policy", policy, "--budget", "48", "--max-new-tokens", "4")
     assert run("ask", talk, "-q", CAT, *options).exit_code == 0

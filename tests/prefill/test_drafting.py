@@ -62,9 +62,24 @@ def test_a_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     assert part.wanted() == {"question"} and Lookahead().wanted() == frozenset()
 
 
-def test_the_preset_drafts_an_answer_to_a_request() -> None:
+def test_presets_draft_and_look_behind_the_question() -> None:
     # Behind the end of a turn there is nothing to go on with.
-    assert Policy.parse("laq").scorer.wanted() == {"guidance"}
+    assert Policy.parse("laq").scorer.wanted() == {"question"}
+    assert Policy.parse("laq_guidance").scorer.wanted() == {"guidance"}
+    assert Policy.parse("dapq").scorer.wanted() == {"question"}
+
+
+def test_pseudo_tokens_stand_behind_a_prompt() -> None:
+    part, block, book = (
+        PositionsFirst(4, prompt="question"),
+        tuple(range(9)),
+        {"question": (70, 71)},
+    )
+    [asked] = part.scratch(block, 50, book)
+    assert asked == Scratch((70, 71, 0, 1, 70, 71), (0, 59))
+    fixed = PositionsFirst(4, Content.FIXED, prompt="question")
+    assert fixed.wanted() == {"question", "repeat"}
+    assert fixed.scratch(block, 0, {**book, "repeat": (5,)})[0].ids == (70, 71, 5, 5, 5, 5)
 
 
 def test_caches_draft_together_what_they_draft_alone(watched, reader_for, lane_for) -> None:
@@ -132,7 +147,7 @@ def kept_by(decoder: Any, cache: Any, asked: Row, loop: Any, scorer: Any) -> lis
     return out
 
 
-def test_where_pseudo_tokens_stand_matters(watched, reader_for, lane_for) -> None:
+def test_pseudo_tokens_are_turned_to_where_they_stand(watched, reader_for, lane_for) -> None:
     lane, ids = lane_for(watched), some_ids(24)
     reader_for(watched, Policy.parse("keydiff()").planner, 40, 24).append([lane], ids)
     told: dict[int, Any] = {}

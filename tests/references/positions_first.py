@@ -11,13 +11,14 @@ from references.attention_loop import group_of, heads_of, weights
 def scores(part: Any, seen: Seen) -> list[list[float]]:
     out: list[list[float]] = []
     for head in heads_of(seen):
-        count, queries = seen.entries.lengths[head], seen.queries.shape[1]
+        count = seen.entries.lengths[head]
+        asked = range(seen.queries.shape[1])[-part.tokens :]
         sums = [0.0] * count
         for query_head in group_of(seen, head):
-            for query in range(queries if count else 0):
+            for query in asked if count else ():
                 row = weights(seen, query_head, query, [True] * count)
                 sums = [a + b for a, b in zip(sums, row, strict=True)]
-        votes = queries * len(group_of(seen, head))
+        votes = len(asked) * len(group_of(seen, head))
         out.append([value / votes for value in sums])
     return out
 

@@ -82,9 +82,9 @@ def _holds(value: str, parameters: Mapping[str, Value]) -> bool:
     """Whether parameters have a value as a docstring writes it."""
     name, sign, wanted = re.split(r"(=| > )", value, maxsplit=1)
     held = parameters[name]
-    if sign == "=" and isinstance(held, str):
-        return held == wanted.strip('"')
-    return held == float(wanted) if sign == "=" else float(held) > float(wanted)
+    if sign == "=":
+        return str(held) == wanted.strip('"')
+    return isinstance(held, int | float) and held > float(wanted)
 
 
 def _citation(found: re.Match[str], values: tuple[str, ...]) -> Citation:

@@ -9,11 +9,11 @@ Differs: the paper drafts over a small SnapKV cache of its own, to spare time; h
 held, which needs no second cache and comes nearer to the true queries. A draft goes on behind the
 end of a turn, where the released code stops. Read block by block, a draft is made behind each
 block. LAQ++, whose last context queries vote beside the drafted ones, is not here. The paper's
-context ends with the question, so that drafts answer it; where questions come later, a draft is
-whatever the model expects. Behind a finished exchange, where no model was trained to go on, that
-is nothing: the bundled model says the end of the turn over and over, and what is kept so is no
-better than chance. So name a request in `prompt`: the question where it is known; the preset `laq`
-takes a general one, `guidance`, which helps as far as the model can answer it.
+context ends with the question, so that drafts answer it. So does the preset `laq`, which needs its
+question before it reads. Where questions come later, a draft is whatever the model expects. Behind
+a finished exchange, where no model was trained to go on, that is nothing: the bundled model says
+the end of the turn over and over, and what is kept so is no better than chance. The preset
+`laq_guidance` drafts an answer to a general request, which helps as far as the model can answer it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Keep what any text looks at from where the answer will stand.
+"""Keep what pseudo tokens behind the question look at, from where the answer will stand.
 
 Tian et al., "Where Matters More Than What: Decoding-aligned KV Cache Compression via
 Position-aware Pseudo Queries" (2026), arXiv:2603.11564 (DapQ). Pseudo tokens are read behind the
 context, at the positions that the answer will occupy, and forgotten again; what their queries look
-at stays. What they say matters little (the paper takes pieces of the prompt, random tokens or a
-fixed sentence), where they stand matters much: `shift` moves them away, to see that.
+at stays. The paper reports that where they stand matters more than what they say (pieces of the
+prompt, random tokens or a fixed sentence); `shift` moves them away, to compare.
 
-The paper's prompts end with the question, so that `ends` and `latest` say it again. Without one,
-as in the preset `dapq`, the pseudo tokens look for nothing in particular: on the bundled model and
-talks of 1500 tokens that was no better than chance at a quarter of the context, and far better than
-chance once the context ended with the question.
+The paper's prompts end with the question, so that `ends` and `latest` say it again. `prompt` names
+it: it is read between context and pseudo tokens, as in the preset `dapq`, which needs its question
+before it reads. Without one the pseudo tokens look for nothing in particular: on the bundled model
+and talks of 1000 tokens, at a quarter of the context, 0 of 10 answers against 4 of 10 behind the
+question. Moving them 500 positions away changed nothing there: that where they stand matters is not
+shown here.
 
 Weights are shared among cached entries only and averaged over pseudo queries; the paper's text was
 not at hand for this, nor its code. Where a question comes between context and answer, the answer
@@ -50,29 +52,35 @@ class PositionsFirst(Observing):
         content: what they say.
         shift: how much later than right behind the context they stand, in positions; below 0
             earlier, but never before the first.
+        prompt: the name of a request that is read in front of them, such as `question`; none by
+            default, which suits contexts that end with it.
     """
 
     tokens: int = 32
     content: Content = Content.ENDS
     shift: int = 0
+    prompt: str = ""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise BadParameter(f"positions_first.tokens must be at least 1, got {self.tokens}.")
 
     def wanted(self) -> frozenset[str]:
-        return frozenset({"repeat"} if self.content is Content.FIXED else ())
+        fixed = {"repeat"} if self.content is Content.FIXED else frozenset[str]()
+        return frozenset({self.prompt} - {""}) | fixed
 
     def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
         stop = start + len(block)
         shift = max(self.shift, -stop)
-        return (Scratch(self._text(block, book), (0, stop), shift=shift),)
+        request = tuple(book[self.prompt]) if self.prompt else ()
+        text = request + self._text(block + request, book)
+        return (Scratch(text, (0, stop), shift=shift),)
 
     def published(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
     def look(self, seen: Seen) -> Look:
-        return Look(seen.queries, seen.entries)
+        return Look(seen.queries[:, -self.tokens :], seen.entries)
 
     def _text(self, block: tuple[int, ...], book: Prompts) -> tuple[int, ...]:
         if self.content is Content.FIXED:
