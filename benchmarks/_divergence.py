@@ -14,9 +14,11 @@ from larder.core.types import Coming, Mode
 from larder.engine.engine import Engine
 from larder.engine.sampling import Sampling
 from larder.models.passes import Row
-from larder.server.job import pieces_of
+from larder.prefill.base import pieces
+from larder.prefill.reader import Lane
 from larder.server.rule import Rule
 from larder.server.sitting import ID, Asked, Said
+from larder.session.prompts import common_prompts
 
 CLOSE = 1e-3  # of the two best logits: below, rounding may decide
 
@@ -82,15 +84,16 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 def _gap(engine: Engine, before: Sequence[Said], said: Said, answered: int) -> float:
     """The text up to there is read once more, in the blocks of the server; then one token is asked.
 
-    Policies that drop while they generate may hold other entries than they did then, since the
-    answer is read in a block here.
+    Policies that drop may hold other entries than they did then, since blocks end elsewhere when
+    turns are read as one text.
     """
     rule = Rule.of(engine)
     ids = [token for each in before for part in (each.prompt, each.answer) for token in part]
     text = (*ids, *said.prompt, *said.answer[:answered])
-    cache = rule.empty()
-    for piece in pieces_of(before, text, 0, rule.block):
-        rule.read(rule.reader(piece.length), cache, piece.ids, piece.by)
+    cache, reader = rule.empty(), rule.reader(len(text))
+    lane = Lane(cache, common_prompts(engine.scribe))
+    for block in pieces(text[:-1], rule.block):
+        reader.settle([lane], block, block, cache.next_position)
     row = Row(cache, text[-1:], coming=Coming.STEP)
     logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, [0])[0]
     best, second = logits.float().topk(2).values.tolist()

@@ -102,7 +102,7 @@ def test_peers_are_chosen_by_name_or_by_side() -> None:
     chosen = import_module("_pairs").pairs_of
     assert [pair.peer for pair in chosen(["kvpress:tova"])] == ["kvpress:tova"]
     assert {pair.peer.partition(":")[0] for pair in chosen(["transformers"])} == {"transformers"}
-    with pytest.raises(UnknownName, match="Did you mean 'kvpress:tova'"):
+    with pytest.raises(UnknownName, match="Did you mean .*'kvpress:tova'"):
         chosen(["kvpress:tovo"])
 
 
