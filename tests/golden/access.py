@@ -1,0 +1,139 @@
+"""Internal names that the goldens need: the one file of this folder that a rename touches.
+
+Everything else in this folder goes through commands, HTTP, files and `import larder`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from click import Command
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from larder.cli import sitting
+from larder.cli.main import app
+from larder.models.loading import SEED, Loaded, load
+from larder.store.rates import Rates, Way
+
+# Help and tables as every machine prints them.
+TERMINAL = {"COLUMNS": "100", "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code and both streams of a command."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@cache
+def bundled() -> Loaded:
+    """The bundled model, loaded once in this process."""
+    return load()
+
+
+def run(*words: str | Path, stdin: str | None = None, home: Path | None = None) -> Outcome:
+    """A command line in this process, with the bundled model loaded once and caches restored.
+
+    Args:
+        home: LARDER_HOME; None for the one that is set.
+    """
+    environment = TERMINAL | ({} if home is None else {"LARDER_HOME": str(home)})
+    with patch.object(sitting, "load", _load), restored():
+        told = CliRunner().invoke(app, [str(word) for word in words], stdin, environment)
+    if told.exception is not None and not isinstance(told.exception, SystemExit):
+        raise told.exception
+    return Outcome(told.exit_code, told.stdout, told.stderr)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Caches are loaded where recomputing them may be quicker, which depends on the machine."""
+    with patch.object(Rates, "quicker", lambda *given: Way.LOAD):
+        yield
+
+
+def commands() -> Command:
+    """The command line's tree of commands."""
+    return get_command(app)
+
+
+def families() -> dict[str, list[str]]:
+    """Public names of every family of parts, by the kind that entry points are grouped by."""
+    from larder.bench.studying import MEASURES
+    from larder.bench.subjects import RETRIEVALS
+    from larder.bench.task import TASKS
+    from larder.bench.traces.base import TRACES
+    from larder.core.recall import RECALLS
+    from larder.models.calibration import MEASUREMENTS
+    from larder.plots.figures.base import FIGURES
+    from larder.policy.planner import TALLIES
+    from larder.session.embedding import EMBEDDERS
+    from larder.session.policy import FAMILIES
+    from larder.store.codecs.base import CODECS
+    from larder.store.eviction.base import EVICTIONS
+
+    others = (MEASURES, RETRIEVALS, TASKS, TRACES, RECALLS, MEASUREMENTS, FIGURES, TALLIES)
+    every = (*FAMILIES.values(), *others, EMBEDDERS, CODECS, EVICTIONS)
+    return {family.kind: sorted(family.own()) for family in every}
+
+
+@contextmanager
+def serving(home: Path, **options: Any) -> Iterator[str]:
+    """`larder serve` in this process with the bundled model, at home in a folder; its address.
+
+    Args:
+        options: as the command has them; the key file hides the archive as well as the store.
+    """
+    from larder.cli.hubs import hub_here
+    from larder.cli.serve import Serving
+    from larder.server.app import create_app
+    from larder.server.tenants import Loopback
+    from larder.server.web.archive import Archive
+    from larder.server.web.desk import Settings
+    from larder.store.sealing import key_from, sealed_by
+
+    asked = Serving(**options)
+    with patch.dict(os.environ, {"LARDER_HOME": str(home)}), restored():
+        sealing = sealed_by(key_from(asked.key_file), "archive")
+        with patch.object(sitting, "load", _load), hub_here(asked) as hub:
+            archive = Archive(home / "server" / "archive.sqlite", sealing=sealing)
+            limits = Settings(max_new_tokens=asked.max_new_tokens)
+            with _listening(create_app(hub, Loopback(), archive, limits)) as url:
+                yield url
+
+
+@contextmanager
+def _listening(application: Any) -> Iterator[str]:
+    import uvicorn
+
+    from larder.server.web.connections import ServerConfig
+
+    config = ServerConfig(application, lifespan="on", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.01)
+            assert thread.is_alive(), "the server did not start"
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def _load(name: str, device: str, dtype: str | None) -> Loaded:
+    return bundled() if (name, device, dtype) == (SEED, "cpu", None) else load(name, device, dtype)

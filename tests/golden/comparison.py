@@ -1,0 +1,81 @@
+"""Goldens on disk, and how a value of today is compared with one.
+
+Numbers with a fraction agree to a tolerance, because processors round differently; all else is
+equal. What no two runs have in common (times, paths, versions) and sentences for people, which may
+be worded anew, are replaced by a mask before they are written or compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FIXTURES = Path(__file__).resolve().parent / "fixtures"
+TOLERANCE = 1e-3
+SHOWN = 12  # differences that a failure lists
+MASK = "*"
+
+Golden = Callable[[], Any]
+
+
+def differences(expected: Any, found: Any, tolerance: float = TOLERANCE) -> list[str]:
+    """One line for every place where a value differs from its golden."""
+    return list(_differences(expected, found, tolerance, "$"))
+
+
+def check(name: str, found: Any, tolerance: float = TOLERANCE) -> None:
+    """Raises: AssertionError: the value differs from the golden of that name."""
+    path = FIXTURES / f"{name}.json"
+    expected = json.loads(path.read_text(encoding="utf-8"))
+    lines = differences(expected, json.loads(json.dumps(found)), tolerance)
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    assert not lines, "\n".join([f"{path.name} differs:", *lines[:SHOWN], *more])
+
+
+def write(name: str, value: Any) -> Path:
+    """Replace a golden."""
+    path = FIXTURES / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def masked(value: Any, names: Collection[str]) -> Any:
+    """A document with the values of some fields masked, wherever they stand; lists keep their
+    length."""
+    if isinstance(value, Mapping):
+        return {
+            name: _masked_whole(inner) if name in names else masked(inner, names)
+            for name, inner in value.items()
+        }
+    return [masked(each, names) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _masked_whole(value: Any) -> Any:
+    return [_masked_whole(each) for each in value] if isinstance(value, list) else MASK
+
+
+def _differences(expected: Any, found: Any, tolerance: float, place: str) -> Iterator[str]:
+    if isinstance(expected, dict) and isinstance(found, dict):
+        yield from (f"{place}.{name}: missing" for name in expected if name not in found)
+        yield from (f"{place}.{name}: new" for name in found if name not in expected)
+        for name in expected:
+            if name in found:
+                yield from _differences(expected[name], found[name], tolerance, f"{place}.{name}")
+    elif isinstance(expected, list) and isinstance(found, list):
+        if len(expected) != len(found):
+            yield f"{place}: {len(found)} items, not {len(expected)}"
+        for index, (one, other) in enumerate(zip(expected, found, strict=False)):
+            yield from _differences(one, other, tolerance, f"{place}[{index}]")
+    elif not _agree(expected, found, tolerance):
+        yield f"{place}: {found!r}, not {expected!r}"
+
+
+def _agree(expected: Any, found: Any, tolerance: float) -> bool:
+    if float in (type(expected), type(found)) and {type(expected), type(found)} <= {int, float}:
+        return math.isclose(expected, found, rel_tol=tolerance, abs_tol=tolerance)
+    return type(expected) is type(found) and expected == found

@@ -1,0 +1,46 @@
+"""Goldens of `--help`: its text, and apart from wording the options that commands take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from golden.access import commands, run
+
+# Wording may change on purpose; what a command takes may not.
+UNWORDED = ("metavar", "required", "multiple", "nargs", "min", "max")
+
+
+def texts() -> dict[str, list[str]]:
+    """What every command prints for `--help`, 100 columns wide."""
+    return {
+        " ".join(("larder", *words)): [
+            line.rstrip() for line in run(*words, "--help").stdout.splitlines()
+        ]
+        for words, _ in _walk(commands())
+    }
+
+
+def options() -> dict[str, list[dict[str, Any]]]:
+    """The arguments and options of every command, without their wording."""
+    return {
+        " ".join(("larder", *words)): [_unworded(parameter) for parameter in command.params]
+        for words, command in _walk(commands())
+    }
+
+
+def _walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _walk(inner, (*words, name))
+
+
+def _unworded(parameter: Any) -> dict[str, Any]:
+    kind, default = parameter.param_type_name, parameter.default
+    told = {"kind": kind, "type": parameter.bare_type()}
+    told |= {"spelled": [*parameter.opts, *parameter.secondary_opts]} if kind == "option" else {}
+    told |= {name: getattr(parameter, name) for name in UNWORDED}
+    return told | {"default": None if default is None or callable(default) else str(default)}
+
+
+GOLDENS = {"help_texts": texts, "help_options": options}
