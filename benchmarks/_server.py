@@ -31,7 +31,7 @@ class Server:
     process: int
     key: str = ""
 
-    def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> Reply:
+    def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> HttpReply:
         """One request, read to the end.
 
         Args:
@@ -41,11 +41,11 @@ class Server:
         connection = self._sent(method, path, body, self.key if key is None else key)
         try:
             told = connection.getresponse()
-            return Reply(told.status, told.read(), dict(told.getheaders()))
+            return HttpReply(told.status, told.read(), dict(told.getheaders()))
         finally:
             connection.close()
 
-    def chat(self, body: Mapping[str, Any], stop_after: int | None = None) -> Heard:
+    def chat(self, body: Mapping[str, Any], stop_after: int | None = None) -> StreamedAnswer:
         """An answer as it streams in.
 
         Args:
@@ -54,7 +54,7 @@ class Server:
         begun = time.perf_counter()
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         connection = self._sent("POST", "/v1/chat/completions", asked, self.key)
-        heard = Heard()
+        heard = StreamedAnswer()
         try:
             told = connection.getresponse()
             heard.status = told.status
@@ -96,7 +96,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpReply:
     """What came back."""
 
     status: int
@@ -109,7 +109,7 @@ class Reply:
 
 
 @dataclass
-class Heard:
+class StreamedAnswer:
     """An answer that streamed in.
 
     Args:
@@ -141,13 +141,13 @@ class Heard:
         return int(self.usage.get("completion_tokens", 0))
 
 
-def place(session: str, *more: str) -> str:
+def session_path(session: str, *more: str) -> str:
     """The path of a session, or of what is under it."""
     return "/".join(("/v1/sessions", quote(session, safe=""), *more))
 
 
 @contextmanager
-def serving(home: Path, options: Sequence[str], keys: str = "") -> Iterator[Server]:
+def run_server(home: Path, options: Sequence[str], keys: str = "") -> Iterator[Server]:
     """Run `larder serve` with these options until the block is left.
 
     Args:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 
-from larder.bench.rows import append
+from larder_bench.results.rows import append_rows
 
 RUNS = 3
 
 
-def quickest(run: Callable[[], Any]) -> tuple[Any, float]:
+def shortest_run(run: Callable[[], Any]) -> tuple[Any, float]:
     """What a function returns, and the shortest of its times in seconds."""
     times = []
     for _ in range(RUNS):
@@ -41,4 +41,4 @@ def environment() -> dict[str, Any]:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add result lines to a JSONL file."""
-    append(path, rows)
+    append_rows(path, rows)

@@ -45,7 +45,7 @@ LIMIT = 0.01
 WORDS = 40
 
 
-class Ear:
+class FirstTokenListener:
     """Hears when an answer begins."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Ear:
         self.ended.set()
 
 
-class Audit:
+class TenantTimingProbe:
     """Asks one hub in the names of many tenants."""
 
     def __init__(self, hub: LocalHub, source: random.Random) -> None:
@@ -83,7 +83,7 @@ class Audit:
 
     def ask(self, tenant: str, text: str) -> float:
         """Seconds to the first token of an answer."""
-        ear = Ear()
+        ear = FirstTokenListener()
         begun = time.perf_counter()
         self._hub.submit(Request(tenant, (Turn("user", text),), None, max_new_tokens=1), ear)
         ear.ended.wait()
@@ -153,7 +153,7 @@ def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
     store = Store(str(folder / "blobs"), folder)
     keeper = Persisting(store, engine.loaded.decoder.spec)
     hub = LocalHub(engine, Budgets({Tier.DEVICE: 64 << 20}), keeper=keeper)
-    audit = Audit(hub, source)
+    audit = TenantTimingProbe(hub, source)
     try:
         for arm in ARMS:  # what is slow the first time
             audit.first_token(arm)

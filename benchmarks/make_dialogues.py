@@ -3,7 +3,7 @@
     python benchmarks/make_dialogues.py [OUT] [--kinds 'lifelog > needles(hay="prose")'] [--files 9]
         [--tokens 1500] [--corpus FOLDER] [--data FOLDER] [--seed 0]
 
-A kind is a task of `larder.bench.tasks` with its parameters, as policies are written; kinds stand
+A kind is a task of `larder_bench.tasks` with its parameters, as policies are written; kinds stand
 apart by commas, or by ">" where they have parameters. With a corpus, `needles` lie in its prose
 unless their hay is named. `mixed` and `bookings` need the dialogues of a corpus, and tasks on
 public data sets their folders in that of `--data`; without, they are left out. Files are named
@@ -18,15 +18,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from larder.bench.conversation_file import as_json
-from larder.bench.hay import Hay
-from larder.bench.sources import Sources
-from larder.bench.task import Task, parse_task
-from larder.bench.tasks.needles import Needles
 from larder.core.errors import LarderError
 from larder.core.spelling import name_of
 from larder.models.loading import load
 from larder.session.transcript import Scribe
+from larder_bench.datasets.conversation_file import conversation_json
+from larder_bench.datasets.haystack import Haystack
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task, parse_task
+from larder_bench.tasks.needles import NeedlesTask
 
 SEEDS = 1000  # files of one `--seed`
 BORDER = re.compile(r"\s*(?:>|,(?![^(]*\)))\s*")
@@ -35,7 +35,7 @@ BORDER = re.compile(r"\s*(?:>|,(?![^(]*\)))\s*")
 def main() -> None:
     options = _options()
     count = Scribe(load("seed").tokenizer).length
-    sources = Sources(count, options.corpus, options.data)
+    sources = TaskSources(count, options.corpus, options.data)
     options.out.mkdir(parents=True, exist_ok=True)
     for sentence in BORDER.split(options.kinds):
         task = _task(sentence, sources)
@@ -57,18 +57,18 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _task(sentence: str, sources: Sources) -> Task:
+def _task(sentence: str, sources: TaskSources) -> Task:
     task = parse_task(sentence)
-    if isinstance(task, Needles) and sources.corpus is not None and "hay" not in sentence:
-        return replace(task, hay=Hay.PROSE)
+    if isinstance(task, NeedlesTask) and sources.corpus is not None and "hay" not in sentence:
+        return replace(task, hay=Haystack.PROSE)
     return task
 
 
-def _write(task: Task, kind: str, sources: Sources, options: argparse.Namespace) -> None:
+def _write(task: Task, kind: str, sources: TaskSources, options: argparse.Namespace) -> None:
     for number in range(options.files):
         made = task.make(options.seed * SEEDS + number, options.tokens, sources)
         path = options.out / f"{kind}-{options.tokens}-{number}.json"
-        path.write_text(as_json(made), encoding="utf-8")
+        path.write_text(conversation_json(made), encoding="utf-8")
         print(path.name, len(made.messages), "messages,", len(made.questions), "questions")
 
 

@@ -3,14 +3,14 @@
     python benchmarks/recall_decode.py [--tokens 16384,32768] [--policy icecache] [--budget 256]
 
 One token after the other behind a cache that is filled with made-up keys and values (see
-larder.bench.streams), random-weight model in the shape of Qwen3-0.6B, float32. `full` is Larder's
-dense cache, preallocated; `transformers` its DynamicCache; the policy's cache is tended as while
-text is generated, so that what is parked and what the index learns is paid for. A round is a whole
-window of the policy's timing, and as many steps of the others; rounds go in turn. Caches that do
-not fit into memory beside each other are measured one after the other (--apart).
+larder_bench.profiling.synthetic_keys), random-weight model in the shape of Qwen3-0.6B, float32.
+`full` is Larder's dense cache, preallocated; `transformers` its DynamicCache; the policy's cache is
+tended as while text is generated, so that what is parked and what the index learns is paid for. A
+round is a whole window of the policy's timing, and as many steps of the others; rounds go in turn.
+Caches that do not fit into memory beside each other are measured one after the other (--apart).
 
 Milliseconds per step; the least of all rounds is for machines that others use. The breakdown comes
-from a run of its own, by the clocks of larder.bench.clocks.
+from a run of its own, by the clocks of larder_bench.profiling.step_profiler.
 
 `hit` is the share of pages asked for that lay in the fast tier already; synthetic queries look for
 one thing for --stays steps. JSONL goes to results/recall_decode.jsonl.
@@ -31,8 +31,6 @@ from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
-from larder.bench.clocks import clocks
-from larder.bench.streams import Stream, feed, stream, values_of
 from larder.cache.sequence import Form, SequenceCache
 from larder.cache.slow import Sheaf
 from larder.cache.tiered import Tiered
@@ -41,6 +39,13 @@ from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.prefill.tending import Tending
 from larder.session.rooms import entries_of
+from larder_bench.profiling.step_profiler import profile_steps
+from larder_bench.profiling.synthetic_keys import (
+    KeyQueryStream,
+    draw_stream,
+    draw_values,
+    inject_streams,
+)
 
 Clock = Callable[[], float]
 OUT = Path("results/recall_decode.jsonl")
@@ -78,7 +83,7 @@ def _measure(
     module: Any, decoder: Decoder, tokens: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     steps = STEPS * (options.rounds + WARMUPS + 2)
-    streams = [stream(layer, tokens, steps, options.stays) for layer in decoder.spec.layers]
+    streams = [draw_stream(layer, tokens, steps, options.stays) for layer in decoder.spec.layers]
     row, clock = dict[str, Any](), CLOCKS[options.clock]
     makers: dict[str, Callable[[], Callable[[], None]]] = {
         "full": lambda: _full(decoder, streams, clock, row),
@@ -116,15 +121,15 @@ def _interleaved(
 
 
 def _full(
-    decoder: Decoder, streams: Sequence[Stream], clock: Clock, row: dict[str, Any]
+    decoder: Decoder, streams: Sequence[KeyQueryStream], clock: Clock, row: dict[str, Any]
 ) -> Callable[[], None]:
     cache = SequenceCache(decoder.spec, Form.DENSE)
     tokens = streams[0].keys.shape[1]
     for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
         store.allocate(tokens + 64)
-        store.append(told.keys, values_of(decoder.spec, layer, tokens), torch.arange(tokens))
+        store.append(told.keys, draw_values(decoder.spec, layer, tokens), torch.arange(tokens))
     cache.next_position = tokens
-    go_to = feed([cache], streams)
+    go_to = inject_streams([cache], streams)
 
     def go() -> None:
         for step in range(STEPS):
@@ -139,7 +144,10 @@ def _full(
 
 
 def _policy(
-    decoder: Decoder, streams: Sequence[Stream], options: argparse.Namespace, row: dict[str, Any]
+    decoder: Decoder,
+    streams: Sequence[KeyQueryStream],
+    options: argparse.Namespace,
+    row: dict[str, Any],
 ) -> Callable[[], None]:
     policy, clock = Policy.parse(options.policy).filled(options.budget, None), CLOCKS[options.clock]
     cache, planner = _parked(decoder, policy, streams, clock, row), policy.planner
@@ -148,7 +156,7 @@ def _policy(
     fast = entries_of(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
     tending = Tending(planner, fast, (quotas,), (tokens,), decoder.foresee)
-    go_to, done = feed([cache], streams), [0]
+    go_to, done = inject_streams([cache], streams), [0]
 
     def go() -> None:
         for _ in range(STEPS):
@@ -170,7 +178,11 @@ def _policy(
 
 
 def _parked(
-    decoder: Decoder, policy: Policy, streams: Sequence[Stream], clock: Clock, row: dict[str, Any]
+    decoder: Decoder,
+    policy: Policy,
+    streams: Sequence[KeyQueryStream],
+    clock: Clock,
+    row: dict[str, Any],
 ) -> SequenceCache:
     """A cache as it is behind a text that was read: ends in the fast tier, all indexed."""
     cache = SequenceCache(decoder.spec, Form.TIERED, policy.planner.ledger, parking=policy.parking)
@@ -179,7 +191,7 @@ def _parked(
     tokens, seconds = streams[0].keys.shape[1], 0.0
     for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
         assert isinstance(store, Tiered)
-        values = values_of(decoder.spec, layer, tokens)
+        values = draw_values(decoder.spec, layer, tokens)
         stays = torch.ones(tokens, dtype=torch.bool)
         if cache.makeup.governs(layer):
             stays[first : tokens - (near - first)] = False
@@ -199,10 +211,12 @@ def _parked(
     return cache
 
 
-def _transformers(module: Any, decoder: Decoder, streams: Sequence[Stream]) -> Callable[[], None]:
+def _transformers(
+    module: Any, decoder: Decoder, streams: Sequence[KeyQueryStream]
+) -> Callable[[], None]:
     cache, tokens = DynamicCache(config=module.config), streams[0].keys.shape[1]
     for layer, told in zip(decoder.spec.layers, streams, strict=True):
-        values = values_of(decoder.spec, layer, tokens)
+        values = draw_values(decoder.spec, layer, tokens)
         cache.update(told.keys[None], values[None], layer.index)
 
     def go() -> None:
@@ -218,7 +232,7 @@ def _transformers(module: Any, decoder: Decoder, streams: Sequence[Stream]) -> C
 
 def _parts(go: Callable[[], None], clock: Clock) -> dict[str, float]:
     """Milliseconds per step of each part."""
-    with clocks(clock) as spent:
+    with profile_steps(clock) as spent:
         parts = spent.step(go)
     return {name: round(1e3 * seconds / STEPS, 2) for name, seconds in parts.items()}
 

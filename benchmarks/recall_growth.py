@@ -19,19 +19,19 @@ from pathlib import Path
 import torch
 
 from larder import Engine, read_conversation
-from larder.bench.surroundings import commit_of_this
 from larder.cache.sequence import SequenceCache
 from larder.cache.tiered import Tiered
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
 from larder.session.reading import tend
+from larder_bench.results.environment import checkout_commit
 
 SHORT = Path(__file__).parents[1] / "examples" / "conversation.json"
 QUESTION = "Tell me everything, and go on."
 
 
 @dataclass
-class Told:
+class GrowthReporter:
     """Prints a line after every so many tokens."""
 
     cache: SequenceCache
@@ -43,7 +43,7 @@ class Told:
     def __call__(self, row: int, token: int) -> bool:
         self.said += 1
         if self.said % self.every == 0:
-            line = self._figures() | {"commit": commit_of_this()}
+            line = self._figures() | {"commit": checkout_commit()}
             print(json.dumps(line), flush=True)
             with self.out.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(line) + "\n")
@@ -96,7 +96,7 @@ def main() -> None:
         [engine.scribe.question(QUESTION)],
         Sampling(temperature=1.0, seed=0),
         Limits(options.tokens),
-        Told(cache, options.every, options.out),
+        GrowthReporter(cache, options.every, options.out),
         *([] if tending is None else [tending.observer]),
     )
 

@@ -31,12 +31,12 @@ from _timing import environment, write
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.bench.timing import interleaved, percentiles
 from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
 from larder.core.types import Variant
 from larder.recall.dci import Dci, DciIndex
 from larder.recall.flat import Flat
+from larder_bench.profiling.timing import interleaved, percentiles
 
 HEADS, GROUP, COUNT, STEPS, DENSE, THETA = 8, 2, 12, 8, 2, 1e6
 BREADTHS = (16, 32, 64, 128, 256, 512, 1024)

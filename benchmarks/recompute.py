@@ -25,7 +25,6 @@ import torch
 from _models import load_model
 from _timing import environment, write
 
-from larder.bench.timing import interleaved, percentiles
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -33,6 +32,7 @@ from larder.models.passes import Row
 from larder.models.recompute import BLOCK_TOKENS, Recompute
 from larder.models.residuals import Residuals
 from larder.models.shape import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, Held
+from larder_bench.profiling.timing import interleaved, percentiles
 
 OUT = Path("results/recompute.jsonl")
 SHAPES = {"gemma-3-4b": GEMMA_3_4B, "llama-3.1-8b": LLAMA_3_1_8B, "qwen3-0.6b": QWEN_3_0_6B}

@@ -31,7 +31,6 @@ from _timing import RUNS, environment, quickest, write
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from larder.bench.models import RANDOM, open_model, random_config
 from larder.core.conversation import Conversation
 from larder.core.types import Mode
 from larder.engine.beginning import policy_of
@@ -43,12 +42,13 @@ from larder.session.filing import Cabinet
 from larder.session.log import Exchange, Log
 from larder.session.snapshot import State
 from larder.store.store import Store
+from larder_bench.random_models import RANDOM, open_model, random_config
 
 OUT = Path("results/resume.jsonl")
 NAME, TEXT = "session", "What did I say?"
 
 
-class Session:
+class SavedSession:
     """A session of one long turn, under an engine's policy."""
 
     def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
@@ -104,7 +104,9 @@ class Session:
         return decoder.predict([Row(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0].log_softmax(-1)
 
 
-def measured(session: Session, codec: str, folder: Path, runs: dict[str, Any]) -> dict[str, Any]:
+def measured(
+    session: SavedSession, codec: str, folder: Path, runs: dict[str, Any]
+) -> dict[str, Any]:
     """One codec.
 
     Args:
@@ -177,7 +179,7 @@ def main() -> None:
     given = parser.parse_args()
     loaded = model_of(given.model, given.layers, given.device)
     engine = Engine(loaded, given.policy, given.budget)
-    session = Session(engine, text_ids(engine.loaded.tokenizer, given.tokens))
+    session = SavedSession(engine, text_ids(engine.loaded.tokenizer, given.tokens))
     (state, first), seconds = quickest(session.read)
     runs = {"state": state, "first": first, "seconds": seconds}
     told = {"model": loaded.name, "policy": str(session.policy), "tokens": given.tokens}

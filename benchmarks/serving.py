@@ -33,12 +33,12 @@ from _divergence import exchanges, parting
 from _server import Heard, Server, place, serving
 from _timing import environment, write
 
-from larder.bench.metrics import exact
-from larder.bench.sources import Sources
-from larder.bench.task import parse_task
 from larder.core.conversation import Conversation
 from larder.engine.engine import Engine
+from larder.evaluation.answer_metrics import exact_match
 from larder.session.transcript import Scribe
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import parse_task
 
 OUT = Path("results/serving.jsonl")
 EVERYTHING = {"none": "full"}
@@ -49,7 +49,7 @@ PEAK, VIOLATIONS = 'larder_peak_bytes{tier="device"}', "larder_budget_violations
 
 
 @dataclass(frozen=True)
-class Talk:
+class ScriptedSession:
     """A session: what is told in it, and what is asked turn by turn."""
 
     name: str
@@ -74,11 +74,11 @@ class Talk:
         """The share of answers that are what the life-log says."""
         asked = self.conversation.questions[: self.turns]
         pairs = zip(heard, asked, strict=True)
-        return float(np.mean([exact(one.text, question.answer) for one, question in pairs]))
+        return float(np.mean([exact_match(one.text, question.answer) for one, question in pairs]))
 
 
 @dataclass
-class Watcher:
+class MetricsPoller:
     """Asks a server for its numbers until it is told to stop.
 
     `most` is the most bytes seen on the device, `over` how often they were above the budget.
@@ -104,13 +104,13 @@ class Watcher:
 
 
 @dataclass
-class Round:
+class ServingRun:
     """All sessions served one way."""
 
     heard: list[list[Heard]]
     exported: list[bytes]
     seconds: float
-    watcher: Watcher
+    watcher: MetricsPoller
     numbers: dict[str, float]
 
     def figures(self) -> dict[str, Any]:
@@ -135,10 +135,12 @@ class Round:
 
 def main() -> int:
     given = _given()
-    sources = Sources(Scribe(Engine.load("seed", policy="full").loaded.tokenizer).length)
+    sources = TaskSources(Scribe(Engine.load("seed", policy="full").loaded.tokenizer).length)
     task = parse_task(given.task or f"lifelog(questions={given.turns})")
     made = [task.make(number, given.tokens, sources) for number in range(given.sessions)]
-    talks = [Talk(f"n{n}", each, given.turns, given.new_tokens) for n, each in enumerate(made)]
+    talks = [
+        ScriptedSession(f"n{n}", each, given.turns, given.new_tokens) for n, each in enumerate(made)
+    ]
     budget: int | None = None
     failed = 0
     for policy in given.policy or ["none"]:
@@ -149,7 +151,7 @@ def main() -> int:
 
 
 def compared(
-    policy: str, talks: Sequence[Talk], budget: int | None, given: argparse.Namespace
+    policy: str, talks: Sequence[ScriptedSession], budget: int | None, given: argparse.Namespace
 ) -> tuple[int, list[dict[str, Any]], int]:
     """One policy: the bytes that it got, its rows, and what was wrong."""
     spelling = EVERYTHING.get(policy, policy)
@@ -187,7 +189,7 @@ def compared(
     return budget, rows, outcome["different"] + outcome["over_budget"]
 
 
-def one_by_one(talks: Sequence[Talk], options: Sequence[str]) -> Round:
+def one_by_one(talks: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
     """Each session alone; it is removed before the next one comes."""
     with tempfile.TemporaryDirectory() as home:
         with serving(Path(home), [*options, "--kv-budget", AMPLE]) as server:
@@ -200,16 +202,16 @@ def one_by_one(talks: Sequence[Talk], options: Sequence[str]) -> Round:
                 seconds += time.perf_counter() - begun
                 exported.append(server.ask("POST", place(talk.name, "export")).body)
                 server.ask("DELETE", place(talk.name))
-            watcher = Watcher(server)
-            return Round(heard, exported, seconds, watcher, watcher.look())
+            watcher = MetricsPoller(server)
+            return ServingRun(heard, exported, seconds, watcher, watcher.look())
 
 
-def at_once(talks: Sequence[Talk], options: Sequence[str]) -> Round:
+def at_once(talks: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
     """All sessions at the same time."""
     with tempfile.TemporaryDirectory() as home, serving(Path(home), options) as server:
-        Talk("first", talks[0].conversation, 1, 1).hold(server)
+        ScriptedSession("first", talks[0].conversation, 1, 1).hold(server)
         server.ask("DELETE", place("first"))
-        watcher = Watcher(server)
+        watcher = MetricsPoller(server)
         watching = threading.Thread(target=watcher.run)
         watching.start()
         try:
@@ -222,14 +224,14 @@ def at_once(talks: Sequence[Talk], options: Sequence[str]) -> Round:
             watching.join()
         numbers = watcher.look()
         exported = [server.ask("POST", place(talk.name, "export")).body for talk in talks]
-        return Round(heard, exported, seconds, watcher, numbers)
+        return ServingRun(heard, exported, seconds, watcher, numbers)
 
 
-def _held(server: Server, talk: Talk) -> list[Heard]:
+def _held(server: Server, talk: ScriptedSession) -> list[Heard]:
     return talk.hold(server)
 
 
-def _differences(engine: Engine, alone: Round, crowd: Round) -> dict[str, Any]:
+def _differences(engine: Engine, alone: ServingRun, crowd: ServingRun) -> dict[str, Any]:
     """How many sessions went another way, and whether the model hardly cared there."""
     pairs = zip(alone.exported, crowd.exported, strict=True)
     found = [parting(engine, exchanges(one), exchanges(other)) for one, other in pairs]

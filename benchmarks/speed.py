@@ -26,14 +26,14 @@ from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
-from larder.bench.filling import filled
-from larder.bench.timing import interleaved, percentiles
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
+from larder_bench.profiling.synthetic_cache import random_cache
+from larder_bench.profiling.timing import interleaved, percentiles
 
 LONG, SHORT, BLOCK, MEAN = 16384, 1024, 512, 1024
 OUT = Path("results/speed.jsonl")
@@ -82,7 +82,10 @@ def _prefill(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[st
 
 
 def _decode(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
-    long, short = filled(decoder, Form.DENSE, tokens), filled(decoder, Form.RAGGED, SHORT)
+    long, short = (
+        random_cache(decoder, Form.DENSE, tokens),
+        random_cache(decoder, Form.RAGGED, SHORT),
+    )
     own_long, own_short = _own_filled(module, decoder, tokens), _own_filled(module, decoder, SHORT)
     cases = {
         f"transformers, {tokens} entries": lambda: _own_step(module, own_long, tokens),

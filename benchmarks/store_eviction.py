@@ -22,32 +22,32 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from larder.bench.foresight import Belady, Clairvoyant, Foresight, Held
-from larder.bench.replaying import Counts, replay, tuned
-from larder.bench.rows import Row, append
-from larder.bench.surroundings import environment
-from larder.bench.traces.base import TRACES, Crowd, Form, Trace
 from larder.core.spelling import build, parse, spell
 from larder.store.eviction.base import EVICTIONS, Eviction, Superseded
 from larder.store.eviction.marconi import Marconi
+from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
+from larder_bench.results.environment import environment_row
+from larder_bench.results.rows import Row, append_rows
+from larder_bench.trace_replay import ReplayCounts, best_rule, replay_trace
+from larder_bench.traces.base import TRACES, StateForm, Trace, Workload
 
 ALPHAS = (0.0, 0.01, 0.1, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
-class Case:
+class EvictionCase:
     """A trace, and all that is known of it at once."""
 
-    crowd: Crowd
+    crowd: Workload
     seed: int
     trace: Trace
-    held: Held
-    foresight: Foresight
+    held: ReuseIntervals
+    foresight: FutureReads
 
     @staticmethod
-    def of(crowd: Crowd, seed: int, events: int) -> Case:
+    def of(crowd: Workload, seed: int, events: int) -> EvictionCase:
         trace = crowd.make(seed, events)
-        return Case(crowd, seed, trace, Held.of(trace), Foresight.of(trace))
+        return EvictionCase(crowd, seed, trace, ReuseIntervals.of(trace), FutureReads.of(trace))
 
     def row(self, policy: str, spelling: str, budget: Fraction, told: Row) -> Row:
         head: Row = {"schema": 1, "row": "eviction", "study": "store eviction"}
@@ -77,31 +77,31 @@ def main() -> None:
     parser.add_argument("--rules", default="", help="with ; between.  Default: all, and tuned")
     parser.add_argument("--out", type=Path, default=Path("results/store_eviction.jsonl"))
     options = parser.parse_args()
-    surroundings = environment(1)
-    append(options.out, [surroundings])
+    surroundings = environment_row(1)
+    append_rows(options.out, [surroundings])
     for name in options.traces.split(","):
-        for form in map(Form, options.forms.split(",")):
+        for form in map(StateForm, options.forms.split(",")):
             for seed in range(options.seeds):
-                case = Case.of(TRACES.load(name)(form=form), seed, options.events)
+                case = EvictionCase.of(TRACES.load(name)(form=form), seed, options.events)
                 for budget in map(Fraction, options.budgets.split(",")):
                     for row in _rows(case, budget, options.rules):
-                        append(options.out, [row | {"environment": surroundings["id"]}])
+                        append_rows(options.out, [row | {"environment": surroundings["id"]}])
                         _show(row)
 
 
-def _rows(case: Case, budget: Fraction, rules: str) -> Iterator[Row]:
+def _rows(case: EvictionCase, budget: Fraction, rules: str) -> Iterator[Row]:
     size = int(case.held.needed_bytes() * budget)
     for policy, rule in _rules(case, size, rules):
-        counts = replay(case.trace, rule, size)
+        counts = replay_trace(case.trace, rule, size)
         yield case.row(policy, spell(rule), budget, asdict(counts))
     for policy, kind in (("belady", Belady), ("clairvoyant", Clairvoyant)):
         rule = kind(superseded=Superseded.ALIKE)
-        counts = replay(case.trace, rule, size, case.foresight)
+        counts = replay_trace(case.trace, rule, size, case.foresight)
         yield case.row(policy, policy, budget, asdict(counts))
     yield case.row("bound", "bound", budget, _bound(case, size, counts))
 
 
-def _rules(case: Case, size: int, spelled: str) -> Iterator[tuple[str, Eviction]]:
+def _rules(case: EvictionCase, size: int, spelled: str) -> Iterator[tuple[str, Eviction]]:
     if spelled:
         for rule in spelled.split(";"):
             call = parse(rule, "rule")[0]
@@ -109,11 +109,11 @@ def _rules(case: Case, size: int, spelled: str) -> Iterator[tuple[str, Eviction]
         return
     for name in EVICTIONS.names():
         yield name, EVICTIONS.load(name)()
-    found = tuned(case.trace, [Marconi(alpha=alpha) for alpha in ALPHAS], size)
+    found = best_rule(case.trace, [Marconi(alpha=alpha) for alpha in ALPHAS], size)
     yield "marconi tuned", found
 
 
-def _bound(case: Case, size: int, counts: Counts) -> Row:
+def _bound(case: EvictionCase, size: int, counts: ReplayCounts) -> Row:
     known = {name: value for name, value in asdict(counts).items() if name.startswith("known_")}
     prompts = {"prompt_tokens": counts.prompt_tokens, "prompt_seconds": counts.prompt_seconds}
     return {

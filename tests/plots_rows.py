@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from larder.bench.rows import Row
+from larder_bench.results.rows import Row
 
 ENVIRONMENT: Row = {"schema": 1, "row": "environment", "id": "e", "larder": "0", "cpu": "<fast>"}
 SCORES = {"snapkv": 0.5, "h2o": 0.25, "random": 0.0, "full": 1.0}

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from larder.bench.sources import Sources
-from larder.bench.task import Task, parse_task
 from larder.core.conversation import Message
 from larder.core.errors import BadParameter
-from training.shapes import BOS, END, SPECIAL
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task, parse_task
+from training.model_config import BOS, END, SPECIAL
 
 SKIPPED, TEXT, ANSWER = 0, 1, 2  # what a token is for the loss
 RECIPE = Path(__file__).with_name("recipe.toml")
@@ -30,7 +30,7 @@ Turn = tuple[Message, int]  # and what its tokens are for the loss
 
 
 @dataclass(frozen=True)
-class Sample:
+class TrainingSample:
     """One row: token ids, and what each of them is for the loss."""
 
     ids: tuple[int, ...]
@@ -38,7 +38,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Ingredient:
+class MixtureComponent:
     """One kind of sample.
 
     Args:
@@ -69,7 +69,7 @@ class Phase:
 class Recipe:
     """What is trained on, in which order of lengths."""
 
-    ingredients: tuple[Ingredient, ...]
+    ingredients: tuple[MixtureComponent, ...]
     phases: tuple[Phase, ...]
 
     @staticmethod
@@ -77,24 +77,24 @@ class Recipe:
         """The recipe of a TOML file."""
         fields: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         return Recipe(
-            tuple(Ingredient(**each) for each in fields["tasks"]),
+            tuple(MixtureComponent(**each) for each in fields["tasks"]),
             tuple(Phase(**each) for each in fields["phases"]),
         )
 
 
 @dataclass(frozen=True)
-class Mixer:
+class SampleMixture:
     """Draws samples.
 
     Args:
         tokenizer: the trained `tokenizers.Tokenizer`, whose special tokens are those of `shapes`.
     """
 
-    ingredients: Sequence[Ingredient]
-    sources: Sources
+    ingredients: Sequence[MixtureComponent]
+    sources: TaskSources
     tokenizer: Any
 
-    def draw(self, random: Random, context: int) -> Sample:
+    def draw(self, random: Random, context: int) -> TrainingSample:
         """A sample of at most `context` + 1 tokens: the last is only predicted.
 
         Raises:
@@ -123,7 +123,7 @@ class Mixer:
                 uses[row, : len(sample.uses)] = sample.uses
             yield ids, uses
 
-    def _turns(self, ingredient: Ingredient, random: Random, context: int) -> list[Turn]:
+    def _turns(self, ingredient: MixtureComponent, random: Random, context: int) -> list[Turn]:
         if ingredient.spelling == PLAIN:
             return [(Message("user", self._passage(random, context)), TEXT)]
         room = int(context * (1 - ingredient.asked)) - 1
@@ -146,7 +146,7 @@ class Mixer:
         ids = self.tokenizer.encode(text[start : start + length]).ids
         return self.tokenizer.decode(ids[: max(1, tokens - 8)])
 
-    def _written(self, turns: Sequence[Turn], most: int) -> Sample:
+    def _written(self, turns: Sequence[Turn], most: int) -> TrainingSample:
         """The turns in the form of the chat template; those that do not fit are left out whole.
 
         Raises:
@@ -162,7 +162,7 @@ class Mixer:
         wanted = any(use == ANSWER for _, use in turns)
         if wanted and ANSWER not in uses[:most]:
             raise BadParameter("training.context holds no answer of this task.")
-        return Sample(tuple(ids[:most]), tuple(uses[:most]))
+        return TrainingSample(tuple(ids[:most]), tuple(uses[:most]))
 
 
 def _exchange(question: str, answer: str) -> list[Turn]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from larder.bench.sources import Sources
-from larder.bench.task import parse_task
-from training.shapes import LONGEST, SPECIAL, VOCABULARY
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import parse_task
+from training.model_config import LONGEST, SPECIAL, VOCABULARY
 
 LOGS, LOG_TOKENS = 1500, 1200
 TEMPLATE = (
@@ -33,11 +33,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="small", choices=VOCABULARY)
     options = parser.parse_args()
-    sources = Sources(_words, corpus=options.corpus, split="train")
+    sources = TaskSources(_words, corpus=options.corpus, split="train")
     folder(trained(texts(sources), VOCABULARY[options.size])).save_pretrained(options.out)
 
 
-def texts(sources: Sources, logs: int = LOGS) -> Iterator[str]:
+def texts(sources: TaskSources, logs: int = LOGS) -> Iterator[str]:
     """What the vocabulary is counted on: dialogues, prose, and the words of the tasks."""
     for dialogue in sources.dialogues:
         yield from (message.content for message in dialogue.messages)

@@ -31,12 +31,12 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from larder.bench.rows import append, known_rows
-from larder.bench.sources import Sources
 from larder.core.errors import LarderError
-from training.keeping import keep, take_up
-from training.samples import ANSWER, TEXT, Mixer, Phase, Recipe
-from training.shapes import SIZES, fresh
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.results.rows import append_rows, existing_rows
+from training.checkpoint import load_checkpoint, save_checkpoint
+from training.model_config import SIZES, initialize_model
+from training.samples import ANSWER, TEXT, Phase, Recipe, SampleMixture
 
 SAVE_SECONDS = 300
 LOG, REPORT_STEPS = "log.jsonl", 10
@@ -46,7 +46,7 @@ CLIP = 1.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainingSchedule:
     """How training proceeds.
 
     Args:
@@ -80,7 +80,7 @@ class Trainer:
     """
 
     model: Qwen3ForCausalLM
-    pace: Pace
+    pace: TrainingSchedule
     masters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     steps: int = 0
@@ -103,10 +103,10 @@ class Trainer:
             torch.optim.AdamW(others, betas=(0.9, 0.97), weight_decay=0.0),
         ]
 
-    def step(self, batches: Iterator[tuple[Any, Any]], context: int, done: float) -> Losses:
+    def step(self, batches: Iterator[tuple[Any, Any]], context: int, done: float) -> TrainingLosses:
         """One update from as many batches as it takes; losses in nats per token."""
         accumulated = max(1, self.pace.tokens // max(self.pace.micro, context))
-        sums = Losses(0.0, 0.0)
+        sums = TrainingLosses(0.0, 0.0)
         for _ in range(accumulated):
             ids, uses = (torch.from_numpy(part).to(self.model.device) for part in next(batches))
             total, losses = loss(self.model, ids.long(), uses, self.pace)
@@ -121,11 +121,11 @@ class Trainer:
         """The master weights in bfloat16, as transformers reads them, and what to go on from."""
         state = {name: weight.detach().to(torch.bfloat16) for name, weight in self.masters.items()}
         self.model.save_pretrained(out, state_dict=state)
-        keep(self.masters, self.optimizers, out)
+        save_checkpoint(self.masters, self.optimizers, out)
 
     def resume(self, start: Path) -> None:
         """Go on from a folder that `save` wrote; a model alone has no more than its weights."""
-        if take_up(self.masters, self.optimizers, start):
+        if load_checkpoint(self.masters, self.optimizers, start):
             self._hand_over()
 
     def _update(self, rate: float) -> None:
@@ -150,22 +150,25 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Losses:
+class TrainingLosses:
     """Cross-entropy on answers and on texts, in nats per token."""
 
     answer: float
     text: float
 
-    def __add__(self, other: Losses) -> Losses:
-        return Losses(self.answer + other.answer, self.text + other.text)
+    def __add__(self, other: TrainingLosses) -> TrainingLosses:
+        return TrainingLosses(self.answer + other.answer, self.text + other.text)
 
-    def scaled(self, by: float) -> Losses:
-        return Losses(self.answer * by, self.text * by)
+    def scaled(self, by: float) -> TrainingLosses:
+        return TrainingLosses(self.answer * by, self.text * by)
 
 
 def loss(
-    model: Qwen3ForCausalLM, ids: Int[Tensor, "B T"], uses: UInt8[Tensor, "B T"], pace: Pace
-) -> tuple[Float[Tensor, ""], Losses]:
+    model: Qwen3ForCausalLM,
+    ids: Int[Tensor, "B T"],
+    uses: UInt8[Tensor, "B T"],
+    pace: TrainingSchedule,
+) -> tuple[Float[Tensor, ""], TrainingLosses]:
     """What is minimized, and its two halves. Only the tokens that count get logits."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     use = uses[:, 1:].flatten()
@@ -179,7 +182,9 @@ def loss(
     each, is_answer = torch.cat(parts), use[chosen] == ANSWER
     answer = (each * is_answer).sum() / is_answer.sum().clamp(min=1)
     text = (each * ~is_answer).sum() / (~is_answer).sum().clamp(min=1)
-    return answer + pace.text_weight * text, Losses(float(answer.detach()), float(text.detach()))
+    return answer + pace.text_weight * text, TrainingLosses(
+        float(answer.detach()), float(text.detach())
+    )
 
 
 def _cross_entropy(
@@ -189,7 +194,7 @@ def _cross_entropy(
 
 
 def train(
-    trainer: Trainer, mixer: Mixer, phases: tuple[Phase, ...], out: Path, seed: int = 0
+    trainer: Trainer, mixer: SampleMixture, phases: tuple[Phase, ...], out: Path, seed: int = 0
 ) -> None:
     """All phases one after the other, within the time; the result lies in `out`.
 
@@ -219,13 +224,15 @@ def train(
     trainer.save(out)
 
 
-def so_far(start: Path) -> tuple[int, int]:
+def training_progress(start: Path) -> tuple[int, int]:
     """Steps and tokens that a saved model was trained with; none where its folder does not say."""
-    lines = known_rows(start / LOG)
+    lines = existing_rows(start / LOG)
     return (lines[-1]["step"], lines[-1]["tokens"]) if lines else (0, 0)
 
 
-def _report(out: Path, trainer: Trainer, phase: Phase, losses: Losses, seconds: float) -> None:
+def _report(
+    out: Path, trainer: Trainer, phase: Phase, losses: TrainingLosses, seconds: float
+) -> None:
     line = {
         "step": trainer.steps,
         "context": phase.context,
@@ -235,7 +242,7 @@ def _report(out: Path, trainer: Trainer, phase: Phase, losses: Losses, seconds: 
         "text": round(losses.text, 4),
     }
     print(json.dumps(line), flush=True)
-    append(out / LOG, [line])
+    append_rows(out / LOG, [line])
 
 
 def main() -> None:
@@ -243,22 +250,27 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.start)
     tokenizer.save_pretrained(options.out)
-    steps, seen = so_far(Path(options.start)) if options.start else (0, 0)
+    steps, seen = training_progress(Path(options.start)) if options.start else (0, 0)
     torch.manual_seed(options.seed + seen)
     if options.start:
         model = Qwen3ForCausalLM.from_pretrained(options.start, dtype=torch.float32)
     else:
-        model = fresh(options.size, options.seed)
+        model = initialize_model(options.size, options.seed)
     recipe = Recipe.read()
     backend = tokenizer.backend_tokenizer
-    sources = Sources(
+    sources = TaskSources(
         lambda text: len(backend.encode(text).ids), corpus=options.corpus, split="train"
     )
-    pace = Pace(options.seconds, options.tokens, options.micro, options.rate, options.text_share)
+    pace = TrainingSchedule(
+        options.seconds, options.tokens, options.micro, options.rate, options.text_share
+    )
     trainer = Trainer(model.to(options.device).train(), pace, steps=steps, seen=seen)
     if options.start:
         trainer.resume(Path(options.start))
-    mixer, phases = Mixer(recipe.ingredients, sources, backend), options.phases or recipe.phases
+    mixer, phases = (
+        SampleMixture(recipe.ingredients, sources, backend),
+        options.phases or recipe.phases,
+    )
     try:
         train(trainer, mixer, phases, options.out, options.seed)
     except LarderError as error:

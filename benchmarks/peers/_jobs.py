@@ -17,15 +17,6 @@ from typing import Any
 
 from _pairs import LARDER, Pair
 
-from larder.bench.amounts import WHOLE
-from larder.bench.marking import said_items
-from larder.bench.models import RANDOM, open_model
-from larder.bench.rows import CELL, SCHEMA, Row
-from larder.bench.sittings import posed
-from larder.bench.sources import Sources
-from larder.bench.surroundings import ID_LENGTH, environment
-from larder.bench.task import Task, parse_task
-from larder.bench.timing import percentiles
 from larder.core.amount import Amount
 from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
@@ -33,6 +24,15 @@ from larder.core.spelling import name_of, spell
 from larder.engine.engine import Engine
 from larder.models.loading import SEED
 from larder.session.policy import Policy
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.profiling.timing import percentiles
+from larder_bench.random_models import RANDOM, open_model
+from larder_bench.results.budget_labels import WHOLE
+from larder_bench.results.environment import ID_LENGTH, environment_row
+from larder_bench.results.rows import CELL, SCHEMA, Row
+from larder_bench.scoring.item_scores import generated_items
+from larder_bench.studies.question_sequences import number_questions
+from larder_bench.tasks.base import Task, parse_task
 
 HERE = Path(__file__).parent
 STUDY = "peers"
@@ -42,7 +42,7 @@ TOLD = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
 
 
 @dataclass(frozen=True)
-class Job:
+class ComparisonJob:
     """One conversation under one policy, of a peer or of ours.
 
     Args:
@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class ComparisonSetup:
     """What all cells share.
 
     Args:
@@ -75,7 +75,7 @@ class Setting:
     environments: dict[str, Row]
 
     @staticmethod
-    def of(options: argparse.Namespace, scratch: Path, command: str) -> Setting:
+    def of(options: argparse.Namespace, scratch: Path, command: str) -> ComparisonSetup:
         """Load the model once, and have it lie where both sides find it."""
         loaded = open_model(options.model)
         engine = Engine(loaded, policy="full")
@@ -87,7 +87,7 @@ class Setting:
             loaded.decoder.release()
             loaded.decoder.module.save_pretrained(folder)
             loaded.tokenizer.save_pretrained(folder)
-        return Setting(options, engine, folder, command, _environments(options))
+        return ComparisonSetup(options, engine, folder, command, _environments(options))
 
     @property
     def is_random(self) -> bool:
@@ -109,7 +109,7 @@ class Setting:
         inner = ", ".join(f"{name}={number}" for name, number in told.items())
         return f"{'cost' if self.is_random else 'generated'}({inner})"
 
-    def head(self, job: Job) -> Row:
+    def head(self, job: ComparisonJob) -> Row:
         """What the row of a job starts with."""
         side = "peers" if job.made else LARDER
         spelling = job.made or str(Policy.parse(job.written))
@@ -134,14 +134,14 @@ class Setting:
             "command": self.command,
         }
 
-    def measure(self, job: Job) -> Row:
+    def measure(self, job: ComparisonJob) -> Row:
         """The rest of it.
 
         Raises:
             LarderError: the side could not do it, which is a result, too.
         """
         conversation = self.conversation(job.task, job.seed, job.tokens)
-        questions = [one for sitting in posed(job.task, conversation) for one in sitting]
+        questions = [one for sitting in number_questions(job.task, conversation) for one in sitting]
         questions = questions[: self.num_questions]
         asked = self._asked(job, conversation, [one.question.question for one in questions])
         if job.written:
@@ -151,10 +151,12 @@ class Setting:
         scribe, items = self.engine.scribe, list[Row]()
         for one, ids in zip(questions, found["answers"], strict=True):
             if not self.is_random:
-                items += said_items(one, scribe.decode(tuple(ids)).strip())
+                items += generated_items(one, scribe.decode(tuple(ids)).strip())
         return self._figures(asked, found) | {"items": items}
 
-    def _asked(self, job: Job, conversation: Conversation, questions: list[str]) -> dict[str, Any]:
+    def _asked(
+        self, job: ComparisonJob, conversation: Conversation, questions: list[str]
+    ) -> dict[str, Any]:
         """What a worker is told."""
         options, scribe = self.options, self.engine.scribe
         context = list(scribe.write(conversation).ids)
@@ -211,18 +213,18 @@ class Setting:
 
 
 def jobs_of(
-    setting: Setting,
+    setting: ComparisonSetup,
     pairs: Sequence[Pair],
     tasks: Sequence[str],
     tokens: Sequence[int],
     budgets: Sequence[str],
-) -> list[Job]:
+) -> list[ComparisonJob]:
     """All cells: on each conversation peers and ours by turns; what two share only once.
 
     Raises:
         LarderError: a peer is not installed where peers run.
     """
-    options, jobs = setting.options, dict[Job, None]()
+    options, jobs = setting.options, dict[ComparisonJob, None]()
     missing = {p.package for p in pairs if not setting.environments["peers"][p.package]}
     if missing:
         raise LarderError(
@@ -236,20 +238,20 @@ def jobs_of(
                     for pair in pairs:
                         size = pair.share or budget
                         place = task, length, seed
-                        jobs[Job(*place, pair.peer, size, made=pair.made)] = None
-                        jobs[Job(*place, pair.name, size, written=pair.ours)] = None
+                        jobs[ComparisonJob(*place, pair.peer, size, made=pair.made)] = None
+                        jobs[ComparisonJob(*place, pair.name, size, written=pair.ours)] = None
     return list(jobs)
 
 
 @lru_cache(maxsize=1)
-def _maker(setting: Setting) -> Any:
-    sources = Sources(setting.engine.scribe.length, setting.options.corpus)
+def _maker(setting: ComparisonSetup) -> Any:
+    sources = TaskSources(setting.engine.scribe.length, setting.options.corpus)
     return lru_cache(maxsize=1)(lambda task, seed, tokens: task.make(seed, tokens, sources))
 
 
 def _environments(options: argparse.Namespace) -> dict[str, Row]:
     """Where ours and the peers run."""
-    ours = environment(options.threads)
+    ours = environment_row(options.threads)
     try:
         asked = [options.peer_python, "-c", PROBE]
         done = subprocess.run(asked, capture_output=True, text=True, check=True)

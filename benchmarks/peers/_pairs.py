@@ -16,7 +16,7 @@ _READ = "whole() > protect(sinks=0, recent=0)"
 
 
 @dataclass(frozen=True)
-class Pair:
+class PeerPair:
     """A peer and our own.
 
     Args:
@@ -40,18 +40,18 @@ class Pair:
         return next((name for mark, name in marks.items() if mark in self.made), TRANSFORMERS)
 
 
-def _cache(name: str, made: str, ours: str, policy: str, share: str = "1/1") -> Pair:
-    return Pair(f"{TRANSFORMERS}:{name}", made, ours, policy, share)
+def _cache(name: str, made: str, ours: str, policy: str, share: str = "1/1") -> PeerPair:
+    return PeerPair(f"{TRANSFORMERS}:{name}", made, ours, policy, share)
 
 
-def _rounded(name: str, made: str, bits: int) -> Pair:
+def _rounded(name: str, made: str, bits: int) -> PeerPair:
     """Both at the same bytes: a float32 scale and a zero point for 64 numbers are one bit each."""
     policy = f"{_READ} > sinks_and_window() > uniform() > quantized(bits={bits})"
     return _cache(name, made, f"{LARDER}:int{bits}", policy, f"{bits + 1}/32")
 
 
-def _press(name: str, made: str, ours: str, policy: str) -> Pair:
-    return Pair(f"{KVPRESS}:{name}", made, f"{LARDER}:{ours}", f"{_READ} > {policy}")
+def _press(name: str, made: str, ours: str, policy: str) -> PeerPair:
+    return PeerPair(f"{KVPRESS}:{name}", made, f"{LARDER}:{ours}", f"{_READ} > {policy}")
 
 
 _SNAPKV = "SnapKVPress(window_size=32, kernel_size=7)"
@@ -108,7 +108,7 @@ PAIRS = (
 )
 
 
-def pairs_of(names: list[str]) -> list[Pair]:
+def pairs_of(names: list[str]) -> list[PeerPair]:
     """Those with one of these names, all if there are none; a side alone means all of its own.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from _pairs import Pair
 
-from larder.bench.rows import Row
+from larder_bench.results.rows import Row
 
 Number = Callable[[Row], float]
 MIB = 2**20

@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _held import Peak, held_bytes
 
-from larder.bench.sources import Sources
-from larder.bench.task import parse_task
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.conversation import Conversation
 from larder.engine.decoding import Limits, generate, untended
@@ -23,6 +21,8 @@ from larder.engine.engine import Engine
 from larder.engine.sampling import Sampling
 from larder.session.memory import Memory
 from larder.session.reading import tend
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import parse_task
 
 WARM_TOKENS = 256
 
@@ -68,7 +68,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
     corpus = None if job["corpus"] is None else Path(job["corpus"])
-    sources = Sources(engine.scribe.length, corpus)
+    sources = TaskSources(engine.scribe.length, corpus)
     return parse_task(job["task"]).make(job["seed"], job["tokens"], sources)
 
 

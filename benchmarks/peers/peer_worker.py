@@ -26,7 +26,7 @@ PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
 EAGER = "ObservedAttentionPress"  # looks at the whole matrix of weights
 
 
-def a_press(made: str, removed: float) -> Any:
+def build_press(made: str, removed: float) -> Any:
     """A press as the job writes it.
 
     Args:
@@ -39,7 +39,7 @@ def a_press(made: str, removed: float) -> Any:
     return press
 
 
-def a_cache(made: str, config: Any) -> Any:
+def build_cache(made: str, config: Any) -> Any:
     """A cache of transformers as the job writes it."""
     from transformers import DynamicCache, QuantizedCache
 
@@ -64,7 +64,7 @@ class Peer:
         """What the context is read under."""
         if not self.is_press:
             return contextlib.nullcontext()
-        return a_press(self.made, 1 - self.job["kept"])(self.model)
+        return build_press(self.made, 1 - self.job["kept"])(self.model)
 
     def read(self, ids: list[int], watch: Callable[[Any], None] | None = None) -> Any:
         """The cache of a context.
@@ -72,7 +72,7 @@ class Peer:
         Args:
             watch: told of the cache after each layer, before a press has shortened that.
         """
-        cache = a_cache("DynamicCache()" if self.is_press else self.made, self.model.config)
+        cache = build_cache("DynamicCache()" if self.is_press else self.made, self.model.config)
         tell = (lambda *_: None) if watch is None else (lambda *_: watch(cache))
         layers = self.model.model.layers if watch is not None else ()
         hooks = [layer.self_attn.register_forward_hook(tell) for layer in layers]

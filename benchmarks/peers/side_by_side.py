@@ -40,9 +40,9 @@ from _jobs import STUDY, Setting, jobs_of
 from _pairs import pairs_of
 from _ratios import tables
 
-from larder.bench.rows import Row, append, key, known_rows, results
-from larder.bench.running import Pace, Run, estimate
 from larder.core.errors import LarderError
+from larder_bench.execution.resumable_run import ResumableRun, RunProgress, estimate_seconds
+from larder_bench.results.rows import Row, append_rows, cell_key, existing_rows, read_results
 
 OUT = Path("results/peers.jsonl")
 NEW_TOKENS = 32
@@ -52,7 +52,7 @@ def main() -> None:
     options = _options()
     try:
         if options.report:
-            rows = [row for row in results([options.out]).cells if row["study"] == STUDY]
+            rows = [row for row in read_results([options.out]).cells if row["study"] == STUDY]
             print("\n".join(tables(pairs_of(options.peer), rows)))
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -65,21 +65,23 @@ def _go(options: argparse.Namespace, setting: Setting) -> None:
     pairs = pairs_of(options.peer)
     jobs = jobs_of(setting, pairs, options.tasks, options.tokens, options.budget)
     if options.estimate:
-        found = estimate(jobs, lambda job: (job.policy, job.tokens), setting.measure)
+        found = estimate_seconds(jobs, lambda job: (job.policy, job.tokens), setting.measure)
         for (policy, tokens), seconds in found.items():
             print(f"{policy:60} {tokens:9,} {seconds:8.0f} s")
         print(f"{'all':70} {sum(found.values()):8.0f} s")
         return
-    run = Run(jobs, setting.head, key, setting.measure, options.out, {})
-    known = {row.get("id") for row in known_rows(options.out)}
-    append(options.out, [row for row in setting.environments.values() if row["id"] not in known])
+    run = ResumableRun(jobs, setting.head, cell_key, setting.measure, options.out, {})
+    known = {row.get("id") for row in existing_rows(options.out)}
+    append_rows(
+        options.out, [row for row in setting.environments.values() if row["id"] not in known]
+    )
     run.go(_tell)
-    wanted = {key(setting.head(job)) for job in jobs}
-    rows = [row for row in results([options.out]).cells if key(row) in wanted]
+    wanted = {cell_key(setting.head(job)) for job in jobs}
+    rows = [row for row in read_results([options.out]).cells if cell_key(row) in wanted]
     print("\n".join(tables(pairs, rows)))
 
 
-def _tell(row: Row, pace: Pace) -> None:
+def _tell(row: Row, pace: RunProgress) -> None:
     shown = row.get("refused", "")
     if not shown:
         held = f"KV {row['kv_bytes'] / 2**20:.2f} MiB"

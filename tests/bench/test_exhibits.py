@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from chats import EPISODES, HISTORY, under
-from larder.bench.exhibits import budget_rows, cluster_row, exhibits
 from larder.core.errors import BadParameter
 from larder.models.loading import load
 from larder.session.memory import Memory
 from larder.session.routing import NearestEpisode, OneCache
+from larder_bench.studies.exhibits import budget_rows, cluster_row, exhibit_rows
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_budgets_are_those_of_every_episode(memory: Memory) -> None:
 
 def test_the_map_holds_every_segment_in_order_and_is_always_the_same(memory: Memory) -> None:
     row = cluster_row(memory)
-    assert [row] == exhibits(memory)[2:]
+    assert [row] == exhibit_rows(memory)[2:]
     router, segments = memory.router, row["segments"]
     assert isinstance(router, NearestEpisode)
     assert [segment["place"] for segment in segments] == list(range(len(segments)))
@@ -52,4 +52,4 @@ def test_what_cannot_be_drawn_is_told(memory: Memory) -> None:
         cluster_row(few)
     with pytest.raises(BadParameter, match="needs a policy that forms them"):
         cluster_row(replace(memory, router=OneCache()))
-    assert [row["row"] for row in exhibits(few)] == ["budgets"]
+    assert [row["row"] for row in exhibit_rows(few)] == ["budgets"]

@@ -13,14 +13,14 @@ from random import Random
 
 import pytest
 
-from bench.telling import GRAMMAR, HEADER, SINGLES, sentences_of, statement_in, told
-from larder.bench.demo_conversation import BUNDLED, as_json, demo_conversation
-from larder.bench.grammar import VALUES, draw_value
-from larder.bench.lifelog import LifeLog, tokens_of, write_lifelog
-from larder.bench.lifelog_questions import lifelog_conversation
+from bench.lifelog_reader import GRAMMAR, HEADER, SINGLES, sentences_of, statement_in, told
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, UnknownName
 from larder.session.files import read_conversation
+from larder_bench.datasets.grammar import VALUES, draw_value
+from larder_bench.datasets.lifelog_questions import lifelog_conversation
+from larder_bench.datasets.lifelog_sessions import LifeLog, count_message_tokens, write_lifelog
+from larder_bench.demo_conversation import BUNDLED, conversation_json, demo_conversation
 
 
 def words(text: str) -> int:
@@ -126,7 +126,7 @@ def test_equal_seeds_equal_logs() -> None:
 
 @pytest.mark.parametrize("tokens", [300, 1000, 3000])
 def test_tokens_are_a_bound_that_is_nearly_reached(tokens: int) -> None:
-    taken = tokens_of(log_of(0, tokens, 3).messages, words)
+    taken = count_message_tokens(log_of(0, tokens, 3).messages, words)
     assert tokens - 300 < taken <= tokens
 
 
@@ -177,7 +177,7 @@ def test_unknown_kind() -> None:
 
 class TestDemo:
     def test_the_bundled_file_is_what_the_generator_makes(self) -> None:
-        assert BUNDLED.read_text(encoding="utf-8") == as_json(demo_conversation())
+        assert BUNDLED.read_text(encoding="utf-8") == conversation_json(demo_conversation())
 
     def test_it_reads_back(self) -> None:
         made, read = demo_conversation(), read_conversation(BUNDLED)
@@ -189,6 +189,6 @@ class TestDemo:
     @pytest.mark.slow
     def test_it_can_be_written_from_the_command_line(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "conversation.json"
-        command = [sys.executable, "-m", "larder.bench.demo_conversation", str(path)]
+        command = [sys.executable, "-m", "larder_bench.demo_conversation", str(path)]
         subprocess.run(command, check=True)
         assert json.loads(path.read_text()) == json.loads(BUNDLED.read_text())

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder.bench.clocks import Spent, clocks
-from larder.bench.measures.decode import Timed
-from larder.bench.models import open_model
-from larder.bench.rows import Row, results
-from larder.bench.sources import Sources
-from larder.bench.study import Study, TaskAt
-from larder.bench.studying import Studying, measure_of
-from larder.bench.workbench import Workbench
 from larder.cache.base import Store
 from larder.core.errors import BadParameter
 from larder.engine.engine import Engine
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.execution.runner import StudyRunner, parse_measure
+from larder_bench.measures.decode import StepTimings
+from larder_bench.profiling.step_profiler import StepProfiler, profile_steps
+from larder_bench.random_models import open_model
+from larder_bench.results.rows import Row, read_results
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.study import Study, StudyTask
 
-LIFELOG = TaskAt('lifelog(questions=2, kinds="single")', (260,))
+LIFELOG = StudyTask('lifelog(questions=2, kinds="single")', (260,))
 ROUNDED = "blockwise() > sinks_and_window() > uniform() > quantized(bits=4) > every_step()"
 PARKED = (
     "blockwise() > protect(sinks=4, recent=8) > sinks_and_window() > uniform() > park() > "
@@ -29,13 +29,13 @@ PROMPTS = 'prompts(utterances=2, step=50, embedder="tokens")'
 
 
 @pytest.fixture(scope="module")
-def bench() -> Workbench:
+def bench() -> ModelContext:
     torch.manual_seed(0)
     engine = Engine(open_model("random:qwen3-tiny"), "full")
-    return Workbench(engine, Sources(engine.scribe.length))
+    return ModelContext(engine, TaskSources(engine.scribe.length))
 
 
-def run(bench: Workbench, out: Path, policies: tuple[str, ...], **changes: object) -> list[Row]:
+def run(bench: ModelContext, out: Path, policies: tuple[str, ...], **changes: object) -> list[Row]:
     """The cells of a study."""
     values: dict[str, object] = {
         "name": "tiny",
@@ -47,15 +47,15 @@ def run(bench: Workbench, out: Path, policies: tuple[str, ...], **changes: objec
         "files": 1,
         "controls": (),
     }
-    running = Studying(Study(**(values | changes)), out, lambda model: bench, 1)  # pyright: ignore
+    running = StudyRunner(Study(**(values | changes)), out, lambda model: bench, 1)  # pyright: ignore
     running.go()
     return running.rows()
 
 
-def test_prompts_stand_in_the_place_of_the_question(bench: Workbench, tmp_path: Path) -> None:
+def test_prompts_stand_in_the_place_of_the_question(bench: ModelContext, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     asked, read = run(bench, out, ("exact_question",), measure=(PROMPTS, "forced"))
-    near, far, exact = results([out]).shown("prompt")
+    near, far, exact = read_results([out]).shown("prompt")
     assert [row["percentile"] for row in (near, far, exact)] == [25.0, 75.0, None]
     assert exact["items"] == asked["items"] and len(asked["items"]) == 2
     bare = [{n: v for n, v in item.items() if n != "similarity"} for item in asked["items"]]
@@ -65,7 +65,7 @@ def test_prompts_stand_in_the_place_of_the_question(bench: Workbench, tmp_path: 
         assert one["log_likelihood"] != other["log_likelihood"]
 
 
-def test_what_has_no_prompt_to_replace_is_refused(bench: Workbench, tmp_path: Path) -> None:
+def test_what_has_no_prompt_to_replace_is_refused(bench: ModelContext, tmp_path: Path) -> None:
     keydiff, many = (
         run(bench, tmp_path / f"{name}.jsonl", (name,), measure=(measure,))[0]["refused"]
         for name, measure in (
@@ -76,18 +76,18 @@ def test_what_has_no_prompt_to_replace_is_refused(bench: Workbench, tmp_path: Pa
     assert "keydiff does not judge by the question" in keydiff
     assert "fewer than the 900 of a prompt" in many
     with pytest.raises(BadParameter, match="step must be from 1 to 50"):
-        measure_of("prompts(step=60)")
+        parse_measure("prompts(step=60)")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [ROUNDED, PARKED])
 def test_made_up_entries_take_what_those_of_a_text_take(
-    bench: Workbench, tmp_path: Path, policy: str
+    bench: ModelContext, tmp_path: Path, policy: str
 ) -> None:
-    text = TaskAt("passkey()", (240,))
+    text = StudyTask("passkey()", (240,))
     asked = dict(budgets=("64",), tasks=(text,), measure=("forced",))
     [read] = run(bench, tmp_path / "read.jsonl", (policy,), **asked)
-    text = TaskAt("passkey()", (read["context_tokens"],))
+    text = StudyTask("passkey()", (read["context_tokens"],))
     asked |= {"tasks": (text,), "measure": ("decode(steps=3)",)}
     [row] = run(bench, tmp_path / "rows.jsonl", (policy,), **asked)
     assert row["full_kv_bytes"] == read["full_kv_bytes"]
@@ -98,7 +98,7 @@ def test_made_up_entries_take_what_those_of_a_text_take(
         return
     parked = (read["context_tokens"] - 64) / read["context_tokens"] * read["full_kv_bytes"]
     assert parked < row["slow_kv_bytes"] < 1.5 * parked
-    quiet, due = results([tmp_path / "rows.jsonl"]).shown("breakdown")
+    quiet, due = read_results([tmp_path / "rows.jsonl"]).shown("breakdown")
     assert [row["step"] for row in (quiet, due)] == ["step", "step in which entries go"]
     names = [[part["name"] for part in row["parts"]] for row in (quiet, due)]
     assert set(names[0]) == {"attention", "search", "gather", "insert", "policy", "model"}
@@ -108,23 +108,23 @@ def test_made_up_entries_take_what_those_of_a_text_take(
 
 def test_time_counts_once_and_clocks_are_taken_away() -> None:
     times = iter([0.0, 1.0, 2.0, 5.0, 7.0, 10.0])
-    spent = Spent(lambda: next(times))
+    spent = StepProfiler(lambda: next(times))
     inner = spent.timed(lambda: None, "search")
     outer = spent.timed(inner, "attention")
     assert spent.step(outer) == {"search": 3.0, "attention": 6.0 - 3.0, "model": 10.0 - 6.0}
     before = Store.extend
-    with clocks(lambda: 0.0):
+    with profile_steps(lambda: 0.0):
         assert Store.extend is not before
     assert Store.extend is before
 
 
-def test_reading_is_told_apart_by_what_it_is_for(bench: Workbench, tmp_path: Path) -> None:
+def test_reading_is_told_apart_by_what_it_is_for(bench: ModelContext, tmp_path: Path) -> None:
     out, asked = tmp_path / "rows.jsonl", ("keydiff", "epicache", "full")
     keydiff, epicache, full = run(bench, out, asked, measure=("reading",), budgets=("128",))
     assert keydiff["active_kv_bytes"] < full["active_kv_bytes"] <= full["peak_kv_bytes"]
     parts = {
         row["policy"]: {part["name"]: part["p50"] for part in row["parts"]}
-        for row in results([out]).shown("breakdown")
+        for row in read_results([out]).shown("breakdown")
     }
     assert parts["keydiff"]["prompts"] == 0 < parts["epicache"]["prompts"]
     assert 0 < keydiff["policy_share"] < 1 and epicache["prefill_seconds"] > 0
@@ -132,7 +132,7 @@ def test_reading_is_told_apart_by_what_it_is_for(bench: Workbench, tmp_path: Pat
 
 
 def test_exact_search_over_single_entries_recalls_what_is_largest(
-    bench: Workbench, tmp_path: Path
+    bench: ModelContext, tmp_path: Path
 ) -> None:
     asked = dict(measure=("recall(questions=2, steps=3, first=0)",), budgets=("64",))
     paged = PARKED.replace("dense=0", "dense=0, page=16")
@@ -147,7 +147,7 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
         assert item["mass"] < item["possible"] < 1  # two query heads share what is fetched
     assert min(item["recall_5"] for item in pages["items"]) < 1
     assert pages["page_fill"] > 0.8 and pages["index_bytes_per_key"] > 0
-    shown = results([tmp_path / "0.jsonl"]).shown("recall")
+    shown = read_results([tmp_path / "0.jsonl"]).shown("recall")
     places = {(row["layer"], row["step"]) for row in shown}
     assert places == {(None, None), *((layer, step) for layer in (0, 1) for step in (1, 2, 3))}
     [refused] = run(bench, tmp_path / "2.jsonl", ("h2o",), **asked)
@@ -155,7 +155,7 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
 
 
 def test_recall_is_compared_over_the_same_layers_by_the_same_rule_of_sharing(
-    bench: Workbench, tmp_path: Path
+    bench: ModelContext, tmp_path: Path
 ) -> None:
     asked = dict(measure=("recall(questions=2, steps=1, first=1)",), budgets=("64",))
     parts = "dense=0", "dense=1", 'dense=1, heads="own"', "dense=2"
@@ -170,9 +170,9 @@ def test_recall_is_compared_over_the_same_layers_by_the_same_rule_of_sharing(
 
 def test_a_mean_step_is_that_of_a_whole_window() -> None:
     parts = [{"policy": 0.25, "model": 0.75}, {"model": 1.0}, {"policy": 1.0, "evict": 3.0}]
-    timed = Timed(8, [1.0, 1.0, 4.0], [False, False, True], parts)
+    timed = StepTimings(8, [1.0, 1.0, 4.0], [False, False, True], parts)
     assert timed.mean == (7 * 1.0 + 4.0) / 8
     assert timed.share == pytest.approx((7 * 0.125 + 4.0) / (7 * 1.0 + 4.0))
     assert [row["step"] for row in timed.exhibits()] == ["step", "step in which entries go"]
-    always = Timed(1, [1.0, 2.0, 4.0], [True, True, True], parts)
+    always = StepTimings(1, [1.0, 2.0, 4.0], [True, True, True], parts)
     assert always.mean == 2.0 and len(always.exhibits()) == 1

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from larder.bench.beside import beside, in_numbers, table, written
-from larder.bench.bootstrap import Bootstrap
-from larder.bench.papers import Paper, Reported
-from larder.bench.rows import Row, results
-from larder.bench.study import Study, TaskAt, changed, read_study
-from larder.bench.studying import Studying, check
 from larder.core.errors import BadParameter, LarderError, UnknownName, UsageError
-from larder.plots.report import render
+from larder.evaluation.bootstrap import Bootstrap
+from larder_bench.execution.runner import StudyRunner, validate_study
+from larder_bench.plots.report import render_report
+from larder_bench.reports.paper_comparison import (
+    compare_with_paper,
+    comparison_document,
+    comparison_markdown,
+    comparison_table,
+)
+from larder_bench.results.papers import Paper, ReportedValue
+from larder_bench.results.rows import Row, read_results
+from larder_bench.studies.study import Study, StudyTask, read_study, replace_fields
 from plots_rows import CELLS, cell, write_rows
 
 TEXT = """
@@ -49,14 +54,14 @@ ROW_OF_SMALL = Paper(
     "Larger <models>.",
     ("the model", "the data"),
     (
-        Reported("snapkv", "1/4", "exact", 41.5, unit="% F1", says="MF-en"),
-        Reported("full", "1/1", "exact", "above h2o", tokens=1000),
-        Reported("h2o", "1/4", "active_kv_bytes", 0.2, against="full"),
-        Reported("h2o", "1/4", "token_p50", 0.05, unit="s"),
-        Reported("h2o", "1/4", "exact", 1, kind="needle", task="needles(needles=4)"),
-        Reported("absent", "1/4", "exact", 2.0),
-        Reported("snapkv", "1/4", "exact", "above 0", above="h2o", tokens=2000),
-        Reported("h2o", "1/4", "exact", "3 times as good", against="random"),
+        ReportedValue("snapkv", "1/4", "exact", 41.5, unit="% F1", says="MF-en"),
+        ReportedValue("full", "1/1", "exact", "above h2o", tokens=1000),
+        ReportedValue("h2o", "1/4", "active_kv_bytes", 0.2, against="full"),
+        ReportedValue("h2o", "1/4", "token_p50", 0.05, unit="s"),
+        ReportedValue("h2o", "1/4", "exact", 1, kind="needle", task="needles(needles=4)"),
+        ReportedValue("absent", "1/4", "exact", 2.0),
+        ReportedValue("snapkv", "1/4", "exact", "above 0", above="h2o", tokens=2000),
+        ReportedValue("h2o", "1/4", "exact", "3 times as good", against="random"),
     ),
 )
 
@@ -78,22 +83,24 @@ def test_it_is_read_with_its_study(tmp_path: Path) -> None:
 
 
 def test_bars_in_titles_end_no_cell() -> None:
-    paper = Paper(CITE, "Larger.", (), (Reported("snapkv", "1/4", "kl", 0.5),))
-    [line] = [line for line in written(paper, CELLS, {}).splitlines() if "snapkv" in line]
+    paper = Paper(CITE, "Larger.", (), (ReportedValue("snapkv", "1/4", "kl", 0.5),))
+    [line] = [
+        line for line in comparison_markdown(paper, CELLS, {}).splitlines() if "snapkv" in line
+    ]
     assert r"KL(full \|\| policy)" in line and line.replace(r"\|", "").count("|") == 6
 
 
 def test_what_is_not_run_any_more_is_left_out(tmp_path: Path) -> None:
     study = read(tmp_path, 'scale = "exact"', 'scale = "exact"\ntokens = 300')
-    tasks = {"tasks": (TaskAt("passkey()", (400,)),)}
+    tasks = {"tasks": (StudyTask("passkey()", (400,)),)}
     for fields, left in ((tasks, ["full"]), ({"budgets": ("1/8",)}, ["full"]), ({}, None)):
-        paper = changed(study, fields).paper
+        paper = replace_fields(study, fields).paper
         assert paper is not None
         assert [one.policy for one in paper.values] == (left or ["snapkv", "full"])
-    paper = changed(study, {"measure": ("generated",)}).paper
+    paper = replace_fields(study, {"measure": ("generated",)}).paper
     assert paper is not None and not paper.values and paper.cite
     with pytest.raises(UsageError, match="files must be 1 or more"):
-        changed(study, {"files": 0})
+        replace_fields(study, {"files": 0})
 
 
 @pytest.mark.parametrize(
@@ -126,11 +133,13 @@ def test_what_is_wrong_is_told(
 ) -> None:
     assert old in TEXT
     with pytest.raises(kind, match=said):
-        check(read(tmp_path, old, new))
+        validate_study(read(tmp_path, old, new))
 
 
 def test_ours_is_of_the_cells_that_are_named() -> None:
-    twice, of_full, ratio, seconds, one_kind, absent, more, none = beside(ROW_OF_SMALL, CELLS)
+    twice, of_full, ratio, seconds, one_kind, absent, more, none = compare_with_paper(
+        ROW_OF_SMALL, CELLS
+    )
     assert twice.ours["seed"].mean == 0.5 and twice.here("seed", {}) == "0.50"
     assert twice.told() == "41.5 % F1 (MF-en)" and twice.over({}) == "Exact match; all tasks"
     assert of_full.ours["seed"].mean == 1.0 and of_full.over({}) == "Exact match; 1000 tokens"
@@ -148,12 +157,14 @@ def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
     ours: list[Row] = [cell("h2o"), cell("h2o", seed=1, kind="x", items=[])]
     ours += [cell("h2o", seed=2, refused="no room"), cell("h2o", seed=3, model="other", items=[])]
     ours += [cell("h2o", seed=4, measure="generated"), cell("h2o", seed=5, matched="tokens")]
-    value = Reported("h2o", "1/4", "exact", 1.0, measure="forced", matched="bytes")
-    prefill = Reported("h2o", "1/4", "prefill_seconds", 1.0, measure="forced", matched="bytes")
-    exact, seconds = beside(Paper("", "", (), (value, prefill)), ours)
+    value = ReportedValue("h2o", "1/4", "exact", 1.0, measure="forced", matched="bytes")
+    prefill = ReportedValue("h2o", "1/4", "prefill_seconds", 1.0, measure="forced", matched="bytes")
+    exact, seconds = compare_with_paper(Paper("", "", (), (value, prefill)), ours)
     assert exact.ours["seed"].mean == 0.25 and list(exact.ours) == ["seed"]
     assert exact.here("other", {}) == "not measured"
-    [refused] = beside(Paper("", "", (), (value,)), [cell("h2o", refused="no room", items=[])])
+    [refused] = compare_with_paper(
+        Paper("", "", (), (value,)), [cell("h2o", refused="no room", items=[])]
+    )
     assert refused.here("seed", {}) == "refused"
     assert (
         seconds.ours["seed"].mean == 1.5 and seconds.here("seed", {}) == "1.5000 [1.0000, 2.0000]"
@@ -165,30 +176,30 @@ def test_log_likelihoods_stand_beside_exact_match_at_its_floor() -> None:
         {"exact": False, "log_likelihood": likely, "counts": True} for likely in (-3.0, -5.0)
     ]
     rows = [cell("h2o", items=both[:1]), cell("snapkv", items=both[1:]), cell("full", items=[])]
-    values = [Reported(policy, "1/4", "exact", 1.0) for policy in ("h2o", "snapkv")]
-    values += [Reported("h2o", "1/4", "exact", 1.0, above="snapkv")]
+    values = [ReportedValue(policy, "1/4", "exact", 1.0) for policy in ("h2o", "snapkv")]
+    values += [ReportedValue("h2o", "1/4", "exact", 1.0, above="snapkv")]
     paper = Paper("", "", (), tuple(values))
-    head, (first, second, more) = table(beside(paper, rows), ["seed"], {})
+    head, (first, second, more) = comparison_table(compare_with_paper(paper, rows), ["seed"], {})
     assert head[-1].startswith("log-likelihood") and "(seed)" in head[-1]
     assert (first[-2:], second[-1], more[-1]) == (["0.00", "-3.00"], "-5.00", "+2.00")
-    short = written(paper, rows, {"snapkv": "S"})
+    short = comparison_markdown(paper, rows, {"snapkv": "S"})
     assert "| S | 1/4" in short and "less that of S" in short
 
 
 def test_tables_say_both_and_what_differs(tmp_path: Path) -> None:
-    told = written(ROW_OF_SMALL, CELLS, {})
+    told = comparison_markdown(ROW_OF_SMALL, CELLS, {})
     assert told.startswith(f"## {CITE}\n\nThe paper: Larger <models>.\n")
     assert "| snapkv | 1/4 | 41.5 % F1 (MF-en) | Exact match; all tasks | 0.50 |" in told
     assert "| full | full | above h2o |" in told and "- the data\n" in told
-    here = in_numbers(ROW_OF_SMALL, CELLS)["values"]
+    here = comparison_document(ROW_OF_SMALL, CELLS)["values"]
     assert here[0]["here"] == {"seed": {"mean": 0.5, "low": 0.5, "high": 0.5}}
     assert here[5]["here"] == {} and here[6]["above"] == "h2o"
 
 
 def test_a_report_is_drawn_from_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("larder.plots.drawing.ORDER", ())
+    monkeypatch.setattr("larder_bench.plots.figure_selection.FIGURE_ORDER", ())
     old = Paper("old", "old").row("small")
-    page = render([write_rows(tmp_path, [old, ROW_OF_SMALL.row("small"), *CELLS])])
+    page = render_report([write_rows(tmp_path, [old, ROW_OF_SMALL.row("small"), *CELLS])])
     assert "table 6</h3>" in page and "Larger &lt;models&gt;." in page and ">old<" not in page
     line = "<th scope=row>snapkv</th><td>1/4</td><td>41.5 % F1 (MF-en)</td>"
     assert f"{line}<td>Exact match; all tasks</td><td>0.50</td>" in page
@@ -205,21 +216,21 @@ def test_what_a_later_version_wrote_is_told() -> None:
 
 
 def test_it_is_written_once_and_again_when_it_changed(tmp_path: Path) -> None:
-    out, task = tmp_path / "rows.jsonl", TaskAt("passkey", (100,))
-    value = Reported("full", "1/1", "exact", 1.0, task="passkey")
+    out, task = tmp_path / "rows.jsonl", StudyTask("passkey", (100,))
+    value = ReportedValue("full", "1/1", "exact", 1.0, task="passkey")
 
     def tell(paper: Paper) -> None:
         study = Study(
             "s", (task,), matched=("bytes",), policies=("full",), controls=(), paper=paper
         )
-        Studying(study, out, lambda model: None, 1)._tell_paper()  # pyright: ignore
+        StudyRunner(study, out, lambda model: None, 1)._tell_paper()  # pyright: ignore
 
     for paper in (Paper("one", "x", (), (value,)), Paper("one", "x", (), (value,))):
         tell(paper)
-    assert [row["cite"] for row in results([out]).papers] == ["one"]
+    assert [row["cite"] for row in read_results([out]).papers] == ["one"]
     assert len(out.read_text().splitlines()) == 1
     tell(Paper("two", "x"))
-    assert [row["cite"] for row in results([out]).papers] == ["two"]
+    assert [row["cite"] for row in read_results([out]).papers] == ["two"]
     [before] = [row for row in map(eval, out.read_text().splitlines()) if row["cite"] == "one"]
     assert before["values"][0]["task"].startswith("passkey(")
 

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from larder.bench import surroundings
-from larder.bench.rows import (
-    MANNER,
-    SHOWN,
-    apart,
-    append,
-    key,
-    known_rows,
-    results,
-    rows_of,
-    untimed,
-)
-from larder.bench.running import Run
-from larder.bench.surroundings import commit_of_this, environment
 from larder.core.errors import InputError
+from larder_bench.execution.resumable_run import ResumableRun
+from larder_bench.results import environment
+from larder_bench.results.environment import checkout_commit, environment_row
+from larder_bench.results.rows import (
+    CONDITION_KEYS,
+    EXHIBITS_KEY,
+    append_rows,
+    cell_key,
+    existing_rows,
+    read_results,
+    read_rows,
+    split_exhibits,
+    without_timings,
+)
 
 CELL: dict[str, Any] = {
     "schema": 1,
@@ -51,28 +51,30 @@ CELL: dict[str, Any] = {
 
 def test_written_rows_come_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
-    assert known_rows(path) == []
-    append(path, [CELL])
-    append(path, [CELL | {"seed": 4}, CELL | {"seed": 5}])
-    assert [row["seed"] for row in rows_of(path)] == [3, 4, 5]
+    assert existing_rows(path) == []
+    append_rows(path, [CELL])
+    append_rows(path, [CELL | {"seed": 4}, CELL | {"seed": 5}])
+    assert [row["seed"] for row in read_rows(path)] == [3, 4, 5]
 
 
 def test_half_a_line_is_no_row_and_is_removed_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    append(path, [CELL])
+    append_rows(path, [CELL])
     with path.open("a") as file:
         file.write(json.dumps(CELL | {"seed": 4})[:30])
-    assert [row["seed"] for row in rows_of(path)] == [3]
-    append(path, [CELL | {"seed": 5}])
-    assert [row["seed"] for row in rows_of(path)] == [3, 5]
+    assert [row["seed"] for row in read_rows(path)] == [3]
+    append_rows(path, [CELL | {"seed": 5}])
+    assert [row["seed"] for row in read_rows(path)] == [3, 5]
 
 
 def test_what_only_a_figure_shows_is_no_job(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     left = [name for name in CELL if name != "model_fingerprint"]
     shown = {name: CELL[name] for name in left} | {"row": "budgets", "episode": 0}
-    append(path, [CELL, shown])
-    run = Run([3, 4], lambda seed: CELL | {"seed": seed}, key, lambda seed: {}, path, {})
+    append_rows(path, [CELL, shown])
+    run = ResumableRun(
+        [3, 4], lambda seed: CELL | {"seed": seed}, cell_key, lambda seed: {}, path, {}
+    )
     assert run.left() == [4]
 
 
@@ -80,10 +82,10 @@ def test_exhibits_tell_how_they_were_measured(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     part = {"row": "breakdown", "step": "step", "parts": []}
     for matched in ("bytes", "tokens"):
-        append(path, apart(CELL | {"matched": matched, SHOWN: [part]}))
-    old = {n: v for n, v in rows_of(path)[0].items() if n not in MANNER}
-    append(path, [old, rows_of(path)[0]])
-    found = results([path]).shown("breakdown")
+        append_rows(path, split_exhibits(CELL | {"matched": matched, EXHIBITS_KEY: [part]}))
+    old = {n: v for n, v in read_rows(path)[0].items() if n not in CONDITION_KEYS}
+    append_rows(path, [old, read_rows(path)[0]])
+    found = read_results([path]).shown("breakdown")
     assert [row.get("matched") for row in found] == ["bytes", "tokens", None]
     assert all(row["device"] == "cpu" and row["measure"] == "forced" for row in found[:2])
 
@@ -92,15 +94,15 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"b":\n{"c": 2}\n')
     with pytest.raises(InputError, match="rows.jsonl"):
-        rows_of(path)
+        read_rows(path)
 
 
 def test_the_last_row_of_a_key_counts_and_environments_are_found_by_id(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    around = environment(threads=1)
+    around = environment_row(threads=1)
     later = CELL | {"environment": around["id"], "seconds": 2.0}
-    append(path, [around, CELL, CELL | {"seed": 9, "refused": "too small"}, later])
-    found = results([path])
+    append_rows(path, [around, CELL, CELL | {"seed": 9, "refused": "too small"}, later])
+    found = read_results([path])
     assert found.cells == (later, CELL | {"seed": 9, "refused": "too small"})
     assert found.measured == (later,)
     assert found.environments[found.cells[0]["environment"]] == around
@@ -110,11 +112,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"file": "a", "policy": "h2o"}\n')
     with pytest.raises(InputError, match="schema 1"):
-        results([path])
+        read_results([path])
 
 
 def test_the_key_holds_what_was_asked_and_not_what_came_out() -> None:
-    assert key(CELL) == key(CELL | {"seconds": 9, "items": [1], "policy": "another name"})
+    assert cell_key(CELL) == cell_key(CELL | {"seconds": 9, "items": [1], "policy": "another name"})
     for name in (
         "study",
         "model_fingerprint",
@@ -125,8 +127,8 @@ def test_the_key_holds_what_was_asked_and_not_what_came_out() -> None:
         "measure",
         "dtype",
     ):
-        assert key(CELL) != key(CELL | {name: "other"})
-    assert untimed(CELL) == {
+        assert cell_key(CELL) != cell_key(CELL | {name: "other"})
+    assert without_timings(CELL) == {
         name: value for name, value in CELL.items() if name not in ("seconds", "prefill_seconds")
     }
 
@@ -134,24 +136,25 @@ def test_the_key_holds_what_was_asked_and_not_what_came_out() -> None:
 def test_rows_from_before_the_device_was_told_are_known(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     old = {name: value for name, value in CELL.items() if name not in ("device", "dtype")}
-    append(path, [old])
-    assert key(old) == key(CELL) and results([path]).cells == (CELL,)
-    run = Run([CELL, CELL | {"device": "cuda"}], dict, key, lambda row: {}, path, {})
+    append_rows(path, [old])
+    assert cell_key(old) == cell_key(CELL) and read_results([path]).cells == (CELL,)
+    run = ResumableRun([CELL, CELL | {"device": "cuda"}], dict, cell_key, lambda row: {}, path, {})
     assert run.left() == [CELL | {"device": "cuda"}]
 
 
 def test_equal_surroundings_have_equal_ids() -> None:
-    one, other = environment(threads=1), environment(threads=1)
-    assert one["id"] == other["id"] != environment(threads=2)["id"]
+    one, other = environment_row(threads=1), environment_row(threads=1)
+    assert one["id"] == other["id"] != environment_row(threads=2)["id"]
     assert (
-        environment(1, "gpu")["accelerator"] == "gpu" and environment(1, "gpu")["id"] != one["id"]
+        environment_row(1, "gpu")["accelerator"] == "gpu"
+        and environment_row(1, "gpu")["id"] != one["id"]
     )
     assert len(one["id"]) == 12
     assert one["larder"] and one["torch"] and one["transformers"]
 
 
 def test_no_torch_is_needed() -> None:
-    asked = "import sys, larder.bench.rows; sys.exit('torch' in sys.modules)"
+    asked = "import sys, larder_bench.results.rows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
 
 
@@ -159,15 +162,15 @@ def test_what_was_changed_since_its_commit_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "rows.py"
-    monkeypatch.setattr(surroundings, "__file__", str(file))
-    assert commit_of_this() == ""
+    monkeypatch.setattr(environment, "__file__", str(file))
+    assert checkout_commit() == ""
     file.write_text("one\n")
     who = ("-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false")
     for words in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "One")):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
-    commit = commit_of_this()
+    commit = checkout_commit()
     assert len(commit) >= 7 and "-" not in commit
     (tmp_path / "results.jsonl").write_text("{}\n")
-    assert commit_of_this() == commit
+    assert checkout_commit() == commit
     file.write_text("two\n")
-    assert commit_of_this() == f"{commit}-dirty"
+    assert checkout_commit() == f"{commit}-dirty"

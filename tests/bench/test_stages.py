@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from larder.bench.measures.stages import Stages
-from larder.bench.models import open_model
-from larder.bench.rows import results
-from larder.bench.sources import Sources
-from larder.bench.study import Study, TaskAt
-from larder.bench.studying import Studying
-from larder.bench.tables import entry, report
-from larder.bench.workbench import Workbench
 from larder.core.errors import BadParameter
 from larder.engine.engine import Engine
-from larder.plots.report import render
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.execution.runner import StudyRunner
+from larder_bench.measures.stages import Stages
+from larder_bench.plots.report import render_report
+from larder_bench.random_models import open_model
+from larder_bench.results.rows import read_results
+from larder_bench.results.tables import cell_scores, markdown_report
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.study import Study, StudyTask
 
 EPISODES = (
     'episodes(count=2, embedder="tokens") > blockwise() > patched(prompt="episode") > pooled()'
@@ -25,10 +25,10 @@ EPISODES = (
 
 def test_stages(tmp_path: Path) -> None:
     engine = Engine(open_model("random:qwen3-tiny"), "full")
-    bench = Workbench(engine, Sources(engine.scribe.length))
+    bench = ModelContext(engine, TaskSources(engine.scribe.length))
     study = Study(
         "tiny",
-        (TaskAt('lifelog(questions=2, kinds="single")', (260,)),),
+        (StudyTask('lifelog(questions=2, kinds="single")', (260,)),),
         models=("random:qwen3-tiny",),
         policies=(EPISODES, "keydiff", "exact_question"),
         controls=("full",),
@@ -38,7 +38,7 @@ def test_stages(tmp_path: Path) -> None:
         measure=("stages(turns=10, stays=4, timed=2, answer=2)",),
     )
     out = tmp_path / "rows.jsonl"
-    running = Studying(study, out, lambda model: bench, 1)
+    running = StudyRunner(study, out, lambda model: bench, 1)
     running.go()
     episodes, keydiff, asked, full = running.rows()
     for row in (episodes, keydiff, full):
@@ -51,11 +51,13 @@ def test_stages(tmp_path: Path) -> None:
         is_episodic = row is episodes
         assert (row["embed_seconds"] > 0) == (row["retrieve_seconds"] > 0) == is_episodic
     assert "reads anew for each question" in asked["refused"]
-    shown = results([out]).shown("breakdown")
+    shown = read_results([out]).shown("breakdown")
     names = [part["name"] for part in shown[0]["parts"]]
     assert names == ["embed", "cluster", "prefill", "match", "retrieve", "decode"]
-    assert "| a turn, all shared out |" in report({"all": [entry(episodes), entry(full)]})
-    assert "<th scope=col>a turn read anew</th>" in render([out])
+    assert "| a turn, all shared out |" in markdown_report(
+        {"all": [cell_scores(episodes), cell_scores(full)]}
+    )
+    assert "<th scope=col>a turn read anew</th>" in render_report([out])
 
 
 @pytest.mark.parametrize("told", [{"turns": 0}, {"timed": 0}, {"answer": 0}, {"stays": 0.5}])

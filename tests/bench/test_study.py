@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from larder.bench.cases import case
-from larder.bench.cells import cells_of, without_twins
-from larder.bench.study import CONTROLS, Study, TaskAt, read_study, study_names
-from larder.bench.studying import check, measure_of
-from larder.bench.tables import SCALES
 from larder.core.errors import InputError, LarderError, UnknownName, UsageError
 from larder.session.presets import PRESETS
+from larder_bench.execution.runner import parse_measure, validate_study
+from larder_bench.results.tables import SCALES
+from larder_bench.studies.cells import cells_of, distinct_cells
+from larder_bench.studies.methods import parse_variant
+from larder_bench.studies.study import CONTROLS, Study, StudyTask, read_study, study_names
 
 TEXT = """
 name = "tiny"
@@ -39,7 +39,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 def test_a_study_is_read(tmp_path: Path) -> None:
     study = read_study(written(tmp_path, TEXT))
-    assert study.tasks == (TaskAt("passkey()", (200, 300)),)
+    assert study.tasks == (StudyTask("passkey()", (200, 300)),)
     assert (study.models, study.matched, study.files) == (("seed",), ("bytes", "tokens"), 2)
     assert study.measure == ("forced", "generated")
     assert read_study(written(tmp_path, TEXT.replace('controls = ["full", "rag_2k"]', ""))) == (
@@ -54,13 +54,15 @@ def test_every_cell_is_there_once(tmp_path: Path) -> None:
     assert len(cells) == 2 * 2 * 2 * 2 * (3 * 2 + 1)
     assert len({tuple(cell.head({}).items()) for cell in cells}) == len(cells)
     assert [cell.seed for cell in cells[:28]] == [3] * 28 and cells[28].seed == 4
-    assert len(without_twins(cells)) == 2 * 2 * 2 * (2 * 2 * 2 + 2 + 1)
-    assert without_twins(without_twins(cells)) == without_twins(cells)
+    assert len(distinct_cells(cells)) == 2 * 2 * 2 * (2 * 2 * 2 + 2 + 1)
+    assert distinct_cells(distinct_cells(cells)) == distinct_cells(cells)
     assert {cell.budget for cell in cells if cell.subject.name == "full"} == {"1/1"}
 
 
 def test_equal_policies_are_one() -> None:
-    study = Study("s", (TaskAt("passkey", (99,)),), policies=("random", "full"), budgets=("1/2",))
+    study = Study(
+        "s", (StudyTask("passkey", (99,)),), policies=("random", "full"), budgets=("1/2",)
+    )
     assert len(cells_of(study, "seed")) == 9 * 6 * 2
 
 
@@ -94,7 +96,7 @@ def test_what_is_wrong_is_told(
 ) -> None:
     path = written(tmp_path, TEXT.replace(old, new, 1))
     with pytest.raises(kind, match=said.replace("(", r"\(")):
-        check(read_study(path))
+        validate_study(read_study(path))
 
 
 def test_studies_are_found_by_name() -> None:
@@ -109,20 +111,20 @@ def test_studies_are_found_by_name() -> None:
         kind = study.measure[0].partition("(")[0]
         controls = wanted.get(kind, CONTROLS[:2]) if study.policies else CONTROLS[:1]
         assert set(study.controls) == set(controls), name
-        assert study.claim and check(study)
+        assert study.claim and validate_study(study)
         if (paper := study.paper) is not None:
             assert paper.differs and re.search(r'[^"]+, ".+" \(\d{4}\), .+, .+', paper.cite)
 
 
 def test_a_preset_has_twins() -> None:
-    assert str(case("h2o_blockwise:whole").policy) == str(case("h2o").policy)
-    assert str(case("h2o:blockwise").policy) == str(case("h2o_blockwise").policy)
-    both = case("kivi:blockwise:exact")
+    assert str(parse_variant("h2o_blockwise:whole").policy) == str(parse_variant("h2o").policy)
+    assert str(parse_variant("h2o:blockwise").policy) == str(parse_variant("h2o_blockwise").policy)
+    both = parse_variant("kivi:blockwise:exact")
     assert both.name == "kivi:blockwise:exact"
     assert "> blockwise() >" in str(both.policy) and "quantized" not in str(both.policy)
-    assert str(case("d2o_blockwise:whole").policy) == str(case("d2o").policy)
+    assert str(parse_variant("d2o_blockwise:whole").policy) == str(parse_variant("d2o").policy)
     with pytest.raises(UnknownName, match="Did you mean 'whole'"):
-        case("h2o:hole")
+        parse_variant("h2o:hole")
 
 
 BASELINES = ("kvzip_blockwise", "infinipot_summarize", "random")
@@ -130,14 +132,14 @@ COSTS = ("reading", "stages", "decode")  # measures of bytes and seconds alone
 
 
 def test_baselines_have_the_layer_budgets_of_epicache() -> None:
-    epicache = case("epicache").policy
+    epicache = parse_variant("epicache").policy
     assert "protect(sinks=0, recent=0)" in PRESETS["epicache"] and "floor=" in PRESETS["epicache"]
     for name in BASELINES:
-        twin = case(f"{name}:sensitivity").policy
+        twin = parse_variant(f"{name}:sensitivity").policy
         assert (twin.budget, twin.protect) == (epicache.budget, epicache.protect)
-        assert twin.schedule == case("random").policy.schedule
-    alone = case("epicache:pooled").policy
-    assert alone == replace(epicache, budget=case("snapkv_pooled").policy.budget)
+        assert twin.schedule == parse_variant("random").policy.schedule
+    alone = parse_variant("epicache:pooled").policy
+    assert alone == replace(epicache, budget=parse_variant("snapkv_pooled").policy.budget)
 
 
 def test_every_study_of_epicache_has_baselines_under_its_layer_budgets() -> None:
@@ -162,6 +164,6 @@ def test_a_random_choice_stands_beside_d2o_in_every_table_of_its_paper() -> None
 
 
 def test_a_measure_is_spelled() -> None:
-    assert measure_of("fidelity(following=8)") != measure_of("fidelity")
+    assert parse_measure("fidelity(following=8)") != parse_measure("fidelity")
     with pytest.raises(LarderError, match="not one measure"):
-        measure_of("forced > generated")
+        parse_measure("forced > generated")

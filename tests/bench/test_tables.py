@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from larder.bench.amounts import by_size
-from larder.bench.tables import SCALES, Entry, Table, entry, report
 from larder.core.amount import Amount, Unit
 from larder.core.errors import UsageError
+from larder_bench.results.budget_labels import sort_budgets
+from larder_bench.results.tables import SCALES, CellScores, ScoreTable, cell_scores, markdown_report
 
 
 def items(*scores: bool) -> tuple[dict[str, Any], ...]:
@@ -17,17 +17,17 @@ def items(*scores: bool) -> tuple[dict[str, Any], ...]:
 
 
 ENTRIES = [
-    Entry("h2o", "1/8", "a", items(False, False), 0.12),
-    Entry("h2o", "1/4", "a", items(True, False), 0.25),
-    Entry("h2o", "1/4", "b", items(False, False), 0.23),
-    Entry("keydiff", "1/4", "a", items(True, True), 0.25),
-    Entry("keydiff", "1/4", "b", is_refused=True),
-    Entry("full", "1/1", "a", items(True, True), 1.0),
+    CellScores("h2o", "1/8", "a", items(False, False), 0.12),
+    CellScores("h2o", "1/4", "a", items(True, False), 0.25),
+    CellScores("h2o", "1/4", "b", items(False, False), 0.23),
+    CellScores("keydiff", "1/4", "a", items(True, True), 0.25),
+    CellScores("keydiff", "1/4", "b", is_refused=True),
+    CellScores("full", "1/1", "a", items(True, True), 1.0),
 ]
 
 
 def test_means_and_differences() -> None:
-    table = Table(ENTRIES)
+    table = ScoreTable(ENTRIES)
     assert table.budgets == ["1/1", "1/4", "1/8"]
     [exact] = table.held(SCALES)
     found = table.interval(exact, "h2o", "1/4")
@@ -37,26 +37,26 @@ def test_means_and_differences() -> None:
     assert table.interval(exact, "keydiff", "1/8") is None
     pair = table.difference(exact, "keydiff", "h2o", "1/4")
     assert pair is not None and pair.mean == 0.5  # on file a alone
-    shown = report({"group": ENTRIES})
+    shown = markdown_report({"group": ENTRIES})
     assert "0.25 [0.00, 0.50] (0.240)" in shown and "(1 refused)" in shown
 
 
 def test_the_share_of_dense_layers_is_told() -> None:
     row = {"task": "text()", "tokens": 64, "seed": 0, "budget": "25%", "policy": "icecache"}
     bytes_of = {"bytes_share": 0.504, "full_kv_bytes": 600, "dense_kv_bytes": 204}
-    told = entry(row | bytes_of | {"items": list(items(True))})
-    assert "(0.504, 0.340 in dense layers)" in report({"group": [told]})
+    told = cell_scores(row | bytes_of | {"items": list(items(True))})
+    assert "(0.504, 0.340 in dense layers)" in markdown_report({"group": [told]})
 
 
 def test_items_that_one_has_no_number_for_are_in_no_difference() -> None:
     blank: dict[str, Any] = {"exact": None, "counts": True}
-    [exact] = Table(ENTRIES).held(SCALES)
-    one = Entry("h2o", "1/4", "a", (*items(True, True), blank))
-    other = Entry("random", "1/4", "a", (*items(False), blank, *items(True)))
-    pair = Table([one, other]).difference(exact, "h2o", "random", "1/4")
+    [exact] = ScoreTable(ENTRIES).held(SCALES)
+    one = CellScores("h2o", "1/4", "a", (*items(True, True), blank))
+    other = CellScores("random", "1/4", "a", (*items(False), blank, *items(True)))
+    pair = ScoreTable([one, other]).difference(exact, "h2o", "random", "1/4")
     assert pair is not None and pair.mean == 1.0  # of the first items alone
     assert (
-        Table([one, Entry("random", "1/4", "a", (blank,) * 3)]).difference(
+        ScoreTable([one, CellScores("random", "1/4", "a", (blank,) * 3)]).difference(
             exact, "h2o", "random", "1/4"
         )
         is None
@@ -65,12 +65,12 @@ def test_items_that_one_has_no_number_for_are_in_no_difference() -> None:
 
 def test_speeds_and_refusals_are_told() -> None:
     head = {"task": "text()", "tokens": 64, "seed": 0, "budget": "1/4", "bytes_share": 0.25}
-    fast = entry(head | {"policy": "h2o", "items": [], "tokens_per_second": 12.34})
-    none = entry(head | {"policy": "rag_2k", "refused": "It has no cache."})
-    shown = report({"group": [fast, none]})
+    fast = cell_scores(head | {"policy": "h2o", "items": [], "tokens_per_second": 12.34})
+    none = cell_scores(head | {"policy": "rag_2k", "refused": "It has no cache."})
+    shown = markdown_report({"group": [fast, none]})
     assert "1 file.\n\n- rag_2k at 1/4 refused: It has no cache.\n" in shown
     assert "### Tokens per second" in shown and "12.3 [12.3, 12.3] (0.250)" in shown
-    assert "1 file, 2 scored items.\n" in report({"group": ENTRIES[-1:]})
+    assert "1 file, 2 scored items.\n" in markdown_report({"group": ENTRIES[-1:]})
 
 
 def test_seconds_are_means_over_files() -> None:
@@ -81,13 +81,13 @@ def test_seconds_are_means_over_files() -> None:
         | {"latency": {"token": {"p50": 0.25 + seed, "p95": 0.5}}}
         for seed in (0, 1)
     ]
-    assert Table([*map(entry, cells)]).seconds("h2o", "1/4") == (
+    assert ScoreTable([*map(cell_scores, cells)]).seconds("h2o", "1/4") == (
         {"prefill_seconds": 1.5, "token_p50": 0.75, "token_p95": 0.5}
     )
-    shown = report({"group": [entry(cell) for cell in cells]})
+    shown = markdown_report({"group": [cell_scores(cell) for cell in cells]})
     assert "| policy | budget | prefill | token, median | token, p95 |" in shown
     assert "| h2o | 1/4 | 1.5000 | 0.7500 | 0.5000 |" in shown
-    assert "### Seconds" not in report({"group": ENTRIES})
+    assert "### Seconds" not in markdown_report({"group": ENTRIES})
 
 
 def test_amounts_are_read_and_sorted() -> None:
@@ -97,7 +97,7 @@ def test_amounts_are_read_and_sorted() -> None:
     assert Amount.parse("2MiB") == Amount(2.0 * (1 << 20), Unit.BYTES)
     assert Amount.parse("1/4").tokens(1000, 1) == 250 and Amount.parse("2KB").tokens(9, 100) == 20
     assert Amount.parse("1/4").bytes(1000, 1) == 250 and Amount.parse("7").bytes(1000, 3) == 21
-    assert by_size(["own", "64", "1/16", "1", "1/4", "512"]) == (
+    assert sort_budgets(["own", "64", "1/16", "1", "1/4", "512"]) == (
         ["1", "1/4", "1/16", "512", "64", "own"]
     )
     for wrong in ("1/0", "5/4", "0", "1.5", "-3", "1/8 MiB", "some"):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.material import sources
-from bench.telling import SINGLES, told
-from larder.bench.sources import Sources
-from larder.bench.task import Style, parse_task
+from bench.corpus_files import sources
+from bench.lifelog_reader import SINGLES, told
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import QuestionStyle, parse_task
 
 MAGIC = r"One of the special magic numbers for ([\w ]+) is: (\d+)\."
 FORMS = (
@@ -27,7 +27,7 @@ NAMED = r"What (?:is|are)(?: all)? the special magic numbers? for (.+) mentioned
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+def material(tmp_path_factory: pytest.TempPathFactory) -> TaskSources:
     return sources(tmp_path_factory.mktemp("material"))
 
 
@@ -121,7 +121,7 @@ READERS: dict[str, Callable[[str, str], str]] = {
 
 @pytest.mark.parametrize("sentence", READERS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_slow_reader_finds_the_answer(sentence: str, seed: int, material: Sources) -> None:
+def test_a_slow_reader_finds_the_answer(sentence: str, seed: int, material: TaskSources) -> None:
     made = parse_task(sentence).make(seed, 700, material)
     text = text_of(made)
     for question in made.questions:
@@ -134,7 +134,7 @@ def test_a_slow_reader_finds_the_answer(sentence: str, seed: int, material: Sour
             assert parts == question.answer.split(", ")
 
 
-def test_how_many_are_asked(material: Sources) -> None:
+def test_how_many_are_asked(material: TaskSources) -> None:
     def asked(sentence: str, tokens: int = 900) -> int:
         return len(parse_task(sentence).make(0, tokens, material).questions)
 
@@ -146,7 +146,7 @@ def test_how_many_are_asked(material: Sources) -> None:
     assert asked("ledger", 1800) > 2 * asked("ledger", 500)
 
 
-def test_keys_that_mislead_fill_the_text(material: Sources) -> None:
+def test_keys_that_mislead_fill_the_text(material: TaskSources) -> None:
     made = parse_task("multi_key").make(0, 700, material)
     lines = re.findall(MAGIC, made.messages[0].content)
     assert len(lines) == len({key for key, _ in lines}) > 40
@@ -154,7 +154,7 @@ def test_keys_that_mislead_fill_the_text(material: Sources) -> None:
     assert len(re.findall(MAGIC, few.messages[0].content)) == 5
 
 
-def test_noise_is_noise(material: Sources) -> None:
+def test_noise_is_noise(material: TaskSources) -> None:
     text = parse_task("passkey").make(0, 300, material).messages[0].content
     rest = re.sub(r"The pass key is (\d+)\. Remember it\. \1 is the pass key\.", "", text)
     assert len(set(re.split(r"(?<=\.)\s+", rest.strip()))) == 5
@@ -167,7 +167,7 @@ def last_told(question: Question, conversation: Conversation) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_updates_ask_for_what_has_changed(seed: int, material: Sources) -> None:
+def test_updates_ask_for_what_has_changed(seed: int, material: TaskSources) -> None:
     made = parse_task('lifelog(questions=2, kinds="update")').make(seed, 2500, material)
     for question in made.questions:
         values = last_told(question, made)
@@ -176,7 +176,7 @@ def test_updates_ask_for_what_has_changed(seed: int, material: Sources) -> None:
 
 
 @pytest.mark.parametrize("source", ["locomo", "realtalk"])
-def test_facts_are_planted_once(source: str, material: Sources) -> None:
+def test_facts_are_planted_once(source: str, material: TaskSources) -> None:
     made = parse_task(f'planted(of="{source}", facts=5)').make(3, 600, material)
     text = text_of(made)
     for question in made.questions:
@@ -194,7 +194,7 @@ def test_facts_are_planted_once(source: str, material: Sources) -> None:
 
 
 @pytest.mark.parametrize("share", ["bookings", "mixed"])
-def test_one_dialogue_says_what_was_booked(share: str, material: Sources) -> None:
+def test_one_dialogue_says_what_was_booked(share: str, material: TaskSources) -> None:
     made = parse_task(share).make(0, 900, material)
     session, booked = 0, list[dict[str, str]]()
     for message in made.messages:
@@ -214,12 +214,14 @@ def test_one_dialogue_says_what_was_booked(share: str, material: Sources) -> Non
 @pytest.mark.parametrize(
     ("name", "inner"), [("turns", "lookup(questions=7)"), ("requests", "mixed")]
 )
-def test_sittings_share_what_another_task_makes(name: str, inner: str, material: Sources) -> None:
+def test_sittings_share_what_another_task_makes(
+    name: str, inner: str, material: TaskSources
+) -> None:
     task = parse_task(f"{name}(of={inner!r})")
     made, alone = task.make(2, 900, material), parse_task(inner).make(2, 900, material)
     assert (made.messages, made.questions) == (alone.messages, alone.questions)
     lengths = [len(sitting) for sitting in task.sittings(made.questions)]
-    assert lengths == ([7] if task.style is Style.TURNS else [3] * 8)
+    assert lengths == ([7] if task.style is QuestionStyle.TURNS else [3] * 8)
 
 
 def test_the_last_sitting_may_be_shorter() -> None:
@@ -234,7 +236,7 @@ def test_sittings_do_not_hold_sittings(name: str) -> None:
         parse_task(f'{name}(of="turns()")')
 
 
-def test_folder_is_no_part_of_a_task(material: Sources, tmp_path: Path) -> None:
+def test_folder_is_no_part_of_a_task(material: TaskSources, tmp_path: Path) -> None:
     """The same conversation, wherever the corpus lies."""
     elsewhere = sources(tmp_path)
     for name in ("bookings", "locomo", "text"):

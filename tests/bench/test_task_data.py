@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from bench.material import documents, lines_written, sources, stacked, words, written
-from larder.bench.conversation_file import as_json
-from larder.bench.cutting import first_of, last_of, without_middle
-from larder.bench.sources import Sources
-from larder.bench.task import parse_task
+from bench.corpus_files import documents, lines_written, sources, stacked, words, written
 from larder.core.conversation import Conversation, Form
 from larder.core.errors import InputError, TooLittle
 from larder.session.files import read_conversation
+from larder_bench.datasets.conversation_file import conversation_json
+from larder_bench.datasets.documents import head_tokens, tail_tokens, truncate_middle
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import parse_task
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+def material(tmp_path_factory: pytest.TempPathFactory) -> TaskSources:
     return sources(tmp_path_factory.mktemp("material"))
 
 
@@ -27,7 +27,7 @@ def text_of(conversation: Conversation) -> str:
     return "".join(message.content for message in conversation.messages)
 
 
-def data_of(material: Sources, name: str) -> dict[str, object]:
+def data_of(material: TaskSources, name: str) -> dict[str, object]:
     assert material.data
     (path,) = (material.data / name).glob("*.json")
     return json.loads(path.read_text())
@@ -35,7 +35,9 @@ def data_of(material: Sources, name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["locomo", "realtalk"])
 @pytest.mark.parametrize("tokens", [120, 400, 1000, 3000])
-def test_what_is_asked_is_what_the_run_answers(name: str, tokens: int, material: Sources) -> None:
+def test_what_is_asked_is_what_the_run_answers(
+    name: str, tokens: int, material: TaskSources
+) -> None:
     for seed in range(3):
         made = parse_task(name).make(seed, tokens, material)
         text, whole = text_of(made), len(made.messages) == 140
@@ -59,19 +61,19 @@ def test_what_is_asked_is_what_the_run_answers(name: str, tokens: int, material:
         assert whole == (tokens == 3000)
 
 
-def test_so_many_questions_at_most(material: Sources) -> None:
+def test_so_many_questions_at_most(material: TaskSources) -> None:
     everything = parse_task("locomo").make(0, 3000, material).questions
     some = parse_task("locomo(questions=3)").make(0, 3000, material).questions
     assert len(everything) == 11 and len(set(some) & set(everything)) == len(some) == 3
 
 
-def test_no_run_answers_anything(material: Sources) -> None:
+def test_no_run_answers_anything(material: TaskSources) -> None:
     with pytest.raises(TooLittle, match="locomo.tokens must hold what answers a question, got 42"):
         parse_task("locomo").make(0, 42, material)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stack_holds_the_evidence_of_what_is_asked(seed: int, material: Sources) -> None:
+def test_a_stack_holds_the_evidence_of_what_is_asked(seed: int, material: TaskSources) -> None:
     made = parse_task("stacked(questions=4)").make(seed, 500, material)
     text, entries = text_of(made), {str(stacked(n)["question"]): stacked(n) for n in range(8)}
     assert len(made.questions) == 4
@@ -86,7 +88,7 @@ def test_a_stack_holds_the_evidence_of_what_is_asked(seed: int, material: Source
     assert numbers == list(range(1, len(dates) + 1))
 
 
-def test_a_document_loses_its_middle_only(material: Sources) -> None:
+def test_a_document_loses_its_middle_only(material: TaskSources) -> None:
     for name in ("longbench", "infinitebench"):
         made, whole = (parse_task(name).make(1, tokens, material) for tokens in (300, 9000))
         text, context = text_of(made), documents("answer")[1]["context"]
@@ -98,7 +100,7 @@ def test_a_document_loses_its_middle_only(material: Sources) -> None:
         assert (question.answer, question.others) == ("document 1", ("the document 1",))
 
 
-def test_samples_come_by_turns(material: Sources) -> None:
+def test_samples_come_by_turns(material: TaskSources) -> None:
     asked = [parse_task("longbench").make(seed, 300, material).questions[0] for seed in range(4)]
     assert asked[0] == asked[3] != asked[1] != asked[2]
 
@@ -108,19 +110,21 @@ def test_prompts_of_the_release_are_used(tmp_path: Path) -> None:
     lines_written(folder / "hotpotqa_e.jsonl", documents("answers"))
     prompts = {"hotpotqa": "Read {it}.\n{context}\n\nNow: {input} {x}\nAnswer:"}
     written(folder / "config" / "dataset2prompt.json", prompts)
-    made = parse_task('longbench(set="hotpotqa_e")').make(0, 300, Sources(words, data=tmp_path))
+    made = parse_task('longbench(set="hotpotqa_e")').make(0, 300, TaskSources(words, data=tmp_path))
     asked = made.question_prompt.format(question=made.questions[0].question)
     assert made.opening == "Read {it}.\n"
     assert asked == "Now: Which document is number 0? {x}\nAnswer:"
     with pytest.raises(InputError, match="no prompt for 'lcc'"):
         lines_written(folder / "lcc.jsonl", documents("answers"))
-        parse_task('longbench(set="lcc")').make(0, 300, Sources(words, data=tmp_path))
+        parse_task('longbench(set="lcc")').make(0, 300, TaskSources(words, data=tmp_path))
 
 
 def test_a_set_without_questions_is_asked_in_our_words(tmp_path: Path) -> None:
     samples = [{**document, "input": ""} for document in documents("answers")]
     lines_written(tmp_path / "longbench" / "gov_report_e.jsonl", samples)
-    made = parse_task('longbench(set="gov_report_e")').make(0, 300, Sources(words, data=tmp_path))
+    made = parse_task('longbench(set="gov_report_e")').make(
+        0, 300, TaskSources(words, data=tmp_path)
+    )
     assert made.questions[0].question == "Summarize the text on one page."
     assert made.question_prompt == "{question}"
 
@@ -135,7 +139,7 @@ def test_of_options_a_letter_is_expected(answer: object, tmp_path: Path) -> None
     }
     lines_written(tmp_path / "infinitebench" / "longbook_choice_eng.jsonl", [sample])
     task = parse_task('infinitebench(set="longbook_choice_eng")')
-    made = task.make(0, 300, Sources(words, data=tmp_path))
+    made = task.make(0, 300, TaskSources(words, data=tmp_path))
     (question,) = made.questions
     assert question.question == "Which?\nA. alpha\nB. beta"
     assert (question.answer, question.others) == ("B", ("beta",))
@@ -151,12 +155,14 @@ def test_numbers_are_answers(
 ) -> None:
     sample = {"id": 0, "context": "1 + 1", "input": "Now", "answer": answer, "options": []}
     lines_written(tmp_path / "infinitebench" / f"{name}.jsonl", [sample])
-    made = parse_task(f'infinitebench(set="{name}")').make(0, 300, Sources(words, data=tmp_path))
+    made = parse_task(f'infinitebench(set="{name}")').make(
+        0, 300, TaskSources(words, data=tmp_path)
+    )
     assert (made.questions[0].answer, made.questions[0].others) == (expected, others)
 
 
 @pytest.mark.parametrize("of", ["talk", "prose", "files"])
-def test_the_answer_is_what_follows(of: str, material: Sources) -> None:
+def test_the_answer_is_what_follows(of: str, material: TaskSources) -> None:
     task = parse_task(f'text(of="{of}", following=20)')
     made, longer = task.make(1, 200, material), task.make(1, 260, material)
     (question,) = made.questions
@@ -194,14 +200,14 @@ def test_what_is_wrong_is_named(
     (tmp_path / path).parent.mkdir()
     (tmp_path / path).write_text(content)
     with pytest.raises(InputError, match=said):
-        parse_task(sentence).make(0, 300, Sources(words, data=tmp_path))
+        parse_task(sentence).make(0, 300, TaskSources(words, data=tmp_path))
 
 
 @pytest.mark.parametrize("name", ["locomo", "longbench", "lookup"])
-def test_a_file_holds_what_a_model_sees(name: str, material: Sources, tmp_path: Path) -> None:
+def test_a_file_holds_what_a_model_sees(name: str, material: TaskSources, tmp_path: Path) -> None:
     made = parse_task(name).make(0, 400, material)
     path = tmp_path / "made.json"
-    path.write_text(as_json(made), encoding="utf-8")
+    path.write_text(conversation_json(made), encoding="utf-8")
     read = read_conversation(path)
     assert text_of(read).startswith(made.opening + text_of(made))
     assert [message.role for message in read.messages] == ["user", "assistant"]
@@ -214,15 +220,15 @@ def test_a_file_holds_what_a_model_sees(name: str, material: Sources, tmp_path: 
 def test_cuts_are_the_longest(tokens: int) -> None:
     text = "\n\n".join(f"Line {n} is here." for n in range(250))
     assert (
-        words(first_of(text, tokens, words))
-        == words(last_of(text, tokens, words))
+        words(head_tokens(text, tokens, words))
+        == words(tail_tokens(text, tokens, words))
         == min(tokens, 1000)
     )
-    assert text.startswith(first_of(text, tokens, words)) and text.endswith(
-        last_of(text, tokens, words)
+    assert text.startswith(head_tokens(text, tokens, words)) and text.endswith(
+        tail_tokens(text, tokens, words)
     )
     if tokens >= 7:
-        cut = without_middle(text, tokens, words)
+        cut = truncate_middle(text, tokens, words)
         assert cut == text if tokens >= 1000 else tokens - 2 <= words(cut) <= tokens
 
 
@@ -231,8 +237,8 @@ def test_answers_must_be_there(tmp_path: Path) -> None:
     for name, said in [("longbench", "a list of 'answers'"), ("infinitebench", "its options")]:
         lines_written(tmp_path / name / "a.jsonl", [sample])
         with pytest.raises(InputError, match=said):
-            parse_task(f'{name}(set="a")').make(0, 300, Sources(words, data=tmp_path))
+            parse_task(f'{name}(set="a")').make(0, 300, TaskSources(words, data=tmp_path))
 
 
 def test_languages_without_spaces_are_cut_within_words() -> None:
-    assert len(first_of("字" * 1000, 100, len)) == 96
+    assert len(head_tokens("字" * 1000, 100, len)) == 96

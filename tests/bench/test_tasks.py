@@ -7,33 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from bench.material import sources, words
-from larder.bench import luck
-from larder.bench.lifelog import tokens_of
-from larder.bench.sources import Sources
-from larder.bench.task import TASKS, Style, Task, parse_task
+from bench.corpus_files import sources, words
 from larder.cli.citations import citations
 from larder.core.conversation import Conversation, Form
 from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName, UsageError
 from larder.core.spelling import spell
+from larder_bench.datasets.lifelog_sessions import count_message_tokens
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks import base
+from larder_bench.tasks.base import TASKS, QuestionStyle, Task, parse_task
 
 TOKENS = 900
 NAMES = TASKS.names()
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+def material(tmp_path_factory: pytest.TempPathFactory) -> TaskSources:
     return sources(tmp_path_factory.mktemp("material"))
 
 
 @pytest.fixture(scope="module")
-def made(material: Sources) -> dict[str, Conversation]:
+def made(material: TaskSources) -> dict[str, Conversation]:
     return {name: parse_task(name).make(1, TOKENS, material) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_seeds_equal_conversations(
-    name: str, material: Sources, made: dict[str, Conversation]
+    name: str, material: TaskSources, made: dict[str, Conversation]
 ) -> None:
     assert parse_task(name).make(1, TOKENS, material) == made[name]
     assert parse_task(name).make(2, TOKENS, material).messages != made[name].messages
@@ -45,7 +45,7 @@ def test_tokens_are_a_bound_that_is_nearly_reached(
     name: str, made: dict[str, Conversation]
 ) -> None:
     messages, opening = made[name].messages, made[name].opening
-    taken = tokens_of(messages, words)
+    taken = count_message_tokens(messages, words)
     if made[name].form is not Form.CHAT:
         taken = words(opening + "".join(message.content for message in messages))
     assert 0.7 * TOKENS < taken <= TOKENS
@@ -73,8 +73,8 @@ def test_every_task_is_written_as_it_reads_and_names_its_source(name: str) -> No
     task = parse_task(name)
     assert parse_task(spell(task)) == task
     assert spell(task).startswith(f"{name}(")
-    assert isinstance(task.style, Style)
-    docstring = importlib.import_module(f"larder.bench.tasks.{name}").__doc__ or ""
+    assert isinstance(task.style, QuestionStyle)
+    docstring = importlib.import_module(f"larder_bench.tasks.{name}").__doc__ or ""
     assert citations(docstring) or "No paper" in docstring
 
 
@@ -83,17 +83,17 @@ def test_sittings_hold_every_question(name: str, made: dict[str, Conversation]) 
     task, questions = parse_task(name), made[name].questions
     sittings = task.sittings(questions)
     assert sum(sittings, ()) == questions
-    if task.style in (Style.INDEPENDENT, Style.RECITAL):
+    if task.style in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):
         assert all(len(sitting) == 1 for sitting in sittings)
-    if task.style is Style.TURNS:
+    if task.style is QuestionStyle.TURNS:
         assert len(sittings) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_too_little_room_is_said(
-    name: str, material: Sources, monkeypatch: pytest.MonkeyPatch
+    name: str, material: TaskSources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(luck, "TRIES", 2)
+    monkeypatch.setattr(base, "MAX_RETRIES", 2)
     with pytest.raises(BadParameter, match=r"token|question|hold"):
         parse_task(name).make(0, 12, material)
 
@@ -107,8 +107,8 @@ def test_counts_must_be_positive(name: str) -> None:
                 parse_task(f"{name}({parameter}=-1)")
 
 
-def test_what_was_not_named_is_asked_for(material: Sources) -> None:
-    bare = Sources(material.count_tokens)
+def test_what_was_not_named_is_asked_for(material: TaskSources) -> None:
+    bare = TaskSources(material.count_tokens)
     with pytest.raises(UsageError, match="--corpus FOLDER"):
         parse_task("bookings").make(0, TOKENS, bare)
     with pytest.raises(UsageError, match="--corpus FOLDER"):
@@ -116,7 +116,7 @@ def test_what_was_not_named_is_asked_for(material: Sources) -> None:
     with pytest.raises(UsageError, match="--data FOLDER"):
         bare.folder("locomo")
     with pytest.raises(UsageError, match="must hold a folder 'locomo'"):
-        Sources(material.count_tokens, data=Path("nowhere")).folder("locomo")
+        TaskSources(material.count_tokens, data=Path("nowhere")).folder("locomo")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_what_is_written_wrong(sentence: str, error: type[LarderError], said: st
         parse_task(sentence)
 
 
-def test_a_task_cannot_be_made_without_a_way(material: Sources) -> None:
+def test_a_task_cannot_be_made_without_a_way(material: TaskSources) -> None:
     with pytest.raises(TypeError, match="abstract"):
         Task()  # pyright: ignore[reportAbstractUsage]

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from larder.bench.traces._diary import Diary
-from larder.bench.traces.base import NONE, TRACES, Form, Model, Piece, Read, Trace, Write
-from larder.bench.traces.chat import Chat
 from larder.core.errors import BadParameter
 from larder.models.shape import LLAMA_3_1_8B, Held
+from larder_bench.traces._builder import TraceBuilder
+from larder_bench.traces.base import (
+    NONE,
+    TRACES,
+    CachedObject,
+    ReadEvent,
+    StateForm,
+    Trace,
+    TraceModel,
+    WriteEvent,
+)
+from larder_bench.traces.chat import ChatWorkload
 
 NAMES = sorted(TRACES.own())
 CROWDS = pytest.mark.parametrize("name", NAMES)
-FORMS = pytest.mark.parametrize("form", list(Form))
+FORMS = pytest.mark.parametrize("form", list(StateForm))
 EACH = LLAMA_3_1_8B.bytes_per_token(Held.ENTRIES)
 
 
-def made(name: str, form: Form = Form.WHOLE, seed: int = 0, events: int = 400) -> Trace:
+def made(name: str, form: StateForm = StateForm.WHOLE, seed: int = 0, events: int = 400) -> Trace:
     return TRACES.load(name)(form=form).make(seed, events)
 
 
-def start(trace: Trace, piece: Piece) -> int:
+def start(trace: Trace, piece: CachedObject) -> int:
     return trace.pieces[piece.before].tokens if piece.before != NONE else 0
 
 
@@ -32,15 +41,17 @@ def test_equal_seeds_make_equal_traces(name: str) -> None:
 
 @CROWDS
 @FORMS
-def test_events_come_in_order_and_every_turn_is_read_and_written(name: str, form: Form) -> None:
+def test_events_come_in_order_and_every_turn_is_read_and_written(
+    name: str, form: StateForm
+) -> None:
     trace = made(name, form)
     times = [event.time for event in trace.events]
     assert len(times) == 400 and times == sorted(times)
     written = dict[int, float]()
     for event in trace.events:
-        if isinstance(event, Write):
+        if isinstance(event, WriteEvent):
             written[event.piece] = event.time
-        elif isinstance(event, Read):
+        elif isinstance(event, ReadEvent):
             piece = trace.pieces[event.piece]
             assert piece.session in (NONE, event.session) and event.tokens > piece.tokens
             assert piece.session == NONE or written[event.piece] <= event.time
@@ -60,7 +71,7 @@ def test_a_state_has_its_share_of_the_bytes_and_replaces_one_of_its_session(name
 
 @CROWDS
 def test_parts_add_up_to_the_text(name: str) -> None:
-    trace = made(name, Form.PARTS)
+    trace = made(name, StateForm.PARTS)
     for piece in trace.pieces:
         assert piece.parent == piece.before
         assert piece.bytes == EACH * (piece.tokens - start(trace, piece))
@@ -69,12 +80,12 @@ def test_parts_add_up_to_the_text(name: str) -> None:
 
 
 def test_shapes_are_those_of_models() -> None:
-    sizes = {Chat(model=model).make(0, 50).pieces[0].bytes for model in Model}
+    sizes = {ChatWorkload(model=model).make(0, 50).pieces[0].bytes for model in TraceModel}
     assert len(sizes) == 3 and 400 * EACH in sizes
 
 
 def test_a_second_answer_goes_from_the_state_before_and_replaces_the_first() -> None:
-    diary = Diary(Chat())
+    diary = TraceBuilder(ChatWorkload())
     session = diary.begin(diary.prompt(100))
     time = diary.turn(session, 0.0, 10, 20, "person")
     time = diary.turn(session, time + 5, 10, 20, "person")
@@ -87,7 +98,7 @@ def test_a_second_answer_goes_from_the_state_before_and_replaces_the_first() -> 
 
 
 def test_everything_is_what_nothing_replaces() -> None:
-    diary = Diary(Chat(kept=1.0))
+    diary = TraceBuilder(ChatWorkload(kept=1.0))
     session = diary.begin(diary.prompt(100))
     diary.turn(session, diary.turn(session, 0.0, 10, 20, "person"), 10, 20, "person")
     assert diary.trace(9).everything_bytes == (100 + 160) * EACH

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from larder.bench.rows import Key, Row, key
-from larder.bench.task import parse_task
 from larder.core.errors import LarderError, UnknownName
 from larder.engine.engine import Engine
 from larder.session.policy import Policy
+from larder_bench.results.rows import CellKey, Row, cell_key
+from larder_bench.tasks.base import parse_task
 from plots_rows import cell, write_rows
 
 NAMES = ("transformers", "kvpress", "optimum-quanto", "hqq")
@@ -191,7 +191,7 @@ def test_questions_are_told_as_many_as_are_asked() -> None:
     assert every.measure == "generated(new_tokens=32, repeats=3, threads=1)"
 
 
-def found_by(options: dict[str, Any]) -> Key:
+def found_by(options: dict[str, Any]) -> CellKey:
     """By which the row of a cell is found again."""
     jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
     spec = SimpleNamespace(fingerprint="f")
@@ -199,7 +199,7 @@ def found_by(options: dict[str, Any]) -> Key:
     environments = {"peers": {"id": "p"}, "larder": {"id": "l"}}
     setting = jobs.Setting(Namespace(**options), engine, Path(), "", environments)
     job = jobs.Job(parse_task("lifelog()"), 400, 0, pair.peer, "1/1", made=pair.made)
-    return key(setting.head(job))
+    return cell_key(setting.head(job))
 
 
 def test_a_worker_that_fails_is_a_result() -> None:

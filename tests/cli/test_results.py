@@ -11,12 +11,21 @@ from pathlib import Path
 import pytest
 
 from commands import Run
-from larder.bench.overview import BEGIN, END, FOLDER, RESULTS, main, pending, renewed, table
-from larder.bench.rows import Row, results
-from larder.bench.study import CHECKOUT, read_study, study_names
-from larder.bench.studying import check
 from larder.core.errors import InputError
-from larder.plots.drawing import draw_all, read
+from larder_bench.execution.runner import validate_study
+from larder_bench.plots.figure_selection import draw_all, load_results
+from larder_bench.reports.study_index import (
+    BEGIN,
+    END,
+    FOLDER,
+    RESULTS,
+    main,
+    pending_cells,
+    replace_table,
+    study_table,
+)
+from larder_bench.results.rows import Row, read_results
+from larder_bench.studies.study import CHECKOUT, read_study, study_names
 from plots_rows import CELLS, cell, write_rows
 
 COMMITTED = sorted(RESULTS.glob("*.jsonl"))
@@ -38,15 +47,15 @@ def faults(path: Path) -> Iterator[str]:
         yield "of no study"
         return
     try:
-        found = results([path])
+        found = read_results([path])
     except InputError as error:
         yield str(error)
         return
-    wanted = {asked(one.head({})) for one in check(read_study(path.stem))}
+    wanted = {asked(one.head({})) for one in validate_study(read_study(path.stem))}
     if strange := [row for row in found.cells if asked(row) not in wanted]:
         yield f"{len(strange)} cells that the study has not, the first {asked(strange[0])}"
     missing = wanted - {asked(row) for row in found.cells}
-    if len(missing) != (told := pending(RESULTS).get(path.stem, 0)):
+    if len(missing) != (told := pending_cells(RESULTS).get(path.stem, 0)):
         yield f"{len(missing)} cells of the study are missing, and {told} are told to be"
     if any(row.get("environment") not in found.environments for row in found.cells):
         yield "cells whose environment is not told"
@@ -70,7 +79,7 @@ def test_committed_rows_are_of_their_study(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_rows_can_be_drawn(path: Path) -> None:
-    assert draw_all(*read([path]))
+    assert draw_all(*load_results([path]))
 
 
 def test_what_is_wrong_with_rows_is_found(tmp_path: Path) -> None:
@@ -134,15 +143,17 @@ def place(path: Path) -> Path:
 
 def test_the_table_of_studies_is_whole(tmp_path: Path) -> None:
     told = (CHECKOUT / FOLDER / "README.md").read_text()
-    lines = table(CHECKOUT / FOLDER, RESULTS)
-    assert renewed(told, lines) == told, "run: python -m larder.bench.overview studies/README.md"
+    lines = study_table(CHECKOUT / FOLDER, RESULTS)
+    assert replace_table(told, lines) == told, (
+        "run: python -m larder_bench.reports.study_index studies/README.md"
+    )
     assert len(lines) == 2 + len(study_names())
     path = tmp_path / "other.md"
     path.write_text(f"before\n{BEGIN}\nstale line\n{END}\nbehind\n")
     main(path)
     assert path.read_text().splitlines() == ["before", BEGIN, *lines, END, "behind"]
     with pytest.raises(InputError, match="has no <!-- studies: begin -->"):
-        renewed("nothing", lines)
+        replace_table("nothing", lines)
 
 
 def test_the_time_that_a_study_took_is_that_of_its_rows(tmp_path: Path) -> None:
@@ -153,7 +164,7 @@ def test_the_time_that_a_study_took_is_that_of_its_rows(tmp_path: Path) -> None:
     )
     rows = [cell("h2o", seed=seed, seconds=100.0) for seed in (0, 1)]
     write_rows(tmp_path, rows).rename(tmp_path / "small.jsonl")
-    assert table(path.parent, tmp_path)[2:] == [
+    assert study_table(path.parent, tmp_path)[2:] == [
         "| small | None. | `larder bench --study small --corpus FOLDER` | 3 |"
     ]
-    assert table(path.parent, path.parent)[2].endswith("` |  |")
+    assert study_table(path.parent, path.parent)[2].endswith("` |  |")

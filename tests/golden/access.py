@@ -72,18 +72,18 @@ def commands() -> Command:
 
 def families() -> dict[str, list[str]]:
     """Public names of every family of parts, by the kind that entry points are grouped by."""
-    from larder.bench.studying import MEASURES
-    from larder.bench.subjects import RETRIEVALS
-    from larder.bench.task import TASKS
-    from larder.bench.traces.base import TRACES
     from larder.core.recall import RECALLS
     from larder.models.calibration import MEASUREMENTS
-    from larder.plots.figures.base import FIGURES
     from larder.policy.planner import TALLIES
     from larder.session.embedding import EMBEDDERS
     from larder.session.policy import FAMILIES
     from larder.store.codecs.base import CODECS
     from larder.store.eviction.base import EVICTIONS
+    from larder_bench.execution.runner import MEASURES
+    from larder_bench.plots.figures.base import FIGURES
+    from larder_bench.studies.methods import RETRIEVALS
+    from larder_bench.tasks.base import TASKS
+    from larder_bench.traces.base import TRACES
 
     others = (MEASURES, RETRIEVALS, TASKS, TRACES, RECALLS, MEASUREMENTS, FIGURES, TALLIES)
     every = (*FAMILIES.values(), *others, EMBEDDERS, CODECS, EVICTIONS)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from larder.plots.drawing import draw, figure_of, read
+from larder_bench.plots.figure_selection import draw_figures, load_results, parse_figure
 from plots_rows import EXHIBITS, exhibit, write_rows
 
 
 def points(spelling: str, path: Path) -> list[tuple[float, float]]:
-    [one] = draw([figure_of(spelling)], *read([path], ()))
+    [one] = draw_figures([parse_figure(spelling)], *load_results([path], ()))
     figure: Any = one.figure
     found = [line for axes in figure.axes for line in axes.lines if line.get_label() == "lru"]
     return [point for line in found for point in zip(*line.get_data(), strict=True)]

@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 
 from larder.core.errors import DependencyError, InputError, LarderError, UnknownName
-from larder.plots.drawing import ORDER, draw, draw_all, figure_of, read
-from larder.plots.figures.base import FIGURES, NothingToDraw
-from larder.plots.looks import COLORS, PALE, looks, within
-from larder.plots.sheet import spread, text_width, wrapped
-from larder.plots.style import COLUMN, PAGE, Drawing, Format, styled
+from larder_bench.plots.figure_selection import (
+    FIGURE_ORDER,
+    draw_all,
+    draw_figures,
+    load_results,
+    parse_figure,
+)
+from larder_bench.plots.figures.base import FIGURES, NothingToDraw
+from larder_bench.plots.layout import spread_labels, text_width, wrap_text
+from larder_bench.plots.policy_styles import COLORS, PALE, assign_styles, styles_for
+from larder_bench.plots.style import COLUMN, PAGE, Drawing, ImageFormat, figure_style
 from plots_rows import CELLS, EXHIBITS, SCORES, cell, exhibit, write_rows
 
 
@@ -24,7 +30,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def drawn(spelling: str, path: Path, *policies: str) -> list[Drawing]:
-    return draw([figure_of(spelling)], *read([path], policies))
+    return draw_figures([parse_figure(spelling)], *load_results([path], policies))
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
@@ -58,23 +64,23 @@ def shown(text: Any) -> bool:
 
 
 def test_the_order_holds_every_figure() -> None:
-    assert sorted(ORDER) == FIGURES.names()
+    assert sorted(FIGURE_ORDER) == FIGURES.names()
 
 
 def test_every_figure_is_drawn_in_the_same_bytes_without_a_clash(results: Path) -> None:
-    first, second = (draw_all(*read([results])) for _ in range(2))
-    assert {one.name.partition("-")[0] for one in first} == {*ORDER, "breakdown"}
+    first, second = (draw_all(*load_results([results])) for _ in range(2))
+    assert {one.name.partition("-")[0] for one in first} == {*FIGURE_ORDER, "breakdown"}
     for one, other in zip(first, second, strict=True):
-        svg = one.save(Format.SVG)
-        assert svg == other.save(Format.SVG)
+        svg = one.save(ImageFormat.SVG)
+        assert svg == other.save(ImageFormat.SVG)
         assert b"<dc:date>" not in svg and b"<text" in svg and b"<image" not in svg
         assert one.figure.get_size_inches()[0] in (COLUMN, PAGE)
-        with styled():
+        with figure_style():
             assert clashes(one.figure) == [], one.name
 
 
 def test_a_png_is_drawn_in_the_same_bytes(results: Path) -> None:
-    first, second = (drawn("recall", results)[0].save(Format.PNG) for _ in range(2))
+    first, second = (drawn("recall", results)[0].save(ImageFormat.PNG) for _ in range(2))
     assert first == second and first.startswith(b"\x89PNG")
 
 
@@ -122,7 +128,7 @@ def test_controls_at_one_budget_are_named_lines_from_side_to_side(tmp_path: Path
     found = lines(one.figure)
     for control in ("random", "rag_2k", "full"):
         assert [x for x, _ in found[control]] == [0, 1, 0, 1]
-    with styled():
+    with figure_style():
         assert clashes(one.figure) == []
     words = [text.get_text() for text in one.figure.findobj(match=lambda a: hasattr(a, "get_text"))]
     for control in ("random", "rag_2k", "full cache"):
@@ -136,7 +142,7 @@ def test_controls_at_one_budget_are_named_lines_from_side_to_side(tmp_path: Path
 def test_quality_bars_are_bootstrap_intervals(tmp_path: Path) -> None:
     wrong = [item | {"exact": False} for item in cell("h2o")["items"]]
     path = write_rows(tmp_path, [cell("h2o", seed=0), cell("h2o", seed=1, items=wrong)])
-    [(_, [scored])] = figure_of("quality").charts(*read([path]))  # pyright: ignore
+    [(_, [scored])] = parse_figure("quality").charts(*load_results([path]))  # pyright: ignore
     [point] = scored.points["h2o"]
     assert (point.score.mean, point.score.low, point.score.high) == (0.125, 0.0, 0.25)
     assert (scored.files, scored.items, scored.full) == (2, 8, None)
@@ -154,7 +160,7 @@ def test_items_that_do_not_count_or_are_of_another_kind_are_left_out(tmp_path: P
 
 
 def test_the_grid_has_a_cell_for_each_depth_and_length(results: Path) -> None:
-    [(chart)] = figure_of("grid(depths=4)").charts(*read([results]))  # pyright: ignore
+    [(chart)] = parse_figure("grid(depths=4)").charts(*load_results([results]))  # pyright: ignore
     assert chart.lengths == (1000, 2000)
     by_policy = {panel.policy: panel.means for panel in chart.panels}
     assert by_policy["snapkv"] == ((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
@@ -180,7 +186,7 @@ def test_latency_takes_the_longest_and_its_parts_stand_end_to_end(results: Path)
 
 
 def test_budgets_leave_layers_with_a_window_open(results: Path) -> None:
-    [(_, [panel])] = figure_of("budgets").charts(*read([results]))  # pyright: ignore
+    [(_, [panel])] = parse_figure("budgets").charts(*load_results([results]))  # pyright: ignore
     assert panel.lengths == ((10.0, 30.0), (None, None), (20.0, 40.0))
     assert panel.layers == (20.0, None, 30.0)
 
@@ -229,34 +235,34 @@ def test_a_wrong_figure_is_told(spelling: str, said: str, results: Path) -> None
         drawn(spelling, results)
 
 
-@pytest.mark.parametrize("name", ORDER)
+@pytest.mark.parametrize("name", FIGURE_ORDER)
 def test_results_without_what_a_figure_needs_are_told(name: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path, [exhibit("other") | {"row": "budgets", "episode": 0}])
-    kept, seen = read([path])
+    kept, seen = load_results([path])
     with pytest.raises(NothingToDraw, match=f"The figure {name} needs"):
-        figure_of(name).draw(type(kept)((), {}), seen)
+        parse_figure(name).draw(type(kept)((), {}), seen)
 
 
 def test_the_systems_at_the_core_come_first_and_in_one_order(tmp_path: Path) -> None:
     names = ("h2o", "icecache", "d2o", "random", "epicache")
     found = write_rows(tmp_path, [cell(name, 1000, 0) for name in names])
-    assert list(read([found])[1]) == ["epicache", "d2o", "icecache", "h2o", "random"]
-    assert list(read([found], ["h2o", "d2o"])[1]) == ["h2o", "d2o"]
+    assert list(load_results([found])[1]) == ["epicache", "d2o", "icecache", "h2o", "random"]
+    assert list(load_results([found], ["h2o", "d2o"])[1]) == ["h2o", "d2o"]
 
 
 def test_rows_that_are_none_and_policies_that_are_missing_are_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no row of schema 1"):
-        read([write_rows(tmp_path, [{"file": "old"}])])
+        load_results([write_rows(tmp_path, [{"file": "old"}])])
     with pytest.raises(InputError, match="results.jsonl has a row 'recall' without"):
-        read([write_rows(tmp_path, [{"schema": 1, "row": "recall"}])])
+        load_results([write_rows(tmp_path, [{"schema": 1, "row": "recall"}])])
     with pytest.raises(InputError, match="nothing measured"):
-        read([write_rows(tmp_path, [])])
+        load_results([write_rows(tmp_path, [])])
     with pytest.raises(UnknownName, match="No policy in the result files named 'h20'"):
-        read([write_rows(tmp_path, CELLS)], ["h20"])
+        load_results([write_rows(tmp_path, CELLS)], ["h20"])
 
 
 def test_chosen_policies_come_in_their_order_beside_the_full_cache(results: Path) -> None:
-    kept, seen = read([results], ["snapkv", "h2o"])
+    kept, seen = load_results([results], ["snapkv", "h2o"])
     assert list(seen) == ["snapkv", "h2o", "full"]
     assert {row["policy"] for row in kept.cells} == set(seen)
 
@@ -270,27 +276,29 @@ def test_without_matplotlib_an_install_is_told(monkeypatch: pytest.MonkeyPatch) 
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DependencyError, match=r"pip install 'larder\[plot\]'"), styled():
+    with pytest.raises(DependencyError, match=r"pip install 'larder\[plot\]'"), figure_style():
         pass
 
 
 def test_colors_run_out_and_are_lent_where_they_are_free() -> None:
     names = [f"p{number}" for number in range(len(COLORS) + 2)]
-    found = looks([*names, "random"])
+    found = assign_styles([*names, "random"])
     assert [found[name].color for name in names[-2:]] == [PALE, PALE]
     assert not found["random"].marker and found["random"].is_told
-    lent = within(found, {"p0", names[-1]})
+    lent = styles_for(found, {"p0", names[-1]})
     assert lent["p0"] == found["p0"] and lent[names[-1]].color == COLORS[1][0]
 
 
 def test_labels_are_spread_in_order_and_near_to_where_they_belong() -> None:
-    places = spread([0.5, 0.5, 0.9], gap=0.1, low=0.0, high=1.0)
+    places = spread_labels([0.5, 0.5, 0.9], gap=0.1, low=0.0, high=1.0)
     assert places == pytest.approx([0.45, 0.55, 0.9])
-    assert spread([1.0, 1.0], gap=0.1, low=0.0, high=1.0) == pytest.approx([0.9, 1.0])
-    assert spread([0.0, 0.0, 0.0], gap=9.0, low=0.0, high=1.0) == pytest.approx([0.0, 0.5, 1.0])
+    assert spread_labels([1.0, 1.0], gap=0.1, low=0.0, high=1.0) == pytest.approx([0.9, 1.0])
+    assert spread_labels([0.0, 0.0, 0.0], gap=9.0, low=0.0, high=1.0) == pytest.approx(
+        [0.0, 0.5, 1.0]
+    )
 
 
 def test_text_is_wrapped_to_its_width() -> None:
-    with styled():
-        found = wrapped("one two three four", text_width("one two ", 6.0), 6.0, most=2)
+    with figure_style():
+        found = wrap_text("one two three four", text_width("one two ", 6.0), 6.0, most=2)
         assert found == ["one two", "three…"]

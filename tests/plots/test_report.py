@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import InputError, UnknownName
-from larder.plots import report
-from larder.plots.report import inline, render
-from larder.plots.style import INK, Width
+from larder_bench.plots import report
+from larder_bench.plots.report import inline_svg, render_report
+from larder_bench.plots.style import INK, FigureWidth
 from plots_rows import CELLS, EXHIBITS, cell, write_rows
 
 VOID = {"meta", "br", "path", "use", "rect"}
@@ -50,7 +50,7 @@ class Reader(HTMLParser):
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One figure is as good as all."""
-    monkeypatch.setattr("larder.plots.drawing.ORDER", ("quality", "recall"))
+    monkeypatch.setattr("larder_bench.plots.figure_selection.FIGURE_ORDER", ("quality", "recall"))
 
 
 def read(page: str) -> Reader:
@@ -64,8 +64,8 @@ def read(page: str) -> Reader:
 def test_the_page_is_whole_and_reaches_for_nothing(tmp_path: Path) -> None:
     evil = cell("<script>alert(1)</script>", spelling="a('<b>') > b()")
     path = write_rows(tmp_path, [*CELLS, evil, *EXHIBITS])
-    page = render([path])
-    assert page == render([path])
+    page = render_report([path])
+    assert page == render_report([path])
     reader = read(page)
     assert len(reader.ids) == len(set(reader.ids))
     assert all(place.startswith("#") for place in reader.reached)
@@ -83,7 +83,7 @@ def test_the_page_is_whole_and_reaches_for_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_tables_hold_means_with_intervals_and_paired_differences(tmp_path: Path) -> None:
-    page = render([write_rows(tmp_path, CELLS)])
+    page = render_report([write_rows(tmp_path, CELLS)])
     assert "<th scope=row>h2o</th><td><b>0.25</b> <i>[0.25, 0.25]</i>" in page
     assert "bytes 0.250, 250 tokens</small>" in page
     assert "needles, 1,000 tokens, equal bytes" in page
@@ -91,7 +91,7 @@ def test_tables_hold_means_with_intervals_and_paired_differences(tmp_path: Path)
     assert "<th scope=row>full cache</th><td><b>1.00</b>" in page
     assert "difference to random" in page and "difference to h2o" in page
     assert "<td><b>+0.25</b> <i>[+0.25, +0.25]</i></td>" in page
-    alone = render([write_rows(tmp_path, CELLS)], against=["snapkv"])
+    alone = render_report([write_rows(tmp_path, CELLS)], against=["snapkv"])
     assert "difference to snapkv" in alone and "difference to random" not in alone
 
 
@@ -100,14 +100,14 @@ def test_a_folder_is_all_its_files_and_each_study_has_a_heading(tmp_path: Path) 
     for name in ("one", "throughput"):
         path = write_rows(tmp_path / name, [cell("h2o", study=name), cell("full", study=name)])
         path.rename(tmp_path / f"{name}.jsonl")
-    page = render([tmp_path])
+    page = render_report([tmp_path])
     assert page.count("<h3 class=study>") == 2 and "<h3 class=study>one</h3>" in page
     [claim] = re.findall(r"<h3 class=study>throughput</h3>\s*<p><b>Claim.</b> (.*?)</p>", page)
     assert claim.startswith("A bounded cache fits more sequences")
     assert f"--name one --out {tmp_path / 'one.jsonl'}" in page
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match=r"none holds no \.jsonl file: name a folder"):
-        render([tmp_path / "none"])
+        render_report([tmp_path / "none"])
 
 
 def test_a_difference_that_may_be_luck_is_not_bold(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_difference_that_may_be_luck_is_not_bold(tmp_path: Path) -> None:
     flipped = [item | {"exact": not item["exact"]} for item in cell("snapkv")["items"]]
     rows += [cell("snapkv", seed=2), cell("h2o", seed=2, items=[]), cell("h2o", seed=3)]
     rows += [cell("snapkv", seed=3, items=[i | {"exact": False} for i in flipped])]
-    page = render([write_rows(tmp_path, rows)], against=["h2o"])
+    page = render_report([write_rows(tmp_path, rows)], against=["h2o"])
     [line] = re.findall(r"<tr><th scope=row>snapkv</th><td class=open>(.*?)</td>", page)
     assert line.startswith("+0.08 <i>[&minus;0.25, +0.25]")
 
@@ -123,14 +123,14 @@ def test_a_difference_that_may_be_luck_is_not_bold(tmp_path: Path) -> None:
 def test_a_refusal_is_told(tmp_path: Path) -> None:
     gone = cell("h2o", seed=2, items=None)
     gone = {name: value for name, value in gone.items() if name != "items"}
-    page = render([write_rows(tmp_path, [*CELLS, gone | {"refused": "no room"}])], ["h2o"])
+    page = render_report([write_rows(tmp_path, [*CELLS, gone | {"refused": "no room"}])], ["h2o"])
     assert "<li>h2o at 1/4 refused: no room</li>" in page
     assert "1 refused" in page and "1 cells were refused" in page
 
 
 def test_an_unknown_baseline_is_told(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="No policy in the result files named 'x'"):
-        render([write_rows(tmp_path, CELLS)], against=["x"])
+        render_report([write_rows(tmp_path, CELLS)], against=["x"])
 
 
 def test_a_figure_takes_the_colors_of_the_page() -> None:
@@ -138,18 +138,18 @@ def test_a_figure_takes_the_colors_of_the_page() -> None:
         '<?xml version="1.0"?><svg width="72pt" height="36pt"><metadata>x</metadata>'
         f'<g id="a" style="fill: {INK}"/><use xlink:href="#a" clip-path="url(#a)"/></svg>'
     )
-    assert inline(svg, 3) == (
+    assert inline_svg(svg, 3) == (
         '<svg style="width: 14.5%; min-width: 1.00in" role="img">'
         '<g id="f3-a" style="fill: var(--ink)"/>'
         '<use xlink:href="#f3-a" clip-path="url(#f3-a)"/></svg>'
     )
 
 
-@pytest.mark.parametrize("width", Width)
-def test_a_figure_takes_its_share_of_the_width_of_the_page(width: Width) -> None:
+@pytest.mark.parametrize("width", FigureWidth)
+def test_a_figure_takes_its_share_of_the_width_of_the_page(width: FigureWidth) -> None:
     points = width.inches * 72
-    share = {Width.PAGE: "100.0%", Width.COLUMN: "47.8%"}[width]
-    assert f'style="width: {share}; ' in inline(f'<svg width="{points}pt" height="9pt"/>', 0)
+    share = {FigureWidth.PAGE: "100.0%", FigureWidth.COLUMN: "47.8%"}[width]
+    assert f'style="width: {share}; ' in inline_svg(f'<svg width="{points}pt" height="9pt"/>', 0)
 
 
 def test_every_color_of_the_page_is_set_in_both_schemes() -> None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from larder.plots.drawing import draw, draw_all, figure_of, read
+from larder_bench.plots.figure_selection import draw_all, draw_figures, load_results, parse_figure
 from plots_rows import cell, write_rows
 
 
 def test_layers_lie_side_by_side_with_bars_over_texts(tmp_path: Path) -> None:
     less = [item | {"similarity": item["similarity"] / 2} for item in cell("full")["items"]]
     path = write_rows(tmp_path, [cell("full"), cell("full", seed=1, items=less), cell("h2o")])
-    [(label, panel)] = figure_of("similarity").charts(*read([path]))  # pyright: ignore
+    [(label, panel)] = parse_figure("similarity").charts(*load_results([path]))  # pyright: ignore
     [line] = panel.lines
     assert (label, line.name, line.xs) == ("", "needles, 1,000", (0.0, 1.0, 2.0, 3.0))
     assert (line.lows[1], line.ys[1], line.highs[1]) == (0.4375, 0.65625, 0.875)
     one = write_rows(tmp_path, [cell("full")])
-    [drawing] = draw([figure_of("similarity")], *read([one]))
+    [drawing] = draw_figures([parse_figure("similarity")], *load_results([one]))
     [shown] = [line.get_data() for line in drawing.figure.axes[0].lines[:1]]
     assert list(shown[1]) == [1.0, 0.875, 0.75, 0.625]
 
 
 def test_a_study_of_layers_alone_has_that_figure_alone(tmp_path: Path) -> None:
     layers = [{"question": n, "similarity": 1 - n / 8, "counts": True} for n in range(3)]
-    found = read([write_rows(tmp_path, [cell("full", items=layers, latency={})])])
+    found = load_results([write_rows(tmp_path, [cell("full", items=layers, latency={})])])
     assert [one.name for one in draw_all(*found)] == ["latency", "similarity"]

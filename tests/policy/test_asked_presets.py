@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from larder import Engine
-from larder.bench.forced import force
-from larder.bench.lifelog_questions import lifelog_conversation
 from larder.core.errors import UsageError
 from larder.models.loading import Loaded
+from larder_bench.datasets.lifelog_questions import lifelog_conversation
+from larder_bench.scoring.teacher_forcing import score_answers
 
 NAMES = ("laq", "laq_guidance", "dapq", "whole() > positions_first() > uniform()")
 
@@ -21,7 +21,7 @@ def right(seed_model: Loaded) -> dict[str, int]:
     full = Engine(seed_model, "full")
     log = lifelog_conversation(0, 500, lambda text: len(full.scribe.encode(text)), 2)
     return {name: _right(full.under(name, "25%"), log) for name in NAMES} | {
-        "full": sum(one.exact for one in force(full, full.read(log), log.questions))
+        "full": sum(one.exact for one in score_answers(full, full.read(log), log.questions))
     }
 
 
@@ -31,7 +31,7 @@ def _right(engine: Engine, log) -> int:
     for question in log.questions:
         one = replace(log, questions=(question,))
         memory = engine.read(one, {"question": question.question} if asks_first else {})
-        found += sum(answer.exact for answer in force(engine, memory, one.questions))
+        found += sum(answer.exact for answer in score_answers(engine, memory, one.questions))
     return found
 
 

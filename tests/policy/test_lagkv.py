@@ -6,12 +6,12 @@ import pytest
 
 from builders import a_layer, a_view
 from larder import Engine
-from larder.bench.forced import force
-from larder.bench.lifelog_questions import lifelog_conversation
 from larder.core.errors import BudgetError
 from larder.core.observation import Seen
 from larder.models.loading import Loaded
 from larder.session.policy import Policy
+from larder_bench.datasets.lifelog_questions import lifelog_conversation
+from larder_bench.scoring.teacher_forcing import score_answers
 
 PAPER = "whole() > protect(sinks=16, recent=0) > lagkv(lag=32) > uniform()"
 
@@ -65,6 +65,6 @@ def test_half_of_the_entries_answer_as_all_do(seed_model: Loaded) -> None:
 
     def right(policy: str, budget: str | None) -> int:
         engine = full.under(policy, budget)
-        return sum(one.exact for one in force(engine, engine.read(log), log.questions))
+        return sum(one.exact for one in score_answers(engine, engine.read(log), log.questions))
 
     assert right("full", None) == right(PAPER, "50%") == right("lagkv", "50%")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from larder.bench.cases import case
-from larder.bench.study import CHECKOUT
 from larder.core.spelling import parse
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
+from larder_bench.studies.methods import parse_variant
+from larder_bench.studies.study import CHECKOUT
 
 READ_WHOLE = (
     *("snapkv", "adakv", "pyramidkv", "chunkkv", "chunkkv_reuse", "criticalkv", "prefixkv"),
@@ -93,4 +93,4 @@ def test_no_committed_row_claims_what_its_name_means_now() -> None:
     rows = {(name, told) for name, told in committed() if name.partition(":")[0] in RENAMED}
     assert len(rows) > 10
     for name, told in sorted(rows):
-        assert part_names(told) == part_names(str(case(name).policy)), name
+        assert part_names(told) == part_names(str(parse_variant(name).policy)), name

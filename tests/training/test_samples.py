@@ -6,11 +6,19 @@ from random import Random
 
 import pytest
 
-from larder.bench.sources import Sources
 from larder.core.errors import BadParameter
 from larder.models.loading import load
-from training.samples import ANSWER, SKIPPED, TEXT, Ingredient, Mixer, Recipe, Sample
-from training.shapes import BOS, END, SPECIAL
+from larder_bench.datasets.sources import TaskSources
+from training.model_config import BOS, END, SPECIAL
+from training.samples import (
+    ANSWER,
+    SKIPPED,
+    TEXT,
+    MixtureComponent,
+    Recipe,
+    SampleMixture,
+    TrainingSample,
+)
 
 CONTEXT = 512
 
@@ -20,14 +28,14 @@ def tokenizer():
     return load("seed").tokenizer.backend_tokenizer
 
 
-def _mixer(tokenizer, *ingredients: Ingredient, prose: tuple[str, ...] = ()) -> Mixer:
-    sources = Sources(lambda text: len(tokenizer.encode(text).ids))
+def _mixer(tokenizer, *ingredients: MixtureComponent, prose: tuple[str, ...] = ()) -> SampleMixture:
+    sources = TaskSources(lambda text: len(tokenizer.encode(text).ids))
     if prose:
         sources.__dict__["prose"] = prose
-    return Mixer(ingredients, sources, tokenizer)
+    return SampleMixture(ingredients, sources, tokenizer)
 
 
-def _answers(sample: Sample, tokenizer) -> list[str]:
+def _answers(sample: TrainingSample, tokenizer) -> list[str]:
     """Texts of the runs of answer tokens, without their ends."""
     found, run = [], []
     for token, use in zip(sample.ids, sample.uses, strict=True):
@@ -40,7 +48,7 @@ def _answers(sample: Sample, tokenizer) -> list[str]:
 
 
 def test_answers_stand_in_the_text(tokenizer):
-    mixer = _mixer(tokenizer, Ingredient("lookup(questions={questions})", 1, 0.4))
+    mixer = _mixer(tokenizer, MixtureComponent("lookup(questions={questions})", 1, 0.4))
     sample = mixer.draw(Random(3), CONTEXT)
     answers = _answers(sample, tokenizer)
     texts = [t for t, use in zip(sample.ids, sample.uses, strict=True) if use == TEXT]
@@ -51,7 +59,7 @@ def test_answers_stand_in_the_text(tokenizer):
 
 
 def test_marks_are_never_predicted_but_ends_are(tokenizer):
-    mixer = _mixer(tokenizer, Ingredient("lookup(questions={questions})", 1, 0.4))
+    mixer = _mixer(tokenizer, MixtureComponent("lookup(questions={questions})", 1, 0.4))
     sample = mixer.draw(Random(3), CONTEXT)
     roles = {SPECIAL.index(f"<|{role}|>") for role in ("system", "user", "assistant")}
     for token, use in zip(sample.ids, sample.uses, strict=True):
@@ -59,7 +67,7 @@ def test_marks_are_never_predicted_but_ends_are(tokenizer):
 
 
 def test_rows_are_padded_and_repeat_by_seed(tokenizer):
-    mixer = _mixer(tokenizer, Ingredient("ledger(steps={questions})", 1, 0.45, 20))
+    mixer = _mixer(tokenizer, MixtureComponent("ledger(steps={questions})", 1, 0.45, 20))
     first, again = (next(mixer.rows(5, CONTEXT, 2)) for _ in range(2))
     assert first[0].shape == (2, CONTEXT + 1)
     assert (first[0] == again[0]).all() and (first[1] == again[1]).all()
@@ -68,14 +76,14 @@ def test_rows_are_padded_and_repeat_by_seed(tokenizer):
 
 def test_copying_repeats_the_text(tokenizer):
     text = "One morning the grey cat went out to look for the sea and found a field. " * 20
-    mixer = _mixer(tokenizer, Ingredient("copy", 1, 0.5), prose=(text,))
+    mixer = _mixer(tokenizer, MixtureComponent("copy", 1, 0.5), prose=(text,))
     (answer,) = _answers(mixer.draw(Random(0), 128), tokenizer)
     assert answer in text
     assert len(tokenizer.encode(answer).ids) > 20
 
 
 def test_no_room_for_any_task_is_told(tokenizer):
-    mixer = _mixer(tokenizer, Ingredient("ledger(steps=64)", 1, 0.6))
+    mixer = _mixer(tokenizer, MixtureComponent("ledger(steps=64)", 1, 0.6))
     with pytest.raises(BadParameter, match="training.context"):
         mixer.draw(Random(0), 64)
 

@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from training.model_config import initialize_model
 from training.samples import ANSWER, TEXT, Phase
-from training.shapes import fresh
-from training.train import Pace, Trainer, loss, so_far, train
+from training.train import Trainer, TrainingSchedule, loss, train, training_progress
 
-PACE = Pace(seconds=1, tokens=64, micro=64, rate=1e-2, text_share=1.0)
+PACE = TrainingSchedule(seconds=1, tokens=64, micro=64, rate=1e-2, text_share=1.0)
 
 
 class OneBatch:
@@ -33,7 +33,7 @@ class OneBatch:
 
 
 def test_loss_is_the_mean_over_each_kind_of_token():
-    model = fresh("tiny")
+    model = initialize_model("tiny")
     ids, uses = (torch.from_numpy(part) for part in next(OneBatch().rows(0, 16, 4)))
     total, parts = loss(model, ids.long(), uses, PACE)
     logits = model(ids.long()[:, :-1]).logits.detach()
@@ -46,20 +46,20 @@ def test_loss_is_the_mean_over_each_kind_of_token():
 
 def test_texts_count_by_their_share():
     ids, uses = (torch.from_numpy(part) for part in next(OneBatch().rows(0, 16, 4)))
-    none = Pace(seconds=1, text_share=0.0)
-    assert loss(fresh("tiny"), ids.long(), uses, none)[1].text == 0
+    none = TrainingSchedule(seconds=1, text_share=0.0)
+    assert loss(initialize_model("tiny"), ids.long(), uses, none)[1].text == 0
 
 
 def test_the_same_rows_are_learned():
     torch.manual_seed(0)
-    trainer, batches = Trainer(fresh("tiny"), PACE), OneBatch().rows(0, 16, 4)
+    trainer, batches = Trainer(initialize_model("tiny"), PACE), OneBatch().rows(0, 16, 4)
     losses = [trainer.step(batches, 16, 0.1).answer for _ in range(40)]
     assert losses[-1] < losses[0] - 0.5
     assert trainer.seen == 40 * 4 * 16
 
 
 def test_the_rate_rises_and_falls():
-    pace = Pace(seconds=1, rate=1.0)
+    pace = TrainingSchedule(seconds=1, rate=1.0)
     assert pace.rate_at(0, 0.0) < pace.rate_at(49, 0.1) == 1.0
     assert pace.rate_at(100, 0.775) == pytest.approx(0.5)
     assert pace.rate_at(100, 1.0) == pytest.approx(0.02)
@@ -68,7 +68,10 @@ def test_the_rate_rises_and_falls():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_weights_are_rounded_and_positions_are_not(device):
     """Rounded frequencies would put far tokens elsewhere than the model that is loaded later."""
-    trainer, exact = Trainer(fresh("tiny").to(device), PACE), fresh("tiny").model.rotary_emb
+    trainer, exact = (
+        Trainer(initialize_model("tiny").to(device), PACE),
+        initialize_model("tiny").model.rotary_emb,
+    )
     assert {w.dtype for w in trainer.model.parameters()} == {torch.bfloat16}
     assert {w.dtype for w in trainer.masters.values()} == {torch.float32}
     frequencies = trainer.model.model.rotary_emb.inv_freq
@@ -77,7 +80,7 @@ def test_weights_are_rounded_and_positions_are_not(device):
 
 
 def test_what_is_saved_loads_again(tmp_path):
-    trainer = Trainer(fresh("tiny"), Pace(seconds=0.2, tokens=64, micro=64))
+    trainer = Trainer(initialize_model("tiny"), TrainingSchedule(seconds=0.2, tokens=64, micro=64))
     train(trainer, OneBatch(), (Phase(16, 1.0),), tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for name, weight in loaded.named_parameters():
@@ -85,23 +88,27 @@ def test_what_is_saved_loads_again(tmp_path):
 
 
 def test_what_goes_on_draws_new_samples_and_warms_up_no_more(tmp_path):
-    pace, phases, mixer = Pace(seconds=0.05, tokens=64, micro=64), (Phase(16, 1.0),), OneBatch()
-    assert so_far(tmp_path) == (0, 0)
-    trainer = Trainer(fresh("tiny"), pace)
+    pace, phases, mixer = (
+        TrainingSchedule(seconds=0.05, tokens=64, micro=64),
+        (Phase(16, 1.0),),
+        OneBatch(),
+    )
+    assert training_progress(tmp_path) == (0, 0)
+    trainer = Trainer(initialize_model("tiny"), pace)
     train(trainer, mixer, phases, tmp_path, seed=3)
     with (tmp_path / "log.jsonl").open("a") as lines:
         lines.write('{"step": 99')  # stopped while it wrote
-    assert so_far(tmp_path) == (trainer.steps, trainer.seen)
+    assert training_progress(tmp_path) == (trainer.steps, trainer.seen)
     steps, seen = trainer.steps, trainer.seen
     again = Trainer(trainer.model, pace, steps=steps, seen=seen)
     train(again, mixer, phases, tmp_path, seed=3)
     assert list(mixer.seeds) == [3000, (3 + seen) * 1000]
-    assert so_far(tmp_path) == (again.steps, again.seen) and again.seen > seen
+    assert training_progress(tmp_path) == (again.steps, again.seen) and again.seen > seen
 
 
 def test_going_on_from_a_folder_is_going_on(tmp_path):
     torch.manual_seed(0)
-    trainer, batches = Trainer(fresh("tiny"), PACE), OneBatch().rows(0, 16, 4)
+    trainer, batches = Trainer(initialize_model("tiny"), PACE), OneBatch().rows(0, 16, 4)
     for _ in range(3):
         trainer.step(batches, 16, 0.1)
     trainer.save(tmp_path)
@@ -115,7 +122,7 @@ def test_going_on_from_a_folder_is_going_on(tmp_path):
 
 
 def test_a_model_alone_is_gone_on_from_by_its_weights(tmp_path):
-    trainer = Trainer(fresh("tiny"), PACE)
+    trainer = Trainer(initialize_model("tiny"), PACE)
     before = {name: weight.detach().clone() for name, weight in trainer.masters.items()}
     trainer.resume(tmp_path)
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.masters.items())

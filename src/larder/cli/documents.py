@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from larder.bench.bootstrap import Bootstrap, Interval, one_by_one
 from larder.cli.examining import Examination, Examined
 from larder.cli.failing import SCHEMA, as_record
 from larder.cli.sitting import Asked, Sitting
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine
+from larder.evaluation.bootstrap import Bootstrap, Interval, questions_as_clusters
 
 METRICS = ("exact", "f1", "f1_stemmed")
 
@@ -173,7 +173,7 @@ def differences(
 def _clusters(files: Sequence[Sequence[Asked]], metric: str) -> list[list[float]]:
     """Scores by file; a file alone has only its questions to draw from."""
     return (
-        one_by_one(scores(files[0], metric))
+        questions_as_clusters(scores(files[0], metric))
         if len(files) == 1
         else [scores(a, metric) for a in files]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
@@ -24,8 +25,31 @@ class HelpfulGroup(TyperGroup):
         return super().parse_args(ctx, args or ["--help"])
 
 
+COMMANDS = "larder.command"  # entry points: functions that are commands
+
+
 class OneLineGroup(HelpfulGroup):
-    """All commands; a usage error is one line on stderr and exit code 2."""
+    """All commands; a usage error is one line on stderr and exit code 2.
+
+    Packages add commands through the entry point group `larder.command`. They are loaded when they
+    are called or listed, and cannot take the name of a built-in command.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Built-in commands, those of other packages, then built-in groups of commands."""
+        own = super().list_commands(ctx)
+        groups = [name for name in own if isinstance(self.commands[name], TyperGroup)]
+        others = sorted(point.name for point in entry_points(group=COMMANDS))
+        return [n for n in own if n not in groups] + [n for n in others if n not in own] + groups
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name, or None."""
+        built_in = super().get_command(ctx, cmd_name)
+        if built_in is not None:
+            return built_in
+        for point in entry_points(group=COMMANDS, name=cmd_name):
+            return _command_of(point)
+        return None
 
     def main(
         self,
@@ -54,6 +78,12 @@ class OneLineGroup(HelpfulGroup):
         except Misuse as error:
             tell(_usage_error(error), "--json" in words)
             return UsageError.exit_code
+
+
+def _command_of(point: EntryPoint) -> Any:
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(point.name)(point.load())
+    return typer.main.get_command(alone)
 
 
 def _usage_error(error: Any) -> UsageError:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import larder
-from larder.cli import ask, bench, cache, chat, eval, plot, policy, report, serve
+from larder.cli import ask, cache, chat, eval, policy, serve
 from larder.cli.demo import command as demo
 from larder.cli.failing import Unwritable, tell
 from larder.cli.groups import OneLineGroup
@@ -26,9 +26,6 @@ app.command("ask")(ask.ask)
 app.command("eval")(eval.evaluate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
-app.command("bench")(bench.bench)
-app.command("plot")(plot.plot)
-app.command("report")(report.report)
 app.add_typer(policy.app, name="policy")
 app.add_typer(cache.app, name="cache")
 

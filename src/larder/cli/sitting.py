@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from larder.bench.metrics import exact, f1, f1_stemmed
 from larder.cli.kept import tell_resumed
 from larder.cli.options import Common
 from larder.cli.showing import asides, watched
@@ -19,6 +18,7 @@ from larder.engine.engine import Engine, unheard
 from larder.engine.keeping import Keeper
 from larder.engine.reading import read_or_restore
 from larder.engine.sampling import Sampling
+from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
 from larder.models.loading import load
 from larder.session.beyond_budget import told
 from larder.session.memory import Memory
@@ -85,7 +85,9 @@ def marks(text: str, question: Question) -> Marks | None:
     if not expected:
         return None
     return Marks(
-        exact(text, expected), f1(text, expected), f1_stemmed(text, expected, question.kind)
+        exact_match(text, expected),
+        token_f1(text, expected),
+        stemmed_f1(text, expected, question.kind),
     )
 
 

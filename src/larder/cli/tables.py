@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from larder.bench.bootstrap import Interval
 from larder.cli.documents import METRICS, differences, expecting, interval_of_means, means
 from larder.cli.examining import Examination, Examined
 from larder.cli.showing import results, seconds, share, size, table
 from larder.cli.sitting import Asked, Sitting
+from larder.evaluation.bootstrap import Interval
 from larder.session.memory import Coverage, Figures
 
 MISSING = "-"

@@ -17,7 +17,8 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 
 from larder.core.errors import UnknownName
 
-_OURS = "larder."  # the modules of our parts, and the groups of entry points for others
+_OURS = ("larder.", "larder_bench.")  # prefixes of the modules of our own parts
+_GROUPS = "larder."  # prefix of the entry point groups for parts of others
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def public_name(part: type) -> str:
     top = module.partition(".")[0]
     taken = _taken(part)
     for point in (point for each in distributions() for point in each.entry_points):
-        is_near = point.group.startswith(_OURS) and point.module.partition(".")[0] == top
+        is_near = point.group.startswith(_GROUPS) and point.module.partition(".")[0] == top
         if is_near and point.name not in taken and point.load() is part:
             return point.name
     return part.__name__

@@ -1,0 +1,198 @@
+"""A client that does by chance whatever clients do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from _server import Heard, Reply, Server, place
+
+KEYS = "anne sk-anne-0123456789 operator,bob sk-bob-0123456789ab"
+TENANTS = ("sk-anne-0123456789", "sk-bob-0123456789ab")
+MOST_TURNS = 4
+WORDS = "bread salt plum tea rye jam oat fig nut egg corn leek".split()
+
+
+@dataclass
+class RandomClient:
+    """It holds so many sessions at most.
+
+    `outcomes` counts by what was tried and what became of it.
+    """
+
+    server: Server
+    key: str
+    name: str
+    most: int
+    luck: random.Random
+    outcomes: Counter[str] = field(default_factory=Counter)
+    held: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self.own = Server(self.server.url, self.server.process, self.key)
+
+    def fill(self) -> None:
+        """Hold as many sessions as ever, each as long as it gets."""
+        while len(self.held) < self.most:
+            self.begin()
+        for name in self.held:
+            while len(self.held[name]) < 2 * (MOST_TURNS - 1):
+                self._said(name, self.held[name])
+
+    def run(self, until: float) -> None:
+        """Act until a moment of the monotonic clock."""
+        acts: list[tuple[Callable[[], str], int]] = [
+            (self.begin, 4),
+            (self.go_on, 8),
+            (self.leave, 3),
+            (self.repeat, 1),
+            (self.fork, 2),
+            (self.manage, 2),
+            (self.carry, 1),
+            (self.converse, 2),
+            (self.remove, 2),
+            (self.intrude, 2),
+            (self.babble, 2),
+        ]
+        chances = [weight for _, weight in acts]
+        while time.monotonic() < until:
+            [(act, _)] = self.luck.choices(acts, chances)
+            self.outcomes[f"{act.__name__}: {act()}"] += 1
+
+    def begin(self) -> str:
+        """A new session, in the place of the oldest one."""
+        while len(self.held) >= self.most:
+            self._removed(next(iter(self.held)))
+        self.made += 1
+        return self._said(f"{self.name} {self.made}", [])
+
+    def go_on(self) -> str:
+        """The next turn of one that is there."""
+        return self._said(*self._any()) if self.held else "nothing there"
+
+    def leave(self) -> str:
+        """A stream that nobody hears to its end."""
+        if not self.held:
+            return "nothing there"
+        name, told = self._any()
+        heard = self._asked(name, [*told, self._line()], 64, self.luck.randrange(4))
+        return _status(heard)
+
+    def repeat(self) -> str:
+        """The last request once more."""
+        if not self.held:
+            return "nothing there"
+        name, told = self._any()
+        return _status(self._asked(name, told[:-1], 8)) if told else "nothing said"
+
+    def fork(self) -> str:
+        """Two of one."""
+        if not self.held or len(self.held) >= self.most:
+            return "no room"
+        name, told = self._any()
+        self.made += 1
+        made = f"{self.name} {self.made}"
+        reply = self.own.ask("POST", place(name, "fork"), {"name": made})
+        if reply.status == 200:
+            self.held[made] = list(told)
+        return str(reply.status)
+
+    def manage(self) -> str:
+        """What a client may have done to a session."""
+        if not self.held:
+            return "nothing there"
+        act = self.luck.choice(("pin", "unpin", "release", "prefetch", "compact"))
+        return str(self.own.ask("POST", place(self._any()[0], act)).status)
+
+    def carry(self) -> str:
+        """Out, and in again under another name."""
+        if not self.held or len(self.held) >= self.most:
+            return "no room"
+        name, told = self._any()
+        file = self.own.ask("POST", place(name, "export"))
+        self.made += 1
+        made = f"{self.name} {self.made}"
+        reply = self.own.ask("POST", place(made, "import"), file.body)
+        if reply.status == 200:
+            self.held[made] = list(told)
+        return str(reply.status)
+
+    def converse(self) -> str:
+        """A conversation that the server remembers, until it is deleted."""
+        made = self.own.ask("POST", "/v1/conversations", {}).json["id"]
+        told = []
+        for _ in range(2):
+            asked = {"model": "seed", "input": self._line()["content"], "conversation": made}
+            told.append(self.own.ask("POST", "/v1/responses", asked | {"max_output_tokens": 6}))
+            if told[-1].status == 200:
+                self.own.ask("DELETE", f"/v1/responses/{told[-1].json['id']}")
+            else:
+                return f"{told[-1].status} {told[-1].json['error']['code']}"
+        gone = self.own.ask("DELETE", f"/v1/conversations/{made}")
+        return " ".join(str(reply.status) for reply in (*told, gone))
+
+    def remove(self) -> str:
+        """One is not wanted any more."""
+        return self._removed(self._any()[0]) if self.held else "nothing there"
+
+    def intrude(self) -> str:
+        """A key that is none, and the name of another tenant's session."""
+        wrong = self.own.ask("GET", "/v1/sessions", key="sk-wrong-0123456789")
+        other = next(key for key in TENANTS if key != self.key)
+        name = next(iter(self.held), "none")
+        far = self.own.ask("GET", place(name), key=other)
+        return f"{wrong.status} {far.status}"
+
+    def babble(self) -> str:
+        """What no server can answer."""
+        bad: list[tuple[str, Any]] = [
+            ("/v1/chat/completions", b"{"),
+            ("/v1/chat/completions", {"model": "seed", "messages": []}),
+            ("/v1/chat/completions", self._body("x", [self._line()], 10**9)),
+            ("/v1/responses", {"input": "x", "conversation": "conv_unheard_of"}),
+            (place("x", "import"), bytes(self.luck.randrange(256) for _ in range(64))),
+        ]
+        return str(self.own.ask("POST", *self.luck.choice(bad)).status)
+
+    def _said(self, name: str, told: list[dict[str, str]]) -> str:
+        asked = [*told, self._line()]
+        heard = self._asked(name, asked, self.luck.randrange(1, 12))
+        if heard.status != 200 or heard.error:
+            return _status(heard)
+        self.held[name] = [*asked, {"role": "assistant", "content": heard.text}]
+        if len(self.held[name]) >= 2 * MOST_TURNS:
+            self._removed(name)
+        return _status(heard)
+
+    def _asked(
+        self, name: str, told: list[dict[str, str]], new: int, stop_after: int | None = None
+    ) -> Heard:
+        return self.own.chat(self._body(name, told, new), stop_after)
+
+    def _body(self, name: str, told: list[dict[str, str]], new: int) -> dict[str, Any]:
+        return {"model": "seed", "messages": told, "session_id": name, "max_tokens": new}
+
+    def _any(self) -> tuple[str, list[dict[str, str]]]:
+        name = self.luck.choice(list(self.held))
+        return name, self.held[name]
+
+    def _line(self) -> dict[str, str]:
+        words = " ".join(self.luck.choices(WORDS, k=self.luck.randrange(5, 60)))
+        return {"role": "user", "content": f"I have {words}. What do I have?"}
+
+    def _removed(self, name: str) -> str:
+        reply: Reply = self.own.ask("DELETE", f"{place(name)}?branches=true")
+        if reply.status in (200, 404):
+            self.held.pop(name, None)
+        return str(reply.status)
+
+
+def _status(heard: Heard) -> str:
+    if heard.error:
+        return f"{heard.status} {heard.error.get('code')}"
+    return f"{heard.status} {'told' if heard.kv else 'left'}"

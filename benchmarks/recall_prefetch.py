@@ -1,0 +1,212 @@
+"""What fetching ahead and sharing a search gain and lose, layer by layer, on real text.
+
+    python benchmarks/recall_ahead.py DIALOGUE [--tokens 8192] [--steps 32] [--policy icecache]
+
+The seed model reads the last tokens of a conversation and goes on writing, the same tokens in every
+case, over pages that are found in turn; ahead, by what the layer before foretells of the queries;
+and by the first of every --layers layers for all of them. Per layer that parks anything:
+
+    ahead      the share of pages found in turn that were fetched ahead as well
+    shared     the share of entries found in turn that the first layer of its cycle found
+    hit        the share of pages asked for that lay in the fast tier already: in turn / shared
+    find       microseconds a step for searching and moving, in turn / shared
+    worker     microseconds a step of the worker's search and moves
+    waited     of these, what the layer still had to wait for
+    hidden     1 - waited / worker
+
+JSONL goes to results/recall_ahead.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from _timing import environment, write
+
+from larder import Policy, read_conversation
+from larder.cache.finding import Finder
+from larder.cache.sequence import SequenceCache
+from larder.core.recall import Fetch
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.loading import load
+from larder.models.passes import Row
+from larder.prefill.meter import Meter
+from larder.session.reading import Desk, build, tend
+from larder.session.transcript import Scribe
+
+OUT = Path("results/recall_ahead.jsonl")
+WARMUPS = 4
+
+
+@dataclass
+class PrefetchStats:
+    """What one way made of each layer, over all steps but the first few."""
+
+    seconds: dict[str, dict[int, float]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(float))
+    )
+    found: list[dict[int, list[set[int]]]] = field(default_factory=list)
+    hits: dict[int, float] = field(default_factory=dict)
+    agreement: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def micros(self, part: str, layer: int, steps: int) -> float:
+        return round(1e6 * self.seconds[part][layer] / steps, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dialogue", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--policy", default="icecache")
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=3, help="that share a search")
+    parser.add_argument("--dense", type=int, default=None, help="layers that park nothing")
+    options = parser.parse_args()
+    loaded = load("seed")
+    scribe = Scribe(loaded.tokenizer)
+    ids = scribe.write(read_conversation(options.dialogue)).ids
+    ids = (ids * (1 + options.tokens // len(ids)))[-options.tokens :]
+    desk = Desk(loaded.decoder, scribe, _no_embedder, lambda names: {})
+    policy = Policy.parse(options.policy).filled(options.budget, None)
+    if options.dense is not None:
+        policy = replace(policy, recall=replace(policy.recall, dense=options.dense))
+    ways = {
+        "turn": policy,
+        "ahead": replace(policy, recall=replace(policy.recall, fetch=Fetch.AHEAD)),
+        "compared": replace(policy, recall=replace(policy.recall, fetch=Fetch.COMPARED)),
+        "shared": replace(policy, recall=replace(policy.recall, layers=options.layers)),
+    }
+    asked = tuple(ids[: options.steps + WARMUPS])
+    told = {name: _run_variant(desk, way, ids, asked) for name, way in ways.items()}
+    rows = _rows(told, options.steps, options.layers)
+    settings = {name: str(value) for name, value in vars(options).items()} | {"policy": str(policy)}
+    print(*(f"{name:>8}" for name in rows[0]))
+    for row in rows:
+        print(*(f"{'-' if value is None else value:>8}" for value in row.values()))
+    write(OUT, [settings | row | environment() for row in rows])
+
+
+def _no_embedder(name: str) -> Any:
+    raise SystemExit(f"{name} was asked for: take a policy without episodes.")
+
+
+@torch.no_grad()
+def _run_variant(
+    desk: Desk, policy: Policy, ids: tuple[int, ...], asked: tuple[int, ...]
+) -> PrefetchStats:
+    cache = build(desk, policy, ids, [{}], Meter()).activate(0)
+    tending = tend(desk, policy, [cache])
+    told = PrefetchStats()
+    for step, token in enumerate(asked):
+        if step == WARMUPS:
+            before = {tier.layer.index: tier.pages for tier in cache.tiers}
+            told.seconds.clear()
+        with _clocks(told):
+            _read(desk.decoder, cache, token, tending, step)
+        if step >= WARMUPS:
+            told.found.append(_found(cache))
+    for tier in cache.tiers:
+        asked_pages, moved = (
+            now - then for now, then in zip(tier.pages, before[tier.layer.index], strict=True)
+        )
+        if asked_pages:
+            told.hits[tier.layer.index] = round(1 - moved / asked_pages, 3)
+        told.agreement[tier.layer.index] = tier.finder.agreement
+    return told
+
+
+def _read(decoder: Decoder, cache: SequenceCache, token: int, tending: Any, step: int) -> None:
+    row = Row(cache, (token,))
+    observer = None if tending is None else tending.observer([0], [row], [step])
+    decoder.predict([row], Mode.APPEND, [0], observer)
+
+
+def _found(cache: SequenceCache) -> dict[int, list[set[int]]]:
+    """Entries of each set that each layer's own search found in this step."""
+    found: dict[int, list[set[int]]] = {}
+    for tier in cache.tiers:
+        choice = tier.finder.choice
+        if choice is not None and tier.leader is None:
+            found[tier.layer.index] = [{*own} - {-1} for own in choice.numbers.flatten(1).tolist()]
+    return found
+
+
+@contextmanager
+def _clocks(told: PrefetchStats) -> Iterator[None]:
+    """Clocks around what finds: `find` in turn, `worker` ahead of it, `waited` for the worker."""
+    names = {"_found": "find", "taken_over": "find", "fetch": "worker", "_foreseen": "waited"}
+    former = {name: getattr(Finder, name) for name in names}
+    inside = [False]  # a worker's search is no search in turn
+
+    def clocked(name: str) -> Any:
+        def run(self: Finder, *given: Any) -> Any:
+            if name == "_found" and inside[0]:
+                return former[name](self, *given)
+            inside[0] = inside[0] or name == "fetch"
+            started = time.perf_counter()
+            try:
+                return former[name](self, *given)
+            finally:
+                spent = time.perf_counter() - started
+                told.seconds[names[name]][self.layer.index] += spent
+                if name == "fetch":
+                    inside[0] = False
+
+        return run
+
+    for name in names:
+        setattr(Finder, name, clocked(name))
+    try:
+        yield
+    finally:
+        for name, inner in former.items():
+            setattr(Finder, name, inner)
+
+
+def _rows(told: dict[str, PrefetchStats], steps: int, layers: int) -> list[dict[str, Any]]:
+    turn, parking = told["turn"], sorted(told["turn"].found[0])
+    rows: list[dict[str, Any]] = []
+    for place, layer in enumerate(parking):
+        leader = parking[place - place % layers]
+        pages, common = told["compared"].agreement[layer]
+        worker = told["ahead"].micros("worker", layer, steps)
+        waited = told["ahead"].micros("waited", layer, steps)
+        rows.append(
+            {
+                "layer": layer,
+                "ahead": round(common / pages, 3) if pages else None,
+                "shared": _overlap(turn, layer, leader) if leader != layer else None,
+                "hit": turn.hits.get(layer),
+                "hit_sh": told["shared"].hits.get(layer),
+                "find": turn.micros("find", layer, steps),
+                "find_sh": told["shared"].micros("find", layer, steps),
+                "worker": worker or None,
+                "waited": waited if worker else None,
+                "hidden": round(1 - waited / worker, 3) if worker else None,
+            }
+        )
+    return rows
+
+
+def _overlap(told: PrefetchStats, layer: int, leader: int) -> float | None:
+    """The share of a layer's own entries that another one found in the same steps."""
+    own = common = 0
+    for found in told.found:
+        if layer in found and leader in found:
+            for mine, other in zip(found[layer], found[leader], strict=True):
+                own, common = own + len(mine), common + len(mine & other)
+    return round(common / own, 3) if own else None
+
+
+if __name__ == "__main__":
+    main()

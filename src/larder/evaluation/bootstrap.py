@@ -1,0 +1,157 @@
+"""How sure a mean is, and the difference of two systems asked the same questions.
+
+The bootstrap of Bradley Efron, "Bootstrap Methods: Another Look at the Jackknife" (1979), Annals of
+Statistics 7(1), with percentile intervals. Questions about one conversation are answered from one
+cache and succeed or fail together, so whole conversations are drawn (the cluster bootstrap), not
+questions. Pass `questions_as_clusters(scores)` to draw questions, as a single file demands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from larder.core.errors import BadParameter
+
+Scores = Sequence[Sequence[float]]
+Means = Float[ndarray, " resamples"]
+Summed = tuple[Float[ndarray, " files"], Int[ndarray, " files"]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over questions, and the bounds within which resampling leaves it."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are drawn; equal values give equal intervals.
+
+    Args:
+        resamples: how many times files are drawn with replacement, 1 or more.
+        coverage: the share of resampled means inside the interval, in (0, 1).
+        seed: of the drawing.
+    """
+
+    resamples: int = 2_000
+    coverage: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.resamples < 1:
+            raise BadParameter(f"bootstrap.resamples must be 1 or more, got {self.resamples}.")
+        if not 0 < self.coverage < 1:
+            raise BadParameter(
+                f"bootstrap.coverage must lie between 0 and 1, got {self.coverage}: take 0.95."
+            )
+
+    def mean(self, files: Scores) -> Interval:
+        """The mean of all questions with its interval.
+
+        Args:
+            files: for each file, the score of each of its questions.
+
+        Raises:
+            BadParameter: there is no question, or a score is not finite.
+        """
+        return _mean_interval(self, tuple(tuple(map(float, file)) for file in files))
+
+    def difference(self, first: Scores, second: Scores) -> Interval:
+        """How much better `first` is than `second`, question by question on the same files.
+
+        An interval that leaves out 0 says that the order of the two is no luck of these files.
+
+        Raises:
+            BadParameter: the two do not hold the same questions, or see `mean`.
+        """
+        if [len(file) for file in first] != [len(file) for file in second]:
+            raise BadParameter(
+                f"bootstrap.difference needs the same questions twice, got {_shape(first)} and "
+                f"{_shape(second)}: score both systems on the same files."
+            )
+        pairs = zip(first, second, strict=True)
+        return self.mean([[a - b for a, b in zip(*pair, strict=True)] for pair in pairs])
+
+    def ratio(self, first: Scores, second: Scores) -> Interval:
+        """How many times as large the mean of `first` is as that of `second`, on the same files.
+
+        Raises:
+            BadParameter: the two do not hold the same files, the second mean is not above 0, or see
+                `mean`.
+        """
+        upper, lower = _sums_and_counts(first), _sums_and_counts(second)
+        if len(upper[0]) != len(lower[0]):
+            raise BadParameter(
+                f"bootstrap.ratio needs the same files twice, got {_shape(first)} and "
+                f"{_shape(second)}: score both systems on the same files."
+            )
+        if lower[0].sum() <= 0:
+            raise BadParameter("bootstrap.ratio needs a second mean above 0: leave it out.")
+        low, high = self._ends(_ratios(upper, lower, self._drawn(len(upper[0]))))
+        every = np.arange(len(upper[0]))[None]
+        return Interval(float(_ratios(upper, lower, every)[0]), low, high)
+
+    def _drawn(self, files: int) -> Int[ndarray, "resamples files"]:
+        return np.random.default_rng(self.seed).integers(files, size=(self.resamples, files))
+
+    def _ends(self, values: Means) -> tuple[float, float]:
+        tail = (1 - self.coverage) / 2
+        low, high = np.quantile(values, [tail, 1 - tail])
+        return float(low), float(high)
+
+
+def questions_as_clusters(scores: Sequence[float]) -> list[list[float]]:
+    """Each question as a file of its own, so that questions are what is drawn."""
+    return [[score] for score in scores]
+
+
+def drop_unpaired(
+    first: Sequence[float | int | None], second: Sequence[float | int | None]
+) -> tuple[list[float], list[float]]:
+    """Scores of two systems on the same questions, less those that one of them has no score for."""
+    missing = {n for side in (first, second) for n, score in enumerate(side) if score is None}
+    one, other = (
+        [float(score) for n, score in enumerate(side) if score is not None and n not in missing]
+        for side in (first, second)
+    )
+    return one, other
+
+
+@lru_cache(maxsize=4096)
+def _mean_interval(drawing: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
+    """Tables and figures ask for the same intervals again and again."""
+    sums, counts = _sums_and_counts(files)
+    drawn = drawing._drawn(len(sums))
+    low, high = drawing._ends(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+    return Interval(float(sums.sum() / counts.sum()), low, high)
+
+
+def _ratios(upper: Summed, lower: Summed, drawn: Int[ndarray, "resamples files"]) -> Means:
+    """Of the means of two, in those draws where the second is above 0."""
+    first, second = (
+        sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1) for sums, counts in (upper, lower)
+    )
+    return first[second > 0] / second[second > 0]
+
+
+def _sums_and_counts(files: Scores) -> Summed:
+    # A file without questions tells nothing, and a resample of such files alone has no mean.
+    asked = [np.asarray(file, dtype=np.float64) for file in files if len(file)]
+    if not asked:
+        raise BadParameter("bootstrap needs at least one scored question, got none.")
+    if not all(np.isfinite(file).all() for file in asked):
+        raise BadParameter("bootstrap needs finite scores, got nan or inf: leave those out.")
+    return np.array([file.sum() for file in asked]), np.array([file.size for file in asked])
+
+
+def _shape(files: Scores) -> str:
+    return f"{len(files)} files with {sum(len(file) for file in files)} questions"

@@ -1,0 +1,45 @@
+"""A conversation as a file that `read_conversation` gives back, and by a digest of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from blake3 import blake3
+
+from larder.core.conversation import Conversation, Form, Message
+from larder.session.transcript import ACKNOWLEDGEMENT
+
+DIGEST_LENGTH = 12
+
+
+def conversation_json(conversation: Conversation) -> str:
+    """The conversation as a file with messages and questions.
+
+    A document or a transcript is written as the chat that a model sees of it: one message, its
+    acknowledgment, and questions in their prompt.
+    """
+    conversation = _as_chat(conversation)
+    messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
+    questions = [
+        {"question": q.question, "answer": q.answer, "kind": q.kind} for q in conversation.questions
+    ]
+    document = {"messages": messages, "qa": questions}
+    return json.dumps(document, ensure_ascii=False, indent=1) + "\n"
+
+
+def conversation_digest(conversation: Conversation) -> str:
+    """Twelve hexadecimal digits that tell what is read and asked from anything else."""
+    return blake3(conversation_json(conversation).encode()).hexdigest(length=DIGEST_LENGTH // 2)
+
+
+def _as_chat(conversation: Conversation) -> Conversation:
+    if conversation.form is Form.CHAT:
+        return conversation
+    text = conversation.opening + "".join(message.content for message in conversation.messages)
+    messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
+    questions = tuple(
+        replace(asked, question=conversation.question_prompt.format(question=asked.question))
+        for asked in conversation.questions
+    )
+    return replace(conversation, messages=messages, questions=questions, form=Form.CHAT)

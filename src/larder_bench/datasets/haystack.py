@@ -1,0 +1,249 @@
+"""Needles in a haystack: facts that stand once in a long text that has nothing to do with them.
+
+The wording is that which the bundled seed model was trained on, after Cheng-Ping Hsieh et al.,
+"RULER: What's the Real Context Size of Your Long-Context Language Models?" (2024),
+arXiv:2404.06654.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from random import Random
+from string import ascii_uppercase
+
+from larder.core.conversation import Conversation, Message, Question
+from larder.core.errors import BadParameter, UnknownName
+from larder.session.transcript import ACKNOWLEDGEMENT
+from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
+from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS, relative_depth
+from larder_bench.datasets.sources import TaskSources
+
+NAMES_PER_CHAIN = (2, 4)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Lines to hide, in their order, the names in them, and the question that they answer, if they
+    are not there to mislead.
+    """
+
+    lines: tuple[str, ...]
+    names: frozenset[str]
+    question: Question | None
+
+
+def needles_conversation(
+    seed: int,
+    tokens: int,
+    count_tokens: Callable[[str], int],
+    sentences: Callable[[Random], Iterator[str]],
+    kind: str,
+    needles: int,
+) -> Conversation:
+    """A text of at most `tokens` tokens with needles in it; equal seeds, equal texts.
+
+    Args:
+        seed: of everything random.
+        tokens: the most that the text and its acknowledgment may take, marks included.
+        count_tokens: how many tokens a text is.
+        sentences: an endless haystack.
+        kind: `draw_magic_number` numbers of invented things, `kv` lines of a name and a code, one
+            `passkey`, or `vars`, chains of variables that stand for each other.
+        needles: how many to hide; there is only one pass key.
+
+    Raises:
+        BadParameter: the needles do not fit.
+        UnknownName: no such kind.
+    """
+    if kind not in KINDS:
+        raise UnknownName(f"no kind of needle {kind!r}: there are {', '.join(KINDS)}.")
+    if needles < 1:
+        raise BadParameter(f"needles.needles must be 1 or more, got {needles}.")
+    random, grammar = Random(seed), load_grammar()
+    hidden = draw_distinct(KINDS[kind], grammar, random, 1 if kind == "passkey" else needles)
+    return place_needles(
+        f"needles-{tokens}-{seed}", hidden, sentences(random), random, count_tokens, tokens
+    )
+
+
+def place_needles(
+    name: str,
+    needles: Sequence[Needle],
+    sentences: Iterator[str],
+    random: Random,
+    count_tokens: Callable[[str], int],
+    tokens: int,
+) -> Conversation:
+    """A text of at most `tokens` tokens, acknowledged, with needles in it and what they answer.
+
+    Args:
+        sentences: an endless haystack.
+        random: chooses where needles lie, and in what order is asked.
+
+    Raises:
+        BadParameter: the needles do not fit.
+    """
+    room = tokens - count_tokens(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
+    text = _haystack_text(needles, sentences, random, count_tokens, room)
+    messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
+    asked = [_with_depth(needle, messages) for needle in random.sample(needles, len(needles))]
+    return Conversation(name, messages, tuple(question for question in asked if question))
+
+
+def _with_depth(needle: Needle, messages: Sequence[Message]) -> Question | None:
+    """The question, with the depth of the line that answers it, if it is one alone."""
+    line, *others = needle.lines
+    if needle.question is None or others:
+        return needle.question
+    start = messages[0].content.index(line)
+    return replace(needle.question, depth=relative_depth(messages, 0, start))
+
+
+def draw_distinct(
+    draw: Callable[[Grammar, Random], Needle], grammar: Grammar, random: Random, count: int
+) -> list[Needle]:
+    """As many needles, no two of which share a name."""
+    found: list[Needle] = []
+    while len(found) < count:
+        needle = draw(grammar, random)
+        if all(needle.names.isdisjoint(other.names) for other in found):
+            found.append(needle)
+    return found
+
+
+def _haystack_text(
+    needles: Sequence[Needle],
+    sentences: Iterator[str],
+    random: Random,
+    count_tokens: Callable[[str], int],
+    room: int,
+) -> str:
+    # Sentences are counted one by one, each with the space before it: the whole is no more.
+    left = room - sum(count_tokens(f" {line}") for needle in needles for line in needle.lines)
+    if left < 0:
+        raise BadParameter(
+            f"needles.tokens must hold {len(needles)} needles, got {room} tokens for them: take "
+            "fewer needles or more tokens."
+        )
+    hay: list[str] = []
+    for sentence in sentences:
+        left -= count_tokens(f" {sentence}")
+        if left < 0:
+            break
+        hay.append(sentence)
+    return " ".join(_scatter(hay, needles, random))
+
+
+def _scatter(hay: list[str], needles: Sequence[Needle], random: Random) -> Iterator[str]:
+    """The hay with every line at a place of its own choice, the lines of a needle in order."""
+    placed: list[tuple[int, str]] = []
+    for needle in needles:
+        spots = sorted(random.randint(0, len(hay)) for _ in needle.lines)
+        placed += zip(spots, needle.lines, strict=True)
+    placed.sort(key=lambda place: place[0])
+    start = 0
+    for spot, line in placed:
+        yield from hay[start:spot]
+        yield line
+        start = spot
+    yield from hay[start:]
+
+
+def draw_key(grammar: Grammar, random: Random) -> str:
+    """What a magic number may belong to."""
+    color, brand = (draw_value(kind, grammar.words, random) for kind in ("color", "brand"))
+    return f"{color} {brand.lower()}"
+
+
+def draw_number(random: Random) -> str:
+    """A magic number."""
+    return str(random.randint(10**6, 10**7 - 1))
+
+
+def magic_line(key: str, number: str) -> str:
+    """What a text says of a magic number."""
+    return f"One of the special magic numbers for {key} is: {number}."
+
+
+def draw_magic_number(grammar: Grammar, random: Random) -> Needle:
+    """One number of one thing."""
+    key, number = draw_key(grammar, random), draw_number(random)
+    asked = f"What is the special magic number for {key} mentioned in the text?"
+    question = Question(asked, number, "niah_magic")
+    return Needle((magic_line(key, number),), frozenset({key}), question)
+
+
+def _pass_key(grammar: Grammar, random: Random) -> Needle:
+    del grammar
+    value = str(random.randint(10**4, 10**5 - 1))
+    line = f"The pass key is {value}. Remember it. {value} is the pass key."
+    return Needle((line,), frozenset(), Question("What is the pass key?", value, "niah_passkey"))
+
+
+def _key_value(grammar: Grammar, random: Random) -> Needle:
+    key, code = (draw_value(kind, grammar.words, random) for kind in ("brand", "code"))
+    value = f"{code}{random.randint(10, 99)}"
+    asked = f"What is the value of {key}?"
+    line = f"{key}: {value}."
+    return Needle((line,), frozenset({key}), Question(asked, value, "niah_kv"))
+
+
+def variable_chain(random: Random, length: int) -> Needle:
+    """So many variables, each but the first standing for the one before it."""
+    value, names = str(random.randint(10**4, 10**5 - 1)), list[str]()
+    while len(names) < length:
+        name = "".join(random.choice(ascii_uppercase) for _ in range(3))
+        names += [] if name in names else [name]
+    follow = (f"VAR {new} = VAR {old}." for old, new in zip(names, names[1:], strict=False))
+    asked = f"What is the value of the variable {names[-1]}?"
+    lines = (f"VAR {names[0]} = {value}.", *follow)
+    return Needle(lines, frozenset(names), Question(asked, value, "niah_vars"))
+
+
+def _chain(grammar: Grammar, random: Random) -> Needle:
+    del grammar
+    return variable_chain(random, random.randint(*NAMES_PER_CHAIN))
+
+
+KINDS: Mapping[str, Callable[[Grammar, Random], Needle]] = {
+    "magic": draw_magic_number,
+    "kv": _key_value,
+    "passkey": _pass_key,
+    "vars": _chain,
+}
+
+
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+
+
+class Haystack(Enum):
+    """TALK: small talk. PROSE: passages of a corpus, `--corpus FOLDER`. NOISE: the same five short
+    sentences again and again, as pass keys were first hidden in.
+    """
+
+    TALK = "talk"
+    PROSE = "prose"
+    NOISE = "noise"
+
+    def sentences(self, sources: TaskSources, random: Random) -> Iterator[str]:
+        """Sentences without end.
+
+        Raises:
+            UsageError: there must be a corpus, and none was named.
+        """
+        if self is Haystack.PROSE:
+            return sources.sentences_of_prose(random)
+        return _noise() if self is Haystack.NOISE else sources.sentences_of_small_talk(random)
+
+
+def _noise() -> Iterator[str]:
+    while True:
+        yield from NOISE

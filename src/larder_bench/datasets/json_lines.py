@@ -1,0 +1,77 @@
+"""Public data sets in folders: a JSON object per line, or a list of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from larder.core.errors import InputError
+from larder_bench.datasets.sources import TaskSources
+
+Fields = dict[str, Any]
+
+
+def load_sample(folder: str, name: str, seed: int, sources: TaskSources) -> Fields:
+    """The sample of `FOLDER/NAME.jsonl`, or of the folder `data` in it, that a seed stands for, by
+    turns.
+
+    Raises:
+        UsageError: no such folder was named.
+        InputError: there is no such file, or it cannot be read.
+    """
+    place = sources.folder(folder)
+    paths = sorted([*place.glob("*.jsonl"), *place.glob("data/*.jsonl")])
+    known = {path.stem: path for path in paths}
+    if name not in known:
+        there = ", ".join(sorted(known)) or "no .jsonl file at all"
+        raise InputError(f"{place} holds no {name}.jsonl: it holds {there}.")
+    samples = sources.once(known[name], read_lines)
+    return samples[seed % len(samples)]
+
+
+def read_lines(path: Path) -> list[Fields]:
+    """All objects of a file, one per line.
+
+    Raises:
+        InputError: it cannot be read, is empty, or a line is no object.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        found = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as lines of JSON: {error}.") from error
+    return _objects(found, path)
+
+
+def read_list(path: Path) -> list[Fields]:
+    """All objects of a file that is a list of them.
+
+    Raises:
+        InputError: it cannot be read, is empty, or is no such list.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}.") from error
+    return _objects(found if isinstance(found, list) else [found], path)
+
+
+def required_field(fields: Fields, name: str, place: str) -> Any:
+    """What a sample holds under a name.
+
+    Raises:
+        InputError: it holds nothing under it.
+    """
+    if name not in fields:
+        raise InputError(f"a sample of {place} has no {name!r}: is it of another release?")
+    return fields[name]
+
+
+def _objects(found: list[Any], path: Path) -> list[Fields]:
+    if not found:
+        raise InputError(f"{path} is empty: name another folder.")
+    for number, each in enumerate(found, start=1):
+        if not isinstance(each, dict):
+            raise InputError(f"{path}: entry {number} must be an object {{...}}.")
+    return found

@@ -1,0 +1,109 @@
+"""What tasks are made from: a way to count tokens, words to fill in, and folders that were named.
+
+Nothing is read before a task asks for it, and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+from larder.core.errors import UsageError
+from larder.session.embedders.base import Embedder
+from larder_bench.datasets.corpus import (
+    Dialogue,
+    read_dialogues,
+    read_prose,
+    sentences_of_prose,
+    sentences_of_small_talk,
+)
+from larder_bench.datasets.grammar import Grammar, load_grammar
+
+T = TypeVar("T")
+PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_{split}.jsonl.xz"
+
+
+@dataclass(frozen=True)
+class TaskSources:
+    """Where tasks take their material from.
+
+    Args:
+        count_tokens: how many tokens of the model a text is.
+        corpus: the folder of `--corpus`, with prose and dialogues packed as `bench/corpus` reads.
+        split: which dialogues of the corpus: `dev`, or `train`, which models are trained on.
+        data: the folder of `--data`, with a folder for each public data set, such as `locomo`.
+    """
+
+    count_tokens: Callable[[str], int]
+    corpus: Path | None = None
+    data: Path | None = None
+    split: str = "dev"
+    _read: dict[Path, Any] = field(default_factory=dict[Path, Any], compare=False, repr=False)
+
+    @cached_property
+    def grammar(self) -> Grammar:
+        """What life-logs are made of; it comes with the package."""
+        return load_grammar()
+
+    @cached_property
+    def prose(self) -> tuple[str, ...]:
+        """Texts of the corpus.
+
+        Raises:
+            UsageError: no corpus was named.
+        """
+        return read_prose(self._in_corpus(PROSE))
+
+    @cached_property
+    def dialogues(self) -> tuple[Dialogue, ...]:
+        """Dialogues of the corpus that anything can be asked about.
+
+        Raises:
+            UsageError: no corpus was named.
+        """
+        return read_dialogues(self._in_corpus(DIALOGUES.format(split=self.split)))
+
+    def sentences_of_prose(self, random: Random) -> Iterator[str]:
+        """Sentences of the corpus without end.
+
+        Raises:
+            UsageError: no corpus was named.
+        """
+        return sentences_of_prose(self.prose, random)
+
+    def sentences_of_small_talk(self, random: Random) -> Iterator[str]:
+        """Small talk without end, which needs no corpus."""
+        return sentences_of_small_talk(self.grammar, random)
+
+    def embedder(self, name: str) -> Embedder:
+        """What tells how near texts are to each other, loaded when it is first asked for."""
+        from larder.session.embedding import load_embedder
+
+        return self.once(Path(name), lambda path: load_embedder(name))
+
+    def folder(self, name: str) -> Path:
+        """The folder of a public data set.
+
+        Raises:
+            UsageError: no data folder was named, or it holds no such folder.
+        """
+        if self.data is None:
+            raise UsageError(f"{name} is not part of the package: name its place, --data FOLDER.")
+        if not (self.data / name).is_dir():
+            raise UsageError(f"--data {self.data} must hold a folder {name!r}, and does not.")
+        return self.data / name
+
+    def once(self, path: Path, read: Callable[[Path], T]) -> T:
+        """What a file holds, read when it is first asked for."""
+        if path not in self._read:
+            self._read[path] = read(path)
+        return self._read[path]
+
+    def _in_corpus(self, name: str) -> Path:
+        if self.corpus is None:
+            raise UsageError(f"{name} is not part of the package: name its place, --corpus FOLDER.")
+        return self.corpus / name

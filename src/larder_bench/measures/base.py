@@ -1,0 +1,30 @@
+"""What every measure can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from larder.core.amount import Amount
+from larder_bench.results.rows import Row
+from larder_bench.studies.cells import Cell
+from larder_bench.studies.model_context import ModelContext
+
+
+class Measure(ABC):
+    """What is found out about one cell of a study. Implementations are frozen dataclasses."""
+
+    def is_alike(self, amount: Amount) -> bool:
+        """Whether a budget comes to the same for this measure, whatever is held equal."""
+        del amount
+        return False
+
+    @abstractmethod
+    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+        """The figures of the caches, and the items.
+
+        Args:
+            guess: tokens per byte that an earlier cell under the same policy came to.
+
+        Raises:
+            LarderError: the policy refuses, which is a result, too.
+        """

@@ -1,0 +1,109 @@
+"""How true a policy is to the full cache on any text: KL, the likeliest token, attention kept.
+
+No answer is needed: after each token that really follows, KL(full || policy) in nats, whether the
+likeliest token is the same, how likely the real one is, and the share of the full cache's attention
+that goes to entries which are still there. Policies with a cache per episode answer from the one
+that the last message leads to. What is parked counts as lost to attention until it is recalled, but
+is read for the distributions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from larder.core.errors import BadParameter, UsageError
+from larder.session.memory import Memory
+from larder.session.policy import Policy
+from larder.session.reading import gather
+from larder.session.sizes import resolve
+from larder_bench.measures.base import Measure
+from larder_bench.results.rows import EXHIBITS_KEY, Row
+from larder_bench.scoring.full_cache_reference import FullCacheReference
+from larder_bench.scoring.kl_divergence import kl_divergence
+from larder_bench.studies.cells import Cell
+from larder_bench.studies.exhibits import exhibit_rows
+from larder_bench.studies.methods import PolicyMethod, QuestionScope
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.size_matching import TargetSize, row_figures
+
+
+@dataclass(frozen=True)
+class Fidelity(Measure):
+    """What comes next, compared with what the full cache expects.
+
+    Args:
+        following: tokens that are compared at.
+    """
+
+    following: int = 128
+
+    def __post_init__(self) -> None:
+        if self.following < 2:
+            raise BadParameter(f"fidelity.following must be 2 or more, got {self.following}.")
+
+    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+        policy = _policy(cell)
+        conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
+        truth = bench.truth(conversation, self.following)
+        spec, context = bench.engine.loaded.decoder.spec, len(truth.passage.source.ids)
+
+        def read(tokens: int | None) -> Memory:
+            asked = None if tokens is None else str(tokens)
+            filled = policy.filled(resolve(policy, asked, context, spec), None)
+            return gather(bench.engine.desk, truth.passage.source, filled, {})
+
+        if cell.amount is None:
+            memory, tries = read(None), 1
+        else:
+            found = TargetSize(cell.amount, cell.matched, context, spec).read(read, guess)
+            memory, tries = found.made, found.tries
+        told = row_figures(memory.figures) | (
+            {EXHIBITS_KEY: exhibit_rows(memory)} if cell.is_shown else {}
+        )
+        return told | {"reads": tries, "items": fidelity_items(truth, memory)}
+
+
+def _policy(cell: Cell) -> Policy:
+    """Raises: UsageError: what the cell is about needs a question."""
+    if (
+        not isinstance(cell.subject, PolicyMethod)
+        or cell.subject.scope is not QuestionScope.CONTEXT
+    ):
+        raise UsageError(
+            f"{cell.subject.name} needs a question, and fidelity asks none: leave it out."
+        )
+    return cell.subject.case.policy
+
+
+def fidelity_items(truth: FullCacheReference, memory: Memory) -> list[Row]:
+    """One per token that follows but the first."""
+    logits, cache = truth.expected(memory)
+    real = torch.tensor(truth.passage.following[1:], device=logits.device)[:, None]
+    likelihoods = logits[:-1].log_softmax(-1).gather(1, real)[:, 0]
+    same = (truth.logits.argmax(-1) == logits.argmax(-1))[:-1]
+    told = zip(
+        kl_divergence(truth.logits, logits)[:-1].tolist(),
+        same.tolist(),
+        likelihoods.tolist(),
+        truth.kept_mass(cache)[:-1].tolist(),
+        strict=True,
+    )
+    return [
+        {
+            "kind": "token",
+            "question": number,
+            "turn": 0,
+            "depth": None,
+            "kl": round(kl, 5),
+            "same": is_same,
+            "log_likelihood": round(likelihood, 4),
+            "mass": round(mass, 5),
+            "counts": True,
+        }
+        for number, (kl, is_same, likelihood, mass) in enumerate(told)
+    ]
+
+
+Part = Fidelity

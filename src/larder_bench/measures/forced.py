@@ -1,0 +1,44 @@
+"""Expected answers read as if they had been said: exact match of greedy decoding, log-likelihood.
+
+All questions are read side by side in scratch mode. What is read so attends to everything that was
+parked, so under a policy that recalls answers are read token by token on a fork instead; entries
+that a policy would drop while it generates stay, or its answers could not be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from larder.engine.engine import Engine
+from larder.session.memory import Memory
+from larder_bench.measures.base import Measure
+from larder_bench.results.rows import Row
+from larder_bench.scoring.item_scores import NumberedQuestion, likelihood_items
+from larder_bench.scoring.teacher_forcing import score_answers, score_answers_stepwise
+from larder_bench.studies.cells import Cell
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.question_sequences import ContextReader, ask_all
+
+
+@dataclass(frozen=True)
+class ForcedAnswers(Measure):
+    """How likely the expected answers are."""
+
+    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+        readings = ContextReader.of(bench, cell, guess)
+        items = ask_all(readings, cell.task, self)
+        return readings.figures() | {"items": items}
+
+    def ask(self, engine: Engine, memory: Memory, posed: Sequence[NumberedQuestion]) -> list[Row]:
+        """The items of all these questions."""
+        questions = [one.question for one in posed]
+        recalls = memory.policy.recall is not None
+        results = (score_answers_stepwise if recalls else score_answers)(engine, memory, questions)
+        pairs = zip(posed, results, strict=True)
+        return [
+            item for one, result in pairs for item in likelihood_items(one, result, engine.scribe)
+        ]
+
+
+Part = ForcedAnswers

@@ -1,0 +1,76 @@
+"""How much each layer's keys change when most of the past is hidden: a profile of the model.
+
+M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
+Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.2, eq. 8 and 9, figures 4a
+and 9. The text of the task is read twice, with everything before a token and with what block-wise
+eviction would leave, and keys are compared (`larder.models.sensitivity`). No policy changes it, so
+it is measured under the full cache alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter, UsageError
+from larder.models.sensitivity import Profile, layer_similarities
+from larder_bench.measures.base import Measure
+from larder_bench.results.rows import Row
+from larder_bench.studies.cells import Cell
+from larder_bench.studies.methods import PolicyMethod
+from larder_bench.studies.model_context import ModelContext
+
+
+@dataclass(frozen=True)
+class SimilarityMeasure(Measure):
+    """Cosines of keys, an item per layer.
+
+    Args:
+        blocks: that the text is cut into; a token sees its own up to itself.
+        overlap: share of the block before that it sees as well.
+        sinks: first tokens that every token sees.
+    """
+
+    blocks: int = 4
+    overlap: float = 0.5
+    sinks: int = 32
+
+    def __post_init__(self) -> None:
+        if self.blocks < 2:
+            raise BadParameter(f"similarity.blocks must be 2 or more, got {self.blocks}.")
+        if not 0 <= self.overlap <= 1:
+            raise BadParameter(f"similarity.overlap must be in [0, 1], got {self.overlap}.")
+        if self.sinks < 0:
+            raise BadParameter(f"similarity.sinks must be 0 or more, got {self.sinks}.")
+
+    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+        subject, decoder = cell.subject, bench.engine.loaded.decoder
+        if not isinstance(subject, PolicyMethod) or not subject.case.is_full:
+            raise UsageError(
+                f"similarity is a profile of the model, which {subject.name} does not change: "
+                "take --control full alone."
+            )
+        ids = bench.engine.scribe.write(bench.conversation(cell.task, cell.seed, cell.tokens)).ids
+        block = -(-len(ids) // self.blocks)
+        found = layer_similarities(decoder, ids, Profile(len(ids), self.sinks, block, self.overlap))
+        held = decoder.spec.full_bytes(len(ids))
+        names = "full_kv_bytes", "kv_bytes", "active_kv_bytes", "peak_kv_bytes"
+        layers = zip(decoder.spec.managed, found, strict=True)
+        return {
+            "context_tokens": len(ids),
+            "bytes_share": 1.0,
+            **dict.fromkeys(names, held),
+            "items": [
+                {
+                    "kind": f"layer {layer.index}",
+                    "question": layer.index,
+                    "turn": 0,
+                    "depth": None,
+                    "similarity": round(sigma, 5),
+                    "counts": True,
+                }
+                for layer, sigma in layers
+            ],
+        }
+
+
+Part = SimilarityMeasure

@@ -1,0 +1,204 @@
+"""Needles found, by how long the text is and how deep the needle lies in it.
+
+A panel for each policy, a figure for each task and budget; the beginning of the text is above. A
+cell is the mean of all items whose depth falls into it; empty where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.errors import BadParameter
+from larder_bench.plots import score_groups
+from larder_bench.plots.figures.base import Figure, PolicyStyles, drawing_name, panel_policies
+from larder_bench.plots.heatmap import ColorScale, draw_color_key, draw_heatmap
+from larder_bench.plots.layout import Margins, PanelGrid, plain_axes, text_width
+from larder_bench.plots.policy_styles import FULL, controls_last, short_label
+from larder_bench.plots.style import COLUMN, NORMAL, PAGE, SMALL, TITLE, Drawing, figure_style
+from larder_bench.results.rows import Results, Row
+
+CELL_HEIGHT, LEAST_WIDTH, MOST_WIDTH = 0.17, 0.24, 0.42  # inches
+ACROSS = "tokens of context"
+LEFT, RIGHT, GAP = 0.48, 0.08, 0.18  # inches beside and between panels
+
+
+@dataclass(frozen=True)
+class GridPanel:
+    """One policy.
+
+    Args:
+        means: by depth, then by length; None where nothing was asked.
+        counts: items behind each.
+    """
+
+    policy: str
+    means: tuple[tuple[float | None, ...], ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class GridChart:
+    """One task at one budget."""
+
+    title: str
+    lengths: tuple[int, ...]
+    panels: tuple[GridPanel, ...]
+
+
+@dataclass(frozen=True)
+class Grid(Figure):
+    """The needle grid.
+
+    Args:
+        score: exact, f1, f1_stemmed, or another that lies between 0 and 1.
+        depths: rows of the grid.
+    """
+
+    score: str = "exact"
+    depths: int = 5
+
+    def __post_init__(self) -> None:
+        if self.depths < 1:
+            raise BadParameter(f"grid.depths must be at least 1, got {self.depths}.")
+        if self.score not in score_groups.BOUNDED:
+            known = ", ".join(sorted(score_groups.BOUNDED))
+            raise BadParameter(f"grid.score must be one of {known}, got {self.score!r}.")
+
+    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, looks)
+        if not charts:
+            deep = [row for row in results.measured if _items_with_depth(row)]
+            raise score_groups.missing_score_error("grid", self.score, deep) or self.nothing(
+                "cells of two lengths or more whose items have a depth, as those of needles"
+            )
+        return [
+            Drawing(
+                drawing_name("grid", number, len(charts)),
+                f"Needle grid: {chart.title}",
+                self._caption(chart),
+                self._figure(chart),
+            )
+            for number, chart in enumerate(charts)
+        ]
+
+    def charts(self, results: Results, looks: PolicyStyles) -> list[GridChart]:
+        """What is drawn, in numbers."""
+        cells = [
+            row for row in results.measured if row["policy"] in looks and _items_with_depth(row)
+        ]
+        cells = [row for row in cells if score_groups.scores_by_seed({0: row}, self.score)]
+        groups = score_groups.group_cells(cells, "tokens")
+        titles = score_groups.group_titles(list(groups))
+        found: list[GridChart] = []
+        for group, rows in groups.items():
+            lengths = tuple(sorted({row["tokens"] for row in rows}))
+            if len(lengths) < 2:
+                continue
+            full = [row for row in rows if row["policy"] == FULL]
+            others = [row for row in rows if row["policy"] != FULL]
+            for budget in dict.fromkeys(row["budget"] for row in others or full):
+                own = [row for row in others if row["budget"] == budget] + full
+                order = [FULL, *(policy for policy in controls_last(list(looks)) if policy != FULL)]
+                shown = [policy for policy in order if any(r["policy"] == policy for r in own)]
+                panels = [
+                    self._panel(policy, own, lengths) for policy in panel_policies(shown, looks)
+                ]
+                title = f"{titles[group]}, budget {budget}" if others else titles[group]
+                found.append(GridChart(title, lengths, tuple(panels)))
+        return found
+
+    def _panel(self, policy: str, rows: Sequence[Row], lengths: Sequence[int]) -> GridPanel:
+        cells: dict[tuple[int, int], list[float]] = {}
+        for row in rows:
+            if row["policy"] != policy:
+                continue
+            for item in _items_with_depth(row):
+                place = min(int(item["depth"] * self.depths), self.depths - 1), row["tokens"]
+                for value in score_groups.scores_by_seed(
+                    {0: {"items": [item]}}, self.score
+                ).values():
+                    cells.setdefault(place, []).extend(value)
+        return GridPanel(
+            policy,
+            tuple(tuple(_mean(cells, d, t) for t in lengths) for d in range(self.depths)),
+            tuple(tuple(len(cells.get((d, t), ())) for t in lengths) for d in range(self.depths)),
+        )
+
+    def _figure(self, chart: GridChart) -> Any:
+        count, lengths = len(chart.panels), len(chart.lengths)
+        names = max(text_width(short_label(panel.policy), TITLE) for panel in chart.panels)
+        below = text_width(ACROSS, NORMAL)
+        least = max(LEAST_WIDTH * lengths, names, below)
+        columns = max(1, min(count, int((PAGE - LEFT - RIGHT + GAP) / (least + GAP))))
+        width = COLUMN if LEFT + RIGHT + columns * (least + GAP) - GAP <= COLUMN else PAGE
+        # Cells wider than they need be say no more: what is left of the width stays empty.
+        most = max(MOST_WIDTH * lengths, names, below)
+        free = width - LEFT - RIGHT - columns * (most + GAP) + GAP
+        rows = -(-count // columns)
+        margins = Margins(LEFT, RIGHT + max(0.0, free), 0.5, 0.36)
+        sheet = PanelGrid(width, rows, columns, CELL_HEIGHT * self.depths, margins, GAP, 0.4)
+        with figure_style():
+            figure = sheet.figure()
+            title = score_groups.score_title(self.score)
+            draw_color_key(figure, ColorScale(0.0, 1.0), ("0", "1"), title, LEFT, 0.12)
+            for number, panel in enumerate(chart.panels):
+                axes = sheet.panel(figure, number)
+                self._draw(axes, panel, sheet.panel_width / lengths)
+                _name(axes, chart, self.depths, number % columns == 0)
+                if sheet.is_bottom(number, count):
+                    axes.set_xlabel(ACROSS)
+        return figure
+
+    def _draw(self, axes: Any, panel: GridPanel, wide: float) -> None:
+        texts = [["" if v is None else _decimal(v) for v in line] for line in panel.means]
+        fits = wide >= text_width(".00", SMALL) + 0.06
+        draw_heatmap(axes, panel.means, ColorScale(0.0, 1.0), texts if fits else None)
+        axes.set_title(short_label(panel.policy))
+        plain_axes(axes)
+
+    def _caption(self, chart: GridChart) -> str:
+        counts = [count for panel in chart.panels for line in panel.counts for count in line]
+        asked = [count for count in counts if count]
+        return (
+            f"{score_groups.capitalize(score_groups.score_title(self.score))} by length of the "
+            "context and depth "
+            f"of the needle in it (0% is the beginning), policy by policy. {chart.title}; "
+            f"{_range(asked)} items behind a cell."
+        )
+
+
+def _name(axes: Any, chart: GridChart, depths: int, is_first: bool) -> None:
+    places = [number + 0.5 for number in range(len(chart.lengths))]
+    axes.set_xticks(places, [_tokens(length) for length in chart.lengths])
+    axes.set_yticks([0, depths / 2, depths], ["0%", "50%", "100%"] if is_first else [])
+    if is_first:
+        axes.set_ylabel("depth")
+
+
+def _items_with_depth(row: Row) -> list[Row]:
+    """The items that count and lie somewhere."""
+    return [item for item in score_groups.counted_items(row) if item.get("depth") is not None]
+
+
+def _mean(cells: Mapping[tuple[int, int], list[float]], depth: int, tokens: int) -> float | None:
+    values = cells.get((depth, tokens))
+    return sum(values) / len(values) if values else None
+
+
+def _decimal(value: float) -> str:
+    shown = f"{value:.2f}"
+    return shown[0] if shown in ("0.00", "1.00") else shown.removeprefix("0")
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _tokens(tokens: int) -> str:
+    return f"{tokens / 1000:g}K" if tokens >= 1000 else str(tokens)
+
+
+Part = Grid

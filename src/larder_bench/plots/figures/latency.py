@@ -1,0 +1,313 @@
+"""How long things take: reading, the first token, each further one, and what a step consists of.
+
+Dots are medians, lines reach to the 95th percentile. Where results tell the parts of a step, they
+stand end to end; IceCache's figure 6b.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from larder_bench.plots import score_groups
+from larder_bench.plots.figures.base import Figure, PolicyStyles, drawing_name
+from larder_bench.plots.layout import LINE_HEIGHT, Margins, PanelGrid, overlay_axes, text_width
+from larder_bench.plots.line_panels import linear_axis
+from larder_bench.plots.policy_styles import COLORS, FULL, short_label, styles_for
+from larder_bench.plots.style import PAGE, SMALL, SOFT, Drawing, figure_style
+from larder_bench.results.rows import Results, Row
+
+ROW = 0.15  # inches from one policy to the next
+_SQUARE = 0.08
+
+
+@dataclass(frozen=True)
+class LatencySpan:
+    """A median and a 95th percentile, in seconds."""
+
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True)
+class PolicyLatency:
+    """What cells tell of one policy at one budget; None where they do not."""
+
+    policy: str
+    budget: str
+    reading: LatencySpan | None
+    first: LatencySpan | None
+    token: LatencySpan | None
+
+
+@dataclass(frozen=True)
+class StepBreakdown:
+    """The parts of a step under one policy, in order: their names and seconds."""
+
+    policy: str
+    budget: str
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Latency(Figure):
+    """Latency, and its breakdown where results hold one.
+
+    Args:
+        task: its name; empty takes the one with the longest texts.
+        tokens: of context; 0 takes the longest.
+        budget: as results write it; empty takes the one that most policies have.
+    """
+
+    task: str = ""
+    tokens: int = 0
+    budget: str = ""
+
+    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
+        timed, broken = self.timed(results, looks), self.broken(results, looks)
+        if not timed and not broken:
+            raise self.nothing("measured cells, or rows of kind 'breakdown'")
+        drawings = [
+            Drawing(
+                drawing_name("latency", number, len(timed)),
+                f"Latency: {title}",
+                f"Seconds of reading, of the first token and of each further one ({title}): dots "
+                "are medians, lines reach to the 95th percentile.",
+                _dots(found, styles_for(looks, {timed.policy for timed in found})),
+            )
+            for number, (title, found) in enumerate(timed)
+        ]
+        return drawings + [
+            Drawing(
+                drawing_name("breakdown", number, len(broken)),
+                f"Breakdown of a step: {title}",
+                f"What a step consists of ({title}), by medians of its parts.",
+                _stacks(found),
+            )
+            for number, (title, found) in enumerate(broken)
+        ]
+
+    def timed(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[PolicyLatency]]]:
+        """Policies of each study and model, in numbers; the full cache beside every budget."""
+        cells = [row for row in results.measured if row["policy"] in looks]
+        cells = [row for row in cells if row.get("latency") or "prefill_seconds" in row]
+        cells = [row for row in cells if self.task in ("", row["task"].partition("(")[0])]
+        order = list(looks)
+        found: list[tuple[str, list[PolicyLatency]]] = []
+        for label, rows in score_groups.comparable_sheets(cells).items():
+            tokens = self.tokens or max(row["tokens"] for row in rows)
+            here = [row for row in rows if row["tokens"] == tokens]
+            own = [row for row in here if row["task"] == here[0]["task"]]
+            budget = self.budget or _most_common_budget(own)
+            cases = score_groups.by_policy_and_budget(
+                [r for r in own if r["budget"] == budget or _is_full(r)]
+            )
+            timed = [_policy_latency(*case, list(files.values())) for case, files in cases.items()]
+            if timed:
+                timed.sort(key=lambda one: order.index(one.policy))
+                task = own[0]["task"].partition("(")[0]
+                told = score_groups.join_words(
+                    label, task, f"{tokens:,} tokens", f"budget {budget}"
+                )
+                found.append((told, timed))
+        return found
+
+    def broken(
+        self, results: Results, looks: PolicyStyles
+    ) -> list[tuple[str, list[StepBreakdown]]]:
+        """The same of the parts of each kind of step."""
+        rows = [row for row in results.shown("breakdown") if row["policy"] in looks]
+        groups = score_groups.group_cells(score_groups.repeat_unmatched(rows))
+        titles = score_groups.group_titles(list(groups))
+        return [
+            (f"{titles[group]}, {step}", _step_breakdowns([r for r in own if r["step"] == step]))
+            for group, own in groups.items()
+            for step in dict.fromkeys(row["step"] for row in own)
+        ]
+
+
+def _most_common_budget(rows: Sequence[Row]) -> str:
+    """The budget that most policies have; of equals the first."""
+    cases = dict.fromkeys((row["policy"], row["budget"]) for row in rows)
+    return Counter(budget for _, budget in cases).most_common(1)[0][0] if cases else ""
+
+
+def _is_full(row: Row) -> bool:
+    return row["policy"] == FULL
+
+
+def _policy_latency(policy: str, budget: str, rows: Sequence[Row]) -> PolicyLatency:
+    reading = [row["prefill_seconds"] for row in rows if "prefill_seconds" in row]
+    spans = [row["latency"] for row in rows if row.get("latency")]
+    return PolicyLatency(
+        policy,
+        budget,
+        LatencySpan(float(np.median(reading)), float(np.quantile(reading, 0.95)))
+        if reading
+        else None,
+        _median([span["first_token"] for span in spans if span.get("first_token")]),
+        _median([span["token"] for span in spans if span.get("token")]),
+    )
+
+
+def _median(spans: Sequence[Row]) -> LatencySpan | None:
+    """Medians over files."""
+    if not spans:
+        return None
+    return LatencySpan(
+        *(float(np.median([span[name] for span in spans])) for name in ("p50", "p95"))
+    )
+
+
+def _step_breakdowns(rows: Sequence[Row]) -> list[StepBreakdown]:
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        parts = found.setdefault((row["policy"], row["budget"]), {})
+        for part in row["parts"]:
+            parts.setdefault(part["name"], []).append(part["p50"])
+    return [
+        StepBreakdown(*case, tuple((name, float(np.median(own))) for name, own in parts.items()))
+        for case, parts in found.items()
+    ]
+
+
+def _names(rows: Sequence[PolicyLatency] | Sequence[StepBreakdown]) -> list[str]:
+    """What rows are called: by their budget, too, where one policy has several."""
+    several = len({row.policy for row in rows}) < len(rows)
+    return [
+        f"{short_label(row.policy)}, {row.budget}" if several else short_label(row.policy)
+        for row in rows
+    ]
+
+
+def _dots(rows: Sequence[PolicyLatency], looks: PolicyStyles) -> Any:
+    columns = [("reading", [row.reading for row in rows])]
+    columns += [("first token", [row.first for row in rows])]
+    columns += [("each further token", [row.token for row in rows])]
+    shown = [(title, spans) for title, spans in columns if any(spans)]
+    names = _names(rows)
+    left = max(text_width(name, SMALL) for name in names) + 0.12
+    width = PAGE if len(shown) > 1 else 3.3
+    margins = Margins(left, 0.12, 0.26, 0.36)
+    sheet = PanelGrid(width, 1, len(shown), ROW * len(rows) + 0.08, margins, gap_x=0.22)
+    with figure_style():
+        figure = sheet.figure()
+        for number, (title, spans) in enumerate(shown):
+            axes = sheet.panel(figure, number)
+            factor, unit = _unit([span.p95 for span in spans if span])
+            for place, (row, span) in enumerate(zip(rows, spans, strict=True)):
+                if span is None:
+                    continue
+                look = looks[row.policy]
+                ends = [span.p50 * factor, span.p95 * factor]
+                axes.plot(ends, [place] * 2, color=look.color, linewidth=1.0)
+                axes.plot(ends[:1], [place], color=look.color, marker=look.marker or "o", ms=3.6)
+            _scale_from_zero(axes, max(span.p95 for span in spans if span) * factor * 1.06)
+            axes.set_ylim(len(rows) - 0.4, -0.6)
+            axes.set_yticks(range(len(rows)), [] if number else names)
+            _plain_axis(axes)
+            axes.set_title(title)
+            axes.set_xlabel(unit)
+    return figure
+
+
+def _stacks(rows: Sequence[StepBreakdown]) -> Any:
+    names = _names(rows)
+    kinds = _in_order([[name for name, _ in row.parts] for row in rows])
+    colors = {kind: COLORS[number % len(COLORS)][0] for number, kind in enumerate(kinds)}
+    left = max(text_width(name, SMALL) for name in names) + 0.12
+    factor, unit = _unit([sum(value for _, value in row.parts) for row in rows])
+    totals = [sum(value for _, value in row.parts) * factor for row in rows]
+    lines = _key_lines(kinds, PAGE / 2 - left)
+    top = 0.1 + LINE_HEIGHT * len(lines)
+    sheet = PanelGrid(3.3, 1, 1, ROW * len(rows) + 0.08, Margins(left, 0.42, top, 0.36))
+    with figure_style():
+        figure = sheet.figure()
+        axes = sheet.panel(figure, 0)
+        for place, row in enumerate(rows):
+            begin = 0.0
+            for kind, value in row.parts:
+                axes.barh(place, value * factor, left=begin, height=0.62, color=colors[kind], lw=0)
+                begin += value * factor
+            axes.annotate(
+                f"{begin:.3g}", (begin, place), (3, 0), textcoords="offset points",
+                size=SMALL, color=SOFT, va="center",
+            )  # fmt: skip
+        _scale_from_zero(axes, max(totals))
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_yticks(range(len(rows)), names)
+        _plain_axis(axes)
+        axes.set_xlabel(unit)
+        _draw_key(figure, lines, colors, left)
+    return figure
+
+
+def _in_order(lists: Sequence[Sequence[str]]) -> list[str]:
+    """All names, each behind those that stand before it in any list, as far as lists agree."""
+    order: list[str] = []
+    for names in lists:
+        place = 0
+        for name in names:
+            if name not in order:
+                order.insert(place, name)
+            place = order.index(name) + 1
+    return order
+
+
+def _scale_from_zero(axes: Any, most: float) -> None:
+    """From 0 to the most, with round numbers below."""
+    scale = linear_axis("", 0.0, most)
+    axes.set_xlim(scale.low, scale.high)
+    shown = scale.ticks if len(scale.ticks) <= 6 else scale.ticks[::2]
+    axes.set_xticks([tick for tick, _ in shown], [name for _, name in shown])
+
+
+def _plain_axis(axes: Any) -> None:
+    axes.grid(axis="x")
+    axes.tick_params(axis="both", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+
+
+def _key_lines(kinds: Sequence[str], width: float) -> list[list[str]]:
+    lines: list[list[str]] = [[]]
+    used = 0.0
+    for kind in kinds:
+        needed = _SQUARE + 0.05 + text_width(kind, SMALL) + 0.14
+        if lines[-1] and used + needed > width:
+            lines.append([])
+            used = 0.0
+        lines[-1].append(kind)
+        used += needed
+    return lines
+
+
+def _draw_key(
+    figure: Any, lines: Sequence[Sequence[str]], colors: dict[str, str], left: float
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    sheet = overlay_axes(figure)
+    for number, line in enumerate(lines):
+        x, y = left, figure.get_size_inches()[1] - 0.08 - (number + 0.5) * LINE_HEIGHT
+        for kind in line:
+            sheet.add_patch(
+                Rectangle((x, y - _SQUARE / 2), _SQUARE, _SQUARE, facecolor=colors[kind], lw=0)
+            )
+            sheet.text(x + _SQUARE + 0.05, y, kind, size=SMALL, color=SOFT, va="center")
+            x += _SQUARE + 0.05 + text_width(kind, SMALL) + 0.14
+
+
+def _unit(seconds: Sequence[float]) -> tuple[float, str]:
+    """What seconds are multiplied by, and what they are called then."""
+    most = max(seconds)
+    if most >= 1:
+        return 1.0, "seconds"
+    return (1e3, "milliseconds") if most >= 1e-3 else (1e6, "microseconds")
+
+
+Part = Latency

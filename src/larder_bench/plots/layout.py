@@ -1,0 +1,226 @@
+"""Panels on a sheet, measured in inches, so that what stands where is known before it is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from larder_bench.plots.policy_styles import PolicyStyle
+from larder_bench.plots.style import FAINT, INK, SMALL, SOFT
+
+POINTS = 72.0  # per inch
+LINE_HEIGHT = 0.125  # inches from one line of a legend to the next
+_SWATCH, _NEAR, _APART = 0.2, 0.05, 0.15  # inches in a legend
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Inches around all panels."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+@dataclass(frozen=True)
+class PanelGrid:
+    """A grid of equal panels.
+
+    Args:
+        width: of everything.
+        rows: of panels.
+        columns: of panels.
+        panel_height: of each.
+        gap_x: between panels that stand side by side.
+        gap_y: between panels that stand one over the other.
+    """
+
+    width: float
+    rows: int
+    columns: int
+    panel_height: float
+    margins: Margins
+    gap_x: float = 0.18
+    gap_y: float = 0.42
+
+    @property
+    def height(self) -> float:
+        gaps = (self.rows - 1) * self.gap_y
+        return self.margins.top + self.rows * self.panel_height + gaps + self.margins.bottom
+
+    @property
+    def panel_width(self) -> float:
+        free = self.width - self.margins.left - self.margins.right
+        return (free - (self.columns - 1) * self.gap_x) / self.columns
+
+    def figure(self) -> Any:
+        """An empty figure of this size."""
+        from matplotlib.figure import Figure
+
+        return Figure(figsize=(self.width, self.height))
+
+    def panel(self, figure: Any, number: int) -> Any:
+        """Axes of one panel, counted along rows."""
+        row, column = divmod(number, self.columns)
+        left = self.margins.left + column * (self.panel_width + self.gap_x)
+        top = self.margins.top + row * (self.panel_height + self.gap_y)
+        bottom = self.height - top - self.panel_height
+        return axes_at(figure, left, bottom, self.panel_width, self.panel_height)
+
+    def is_bottom(self, number: int, count: int) -> bool:
+        """Whether no panel stands below this one of `count`."""
+        return number + self.columns >= count
+
+
+def axes_at(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
+    """Axes at a place in inches."""
+    whole_width, whole_height = figure.get_size_inches()
+    return figure.add_axes(
+        (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
+    )
+
+
+def overlay_axes(figure: Any) -> Any:
+    """Bare axes over all of a figure, whose units are inches from its lower left corner."""
+    width, height = figure.get_size_inches()
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(0, height)
+    axes.set_axis_off()
+    axes.patch.set_visible(False)
+    return axes
+
+
+@lru_cache(maxsize=4096)
+def text_width(text: str, size: float) -> float:
+    """Inches that a line of text takes."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextToPath
+
+    if not text:
+        return 0.0
+    font = FontProperties(size=size)
+    return TextToPath().get_text_width_height_descent(text, font, ismath=False)[0] / POINTS
+
+
+def wrap_text(text: str, width: float, size: float, most: int) -> list[str]:
+    """Text in lines of at most so many inches; what does not fit into `most` lines is cut off."""
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        longer = f"{line} {word}".strip()
+        if line and text_width(longer, size) > width:
+            lines.append(line)
+            line = word
+        else:
+            line = longer
+    lines.append(line)
+    if len(lines) <= most:
+        return lines
+    last = lines[most - 1]
+    while " " in last and text_width(f"{last}…", size) > width:
+        last = last.rpartition(" ")[0]
+    return [*lines[: most - 1], f"{last.rstrip(' ,.;:?!')}…"]
+
+
+def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Places as near as can be to those wanted, at least a gap apart, in the same order.
+
+    Neighbors that are too near become a block around the mean of what they want; where there is no
+    room for all, the gap shrinks.
+    """
+    if not wanted:
+        return []
+    gap = min(gap, (high - low) / max(1, len(wanted) - 1))
+    order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
+    blocks: list[tuple[float, int]] = []  # where the first of a block stands, and how many it has
+    for index in order:
+        blocks.append((_clamp(wanted[index], 1, gap, low, high), 1))
+        while len(blocks) > 1 and blocks[-2][0] + blocks[-2][1] * gap > blocks[-1][0] + 1e-9:
+            (first, many), (second, few) = blocks[-2:]
+            total = many + few
+            # Each wants its own place less its offset in the block.
+            start = (first * many + (second - many * gap) * few) / total
+            blocks[-2:] = [(_clamp(start, total, gap, low, high), total)]
+    places = [start + step * gap for start, many in blocks for step in range(many)]
+    found = [0.0] * len(wanted)
+    for index, place in zip(order, places, strict=True):
+        found[index] = place
+    return found
+
+
+def label_ends(
+    figure: Any, axes: Any, ends: Sequence[tuple[float, PolicyStyle]], gap: float = 0.108
+) -> None:
+    """Name lines where they end, to the right of a panel, with a hair to those that were moved."""
+    width, height = figure.get_size_inches()
+    box = axes.get_position()
+    low, high = box.y0 * height, box.y1 * height
+    transform = axes.transData + figure.dpi_scale_trans.inverted()
+    heights = [float(transform.transform((axes.get_xlim()[1], end))[1]) for end, _ in ends]
+    sheet = overlay_axes(figure)
+    left = box.x1 * width
+    for (_, look), own, place in zip(
+        ends, heights, spread_labels(heights, gap, low - 0.02, high + 0.02), strict=True
+    ):
+        sheet.plot([left + 0.02, left + 0.1], [own, place], color=look.color, linewidth=0.5)
+        sheet.text(left + 0.13, place, look.name, color=look.dark, size=SMALL, va="center")
+
+
+def legend_lines(looks: Sequence[PolicyStyle], width: float) -> list[list[PolicyStyle]]:
+    """The entries of a legend in lines of at most so many inches."""
+    lines: list[list[PolicyStyle]] = [[]]
+    used = 0.0
+    for look in looks:
+        needed = _SWATCH + _NEAR + text_width(look.name, SMALL) + _APART
+        if lines[-1] and used + needed > width:
+            lines.append([])
+            used = 0.0
+        lines[-1].append(look)
+        used += needed
+    return lines
+
+
+def draw_legend(
+    figure: Any, lines: Sequence[Sequence[PolicyStyle]], left: float, top: float
+) -> None:
+    """A legend whose first line stands so many inches from the left, below the top."""
+    sheet = overlay_axes(figure)
+    height = figure.get_size_inches()[1]
+    for number, line in enumerate(lines):
+        x, y = left, height - top - (number + 0.5) * LINE_HEIGHT
+        for look in line:
+            marks = [x, x + _SWATCH / 2, x + _SWATCH]
+            sheet.plot(
+                marks,
+                [y] * 3,
+                color=look.color,
+                linestyle=look.dashes,
+                marker=look.marker or None,
+                markevery=[1],
+                markersize=3.2,
+            )
+            sheet.text(
+                x + _SWATCH + _NEAR, y - 0.005, look.name, color=look.dark, size=SMALL, va="center"
+            )
+            x += _SWATCH + _NEAR + text_width(look.name, SMALL) + _APART
+
+
+def draw_heading(figure: Any, text: str, left: float, top: float, color: str = INK) -> None:
+    """A line of text so many inches from the left, below the top."""
+    height = figure.get_size_inches()[1]
+    overlay_axes(figure).text(left, height - top, text, color=color, size=SMALL, va="center")
+
+
+def plain_axes(axes: Any) -> None:
+    """Axes without a frame or ticks: what is drawn speaks for itself."""
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0, labelcolor=SOFT, color=FAINT)
+
+
+def _clamp(start: float, many: int, gap: float, low: float, high: float) -> float:
+    return max(low, min(start, high - (many - 1) * gap))

@@ -1,0 +1,249 @@
+"""Panels of lines: one in a column with names where lines end, several on a page under a legend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log2
+from typing import Any
+
+from larder_bench.plots.layout import (
+    LINE_HEIGHT,
+    Margins,
+    PanelGrid,
+    draw_legend,
+    label_ends,
+    legend_lines,
+    text_width,
+    wrap_text,
+)
+from larder_bench.plots.policy_styles import SOLID, PolicyStyle, styles_for
+from larder_bench.plots.style import COLUMN, PAGE, SMALL, TITLE
+
+PANELS_PER_ROW = 3  # panels that stand side by side on a page
+BOTTOM, TITLED = 0.38, 0.24  # inches for what stands below and above panels
+LEAD = 0.12  # inches from line to line of a title
+_TICK, _LABEL = 0.07, 0.15  # inches beside tick labels, and for an axis label
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a panel.
+
+    Args:
+        name: what its look is found by.
+        lows: where its bars begin; empty for a line without bars.
+        highs: where they end.
+    """
+
+    name: str
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+    lows: tuple[float, ...] = ()
+    highs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    """Lines that share their axes.
+
+    Args:
+        across: levels that do not depend on x, as lines from side to side.
+    """
+
+    title: str
+    lines: tuple[Line, ...]
+    across: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale that all panels share.
+
+    Args:
+        ticks: where it has ticks, ascending, and what stands there.
+        low: where it begins.
+        high: where it ends.
+        base: of the logarithm; 0 for an even scale.
+    """
+
+    label: str
+    ticks: tuple[tuple[float, str], ...]
+    low: float
+    high: float
+    base: int = 0
+
+
+def log2_axis(label: str, values: Sequence[float], names: Any, room: float = 0.2) -> Axis:
+    """A scale by doublings around all values, which are above 0.
+
+    Args:
+        names: what a tick is called, by its exponent of 2.
+        room: doublings beyond the outermost values and ticks.
+    """
+    first, last = round(log2(min(values))), round(log2(max(values)))
+    step = max(1, -(-(last - first) // 7))
+    ticks = tuple((2.0**power, names(power)) for power in range(first, last + 1, step))
+    low, high = min(*values, ticks[0][0]), max(*values, ticks[-1][0])
+    return Axis(label, ticks, low / 2**room, high * 2**room, base=2)
+
+
+def linear_axis(label: str, low: float, high: float, form: str = "{:g}") -> Axis:
+    """An even scale whose ticks are round numbers within its ends."""
+    from matplotlib.ticker import MaxNLocator
+
+    ticks = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    slack = 1e-6 * (high - low)
+    inside = [float(tick) for tick in ticks if low - slack <= tick <= high + slack]
+    digits = max((len(f"{tick:g}".partition(".")[2]) for tick in inside), default=0)
+    names = [f"{tick + 0.0:.{digits}f}".replace("-", "−") for tick in inside]
+    return Axis(label, tuple(zip(inside, names, strict=True)), low, high)
+
+
+def draw_panels(
+    panels: Sequence[LinePanel],
+    looks: dict[str, PolicyStyle],
+    x: Axis,
+    y: Axis,
+    height: float = 1.75,
+) -> Any:
+    """A figure of the panels.
+
+    Args:
+        looks: of every line, in the order in which a legend tells them.
+        height: inches of a single panel; those that stand side by side have three quarters of it.
+    """
+    left = _LABEL + max(text_width(name, SMALL) for _, name in y.ticks) + _TICK
+    looks = styles_for(looks, {name for panel in panels for name in _names(panel)})
+    if len(panels) == 1:
+        return _single_panel(panels[0], looks, x, y, left, height)
+    return _panel_row(panels, looks, x, y, left, 0.75 * height)
+
+
+def _single_panel(
+    panel: LinePanel, looks: dict[str, PolicyStyle], x: Axis, y: Axis, left: float, height: float
+) -> Any:
+    ends = [(line.ys[-1], looks[line.name]) for line in panel.lines if looks[line.name].is_told]
+    ends += [(level, looks[name]) for name, level in panel.across]
+    names = max((text_width(look.name, SMALL) for _, look in ends), default=0.0)
+    # A title may run on above the names.
+    title = wrap_text(panel.title, COLUMN - left - 0.05, TITLE, 2)
+    top = TITLED + LEAD * (len(title) - 1)
+    sheet = PanelGrid(COLUMN, 1, 1, height, Margins(left, names + 0.22, top, BOTTOM))
+    figure = sheet.figure()
+    axes = sheet.panel(figure, 0)
+    _draw(axes, panel, looks)
+    _scale(axes, x, y, sheet.panel_width)
+    axes.set_title("\n".join(title), linespacing=1.1)
+    axes.set_xlabel(x.label)
+    axes.set_ylabel(y.label)
+    label_ends(figure, axes, ends)
+    return figure
+
+
+def _panel_row(
+    panels: Sequence[LinePanel],
+    looks: dict[str, PolicyStyle],
+    x: Axis,
+    y: Axis,
+    left: float,
+    height: float,
+) -> Any:
+    levels = _named_levels(panels, looks)
+    drawn = {line.name for panel in panels for line in panel.lines}
+    told = [look for name, look in looks.items() if look.is_told and (name in drawn or not levels)]
+    legend = legend_lines(told, PAGE - left)
+    columns = min(PANELS_PER_ROW, len(panels))
+    rows = -(-len(panels) // columns)
+    margins = Margins(left, 0.08 + levels, 0.06 + len(legend) * LINE_HEIGHT + TITLED, BOTTOM)
+    sheet = PanelGrid(PAGE, rows, columns, height, margins, gap_x=0.18 + levels, gap_y=0.46)
+    titles = [wrap_text(panel.title, sheet.panel_width, TITLE, 2) for panel in panels]
+    if more := LEAD * (max(map(len, titles)) - 1):
+        margins = replace(margins, top=margins.top + more)
+        sheet = replace(sheet, margins=margins, gap_y=sheet.gap_y + more)
+    figure = sheet.figure()
+    draw_legend(figure, legend, left, 0.05)
+    for number, panel in enumerate(panels):
+        axes = sheet.panel(figure, number)
+        _draw(axes, panel, looks)
+        _scale(axes, x, y, sheet.panel_width)
+        axes.set_title("\n".join(titles[number]), linespacing=1.1)
+        if number % columns:
+            axes.set_yticklabels([])
+        else:
+            axes.set_ylabel(y.label)
+        if sheet.is_bottom(number, len(panels)):
+            axes.set_xlabel(x.label)
+        if levels:
+            label_ends(figure, axes, [(level, looks[name]) for name, level in panel.across])
+    return figure
+
+
+def _named_levels(panels: Sequence[LinePanel], looks: dict[str, PolicyStyle]) -> float:
+    """Inches beside each panel for the names of its levels; none where a legend tells them apart.
+
+    Dashes alone do not, where there are more than two.
+    """
+    if max(len(panel.across) for panel in panels) < 3:
+        return 0.0
+    names = {looks[name].name for panel in panels for name, _ in panel.across}
+    return 0.13 + max(text_width(name, SMALL) for name in names)
+
+
+def _draw(axes: Any, panel: LinePanel, looks: dict[str, PolicyStyle]) -> None:
+    for name, level in panel.across:
+        look = looks[name]
+        axes.axhline(level, color=look.color, linestyle=look.dashes, linewidth=0.9, label=name)
+    # Pale lines first, controls next: what is compared lies on top.
+    for line in sorted(panel.lines, key=lambda line: _rank(looks[line.name])):
+        look, rank = looks[line.name], 2 + _rank(looks[line.name])
+        if line.lows and look.is_told and not look.is_control:
+            axes.vlines(
+                line.xs, line.lows, line.highs, color=look.color, linewidth=0.7, zorder=rank
+            )
+        axes.plot(
+            line.xs,
+            line.ys,
+            color=look.color,
+            linestyle=look.dashes,
+            linewidth=1.3 if look.dashes == SOLID and look.is_told else 0.9,
+            # A control at one place is a dash.
+            marker=look.marker or ("_" if len(line.xs) == 1 else None),
+            zorder=rank,
+            clip_on=False,
+            label=line.name,
+        )
+
+
+def _scale(axes: Any, x: Axis, y: Axis, width: float) -> None:
+    if x.base:
+        axes.set_xscale("log", base=x.base)
+    if y.base:
+        axes.set_yscale("log", base=y.base)
+    axes.set_xlim(x.low, x.high)
+    axes.set_ylim(y.low, y.high)
+    shown = _fitting(x.ticks, width)
+    axes.set_xticks([tick for tick, _ in shown], [name for _, name in shown])
+    axes.set_yticks([tick for tick, _ in y.ticks], [name for _, name in y.ticks])
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _fitting(ticks: Sequence[tuple[float, str]], width: float) -> Sequence[tuple[float, str]]:
+    """The ticks whose names stand clear of each other: all, or every second, every third, ..."""
+    step = 1
+    while sum(text_width(name, SMALL) + 0.08 for _, name in ticks[::step]) > width and step < len(
+        ticks
+    ):
+        step += 1
+    return ticks[::step]
+
+
+def _rank(look: PolicyStyle) -> int:
+    return 0 if not look.is_told else 1 if look.is_control else 2
+
+
+def _names(panel: LinePanel) -> list[str]:
+    return [line.name for line in panel.lines] + [name for name, _ in panel.across]

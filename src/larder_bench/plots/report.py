@@ -1,0 +1,232 @@
+"""One page about results that opens anywhere: tables, figures, commands and the environment.
+
+Everything is inside: no script, no font and no picture from elsewhere. Figures are SVG whose colors
+follow the page, so that it reads in a dark scheme, too. Equal results give equal pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from larder.core.errors import UnknownName
+from larder.core.family import unknown
+from larder_bench.plots import score_groups
+from larder_bench.plots.figure_selection import (
+    PolicyLabels,
+    draw_all,
+    relabel_results,
+    select_policies,
+)
+from larder_bench.plots.html_tables import escape_html, group_tables, paper_table
+from larder_bench.plots.policy_styles import COLORS, PALE, assign_styles
+from larder_bench.plots.rerun_commands import rerun_commands
+from larder_bench.plots.style import (
+    FAINT,
+    INK,
+    LINE,
+    PAPER,
+    SOFT,
+    Drawing,
+    FigureWidth,
+    ImageFormat,
+)
+from larder_bench.results.papers import Paper
+from larder_bench.results.rows import Results, Row
+from larder_bench.results.tables import SPEED, cell_seconds
+from larder_bench.studies.study import read_study, study_names
+
+BASELINES = ("random", "h2o", "h2o_blockwise")
+# What stands in for each color of a figure on the page.
+_PAGE = {
+    INK: "--ink",
+    SOFT: "--soft",
+    FAINT: "--faint",
+    LINE: "--line",
+    PAPER: "--paper",
+    PALE: "--pale",
+    **{color: f"--c{number}" for number, (color, _) in enumerate(COLORS)},
+    # A word as dark as its line is the same color on the page.
+    **{dark: f"--d{number}" for number, (color, dark) in enumerate(COLORS) if dark != color},
+}
+_ENVIRONMENT_KEYS = (
+    "larder",
+    "commit",
+    "python",
+    "torch",
+    "transformers",
+    "kvpress",
+    "optimum-quanto",
+    "hqq",
+    "platform",
+    "cpu",
+    "accelerator",
+    "threads",
+    "date",
+)
+
+
+def render_report(
+    paths: Sequence[Path],
+    policies: Sequence[str] = (),
+    title: str = "",
+    against: Sequence[str] | None = None,
+) -> str:
+    """The page as HTML.
+
+    Args:
+        policies: names; all unless given.
+        title: of the page; the studies' names unless given.
+        against: policies that all others are compared with; those of `BASELINES` that there are
+            unless given.
+
+    Raises:
+        InputError: a file cannot be read.
+        UnknownName: no row is of a policy that was named.
+    """
+    found, names = select_policies(paths, policies)
+    bases = _baseline_labels(found, names, against)
+    shown = relabel_results(found, names)
+    drawings = draw_all(shown, assign_styles(names.values()))
+    return Template(_asset("report.html")).substitute(
+        title=escape_html(title or _title(found)),
+        style=_asset("report.css"),
+        counted=escape_html(_counted(found)),
+        tables="\n".join(_tables(found, shown, names, bases)),
+        figures="\n".join(_figure(number, one) for number, one in enumerate(drawings)),
+        policies=_policies(found, names),
+        environments="\n".join(_environments(found)),
+        commands=escape_html("\n".join(rerun_commands(found, paths, policies))),
+    )
+
+
+def _baseline_labels(
+    found: Results, names: PolicyLabels, against: Sequence[str] | None
+) -> list[str]:
+    """The short names of what all others are compared with.
+
+    Raises:
+        UnknownName: no cell is of a policy that was named.
+    """
+    places = dict.fromkeys((row["study"], row["policy"]) for row in found.cells)
+    known = {place: names[place] for place in places}
+    for name in against or ():
+        if not any(name in (long, short) for (_, long), short in known.items()):
+            shorts = list(dict.fromkeys(known.values()))
+            raise UnknownName(unknown("policy in the result files", name, shorts))
+    wanted = BASELINES if against is None else against
+    return list(
+        dict.fromkeys(
+            short for name in wanted for (_, long), short in known.items() if name in (long, short)
+        )
+    )
+
+
+def _of_study(study: str, names: PolicyLabels) -> dict[str, str]:
+    return {policy: short for (own, policy), short in names.items() if own == study}
+
+
+def inline_svg(svg: str, number: int) -> str:
+    """An SVG file as a part of the page: colors of the page, ids that no other figure has."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="f{number}-', svg)
+    svg = re.sub(r"url\(#", f"url(#f{number}-", svg)
+    svg = re.sub(r'href="#', f'href="#f{number}-', svg)
+    svg = re.sub(r'(<svg\b[^>]*?) width="([\d.]+)pt"', _sized, svg, count=1)
+    svg = re.sub(r'(<svg\b[^>]*?) height="[\d.]+pt"', r"\1", svg, count=1)
+    for color, name in _PAGE.items():
+        svg = svg.replace(f": {color}", f": var({name})")
+    return svg
+
+
+def _sized(found: re.Match[str]) -> str:
+    """A figure across the page fills it; on a narrow screen it keeps its size in print."""
+    inches = float(found[2]) / 72
+    share = min(1.0, inches / FigureWidth.PAGE.inches)
+    return f'{found[1]} style="width: {share:.1%}; min-width: {inches:.2f}in" role="img"'
+
+
+def _figure(number: int, drawing: Drawing) -> str:
+    svg = inline_svg(drawing.save(ImageFormat.SVG).decode(), number)
+    return (
+        f'<figure id="figure-{number + 1}"><div class="wide">{svg}</div><figcaption>'
+        f"<b>Figure {number + 1}. {escape_html(drawing.title)}.</b> {escape_html(drawing.caption)}"
+        "</figcaption></figure>"
+    )
+
+
+def _tables(
+    found: Results, shown: Results, names: PolicyLabels, bases: Sequence[str]
+) -> Iterator[str]:
+    groups = score_groups.group_cells(shown.cells)
+    titles = score_groups.group_titles(list(groups), "matched")
+    studies = list(dict.fromkeys(group.study for group in groups))
+    for study in studies:
+        if len(studies) > 1:
+            yield f"<h3 class=study>{escape_html(study)}</h3>"
+        if claim := _claim(study):
+            yield f"<p><b>Claim.</b> {escape_html(claim)}</p>"
+        for group, rows in groups.items():
+            if group.study == study and any(map(_has_table, rows)):
+                yield from group_tables(titles[group], rows, bases)
+        for row in found.papers:
+            if row["study"] == study:
+                own = [cell for cell in found.cells if cell["study"] == study]
+                yield from paper_table(Paper.of(row), own, _of_study(study, names))
+
+
+def _has_table(row: Row) -> bool:
+    """Whether a table has anything of it."""
+    has_scores = bool(row.get("items")) or SPEED.key in row
+    return has_scores or bool(cell_seconds(row)) or "refused" in row
+
+
+def _claim(study: str) -> str:
+    """What a study is to show, where its file is at hand."""
+    return read_study(study).claim if study in study_names() else ""
+
+
+def _policies(found: Results, names: PolicyLabels) -> str:
+    spelled = dict.fromkeys(
+        (names[row["study"], row["policy"]], row["spelling"]) for row in found.cells
+    )
+    lines = (
+        "<tr><th "
+        f"scope=row>{escape_html(name)}</th><td><code>{escape_html(spelling)}</code></td></tr>"
+        for name, spelling in spelled
+    )
+    return "\n".join(lines)
+
+
+def _environments(found: Results) -> Iterator[str]:
+    for environment in found.environments.values():
+        told = [(name, environment[name]) for name in _ENVIRONMENT_KEYS if environment.get(name)]
+        told.append(("cells", sum(r.get("environment") == environment["id"] for r in found.cells)))
+        lines = (f"<dt>{name}</dt><dd>{escape_html(str(value))}</dd>" for name, value in told)
+        yield f"<dl>{''.join(lines)}</dl>"
+
+
+def _title(found: Results) -> str:
+    rows = (*found.cells, *found.exhibits)
+    studies = dict.fromkeys(row["study"] for row in rows if row["study"])
+    return ", ".join(studies) or "Results"
+
+
+def _counted(found: Results) -> str:
+    """How much the page is about, in one line."""
+    policies = len({row["policy"] for row in found.cells})
+    models = ", ".join(dict.fromkeys(row["model"] for row in (*found.cells, *found.exhibits)))
+    items = sum(len(score_groups.counted_items(row)) for row in found.measured)
+    refused = len(found.cells) - len(found.measured)
+    return (
+        f"Model {models}. {len(found.cells):,} cells, {policies} policies, {items:,} scored items"
+        + (f"; {refused:,} cells were refused." if refused else ".")
+    )
+
+
+def _asset(name: str) -> str:
+    return files("larder_bench.plots").joinpath(name).read_text(encoding="utf-8").strip()

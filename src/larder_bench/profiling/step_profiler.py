@@ -1,0 +1,117 @@
+"""What a step of decoding consists of, by clocks around the methods that do its work.
+
+attention   appending a token and attending, over fast entries and recalled pages, and joining these
+search      looking for pages in an index
+gather      moving those of them that are not there yet
+insert      having an index take in what was parked
+park        taking entries into the slow tier
+evict       carrying out plans
+policy      all else that watches: tallies, scores, plans
+model       the rest: the weights
+
+Time counts once, for the innermost of them. Clocks are taken away again at the end. What other
+threads do is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+from larder.cache.base import Store
+from larder.cache.corrected import Corrected
+from larder.cache.finding import Finder
+from larder.cache.pool import Pool
+from larder.cache.sequence import SequenceCache
+from larder.cache.slow import Slow
+from larder.cache.tiered import Tiered
+from larder.core.recall import Index
+from larder.models.passes import Observer
+from larder_bench.profiling.timing import percentiles
+
+Clock = Callable[[], float]
+MODEL, POLICY = "model", "policy"
+PARTS = ("attention", "search", "gather", "insert", "park", "evict", POLICY, MODEL)
+
+
+@dataclass
+class StepProfiler:
+    """Seconds by part since `laid_out` was last called."""
+
+    clock: Clock
+    parts: dict[str, float] = field(default_factory=dict)
+    _inner: list[float] = field(default_factory=list)
+    _thread: int = field(default_factory=get_ident)
+
+    def timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The same, with the time that it takes itself added to a part."""
+
+        def run(*args: Any, **named: Any) -> Any:
+            if get_ident() != self._thread:
+                return inner(*args, **named)
+            started = self.clock()
+            self._inner.append(0.0)
+            try:
+                return inner(*args, **named)
+            finally:
+                took, own = self.clock() - started, self._inner.pop()
+                self.parts[part] = self.parts.get(part, 0.0) + took - own
+                if self._inner:
+                    self._inner[-1] += took
+
+        return run
+
+    def watched(self, observer: Observer | None) -> Observer | None:
+        """An observer whose time is the policy's."""
+        return None if observer is None else self.timed(observer, POLICY)
+
+    def step(self, go: Callable[[], object]) -> dict[str, float]:
+        """Seconds by part of one step."""
+        self.parts = {}
+        self.timed(go, MODEL)()
+        return self.parts
+
+
+@contextmanager
+def profile_steps(clock: Clock) -> Iterator[StepProfiler]:
+    """Clocks around everything that a step consists of."""
+    spent, kinds = StepProfiler(clock), list(_profiled_methods())
+    former = [vars(owner)[name] for owner, name, _ in kinds]
+    for (owner, name, part), inner in zip(kinds, former, strict=True):
+        setattr(owner, name, spent.timed(inner, part))
+    try:
+        yield spent
+    finally:
+        for (owner, name, _), inner in zip(kinds, former, strict=True):
+            setattr(owner, name, inner)
+
+
+def part_percentiles(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
+    """Median and 95th percentile of each part that any of the steps has, in their order."""
+    found = [part for part in PARTS if any(part in step for step in steps)]
+    return [{"name": part} | percentiles([step.get(part, 0.0) for step in steps]) for part in found]
+
+
+def _profiled_methods() -> Iterator[tuple[type, str, str]]:
+    """Classes, their methods, and the parts that these are."""
+    for owner in (Store, Tiered, Corrected):
+        yield owner, "extend", "attention"
+    for owner in _subclasses(Index):
+        for name, part in (("find", "search"), ("contents", "gather"), ("versions", "gather")):
+            if name in vars(owner):
+                yield owner, name, part
+    yield Pool, "load", "gather"
+    yield Finder, "learn", "insert"
+    for owner in (Slow, *_subclasses(Slow)):
+        if "add" in vars(owner):
+            yield owner, "add", "park"
+    yield SequenceCache, "evict", "evict"
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for own in kind.__subclasses__():
+        yield own
+        yield from _subclasses(own)

@@ -1,0 +1,189 @@
+"""Caches as they are behind a long text that nobody has read, and steps of decoding over them.
+
+What is held at full precision in one tier is filled with random numbers at once. All other caches
+take made-up keys in block by block, under the eyes of their policy, so that codes, pages and
+indexes are what they would be; queries that look for some of them are fed to those that search.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.errors import UsageError
+from larder.core.ledger import Ledger
+from larder.core.observation import Calibration, Prompts
+from larder.core.spelling import spell
+from larder.models.calibration import MEASUREMENTS
+from larder.models.decoder import Decoder
+from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.storage.exact import Exact
+from larder.prefill.meter import Meter
+from larder.session.policy import Policy
+from larder.session.reading import Desk, build
+from larder.session.rooms import entries_of
+from larder_bench.profiling.synthetic_keys import KeyQueryStream, draw_stream
+from larder_bench.profiling.timed_decoder import SyntheticDecoder
+
+STEPS_PER_TARGET = 4  # steps that a query looks for the same
+PROMPT_TOKENS = 64  # of every prompt that a policy judges by
+EPISODE_TOKENS = 400
+FIRST_TOKEN_ID, WORDS = 6, 4096
+
+
+@dataclass(frozen=True)
+class SyntheticCache:
+    """A cache, and what its layers are fed with while it is decoded over; nothing for most."""
+
+    cache: SequenceCache
+    streams: Sequence[KeyQueryStream] = ()
+
+    @property
+    def fast_bytes(self) -> int:
+        """In the model's memory, slots for recalled pages included even if none is there yet."""
+        foreseen = sum(tier.foreseen_bytes for tier in self.cache.tiers)
+        return self.cache.fast_nbytes + foreseen
+
+    @property
+    def slow_bytes(self) -> int:
+        """In host memory: what was parked, and the index over it."""
+        return self.cache.nbytes - self.cache.fast_nbytes
+
+
+def build_synthetic_cache(desk: Desk, policy: Policy, context: int, steps: int) -> SyntheticCache:
+    """The cache of a policy whose sizes are filled in, behind `context` tokens.
+
+    Args:
+        steps: that will be taken over it.
+
+    Raises:
+        UsageError: what it drops comes back by reading text.
+        LarderError: it refuses its budget.
+    """
+    if policy.rebuilding is not None:
+        raise UsageError(
+            f"{spell(policy.compensation)} makes entries anew from what was read, and nothing was: "
+            "leave it out, or measure answers."
+        )
+    if policy.storage == Exact() and policy.recall is None:
+        return SyntheticCache(_random_cache_of(desk.decoder, policy, context))
+    layers = desk.decoder.spec.layers
+    streams = [draw_stream(layer, context, steps, STEPS_PER_TARGET) for layer in layers]
+    stuffing = SyntheticDecoder(desk.decoder, streams)
+    ids, book = random_ids(desk.decoder, context), random_prompts(desk.decoder, policy)
+    cache = build(replace_decoder(desk, stuffing), policy, ids, [book], Meter()).activate(0)
+    if policy.recall is None:
+        return SyntheticCache(cache)
+    return SyntheticCache(cache, [replace(one, keys=one.keys[:, :0].clone()) for one in streams])
+
+
+def append_random_entries(decoder: Decoder, caches: Sequence[SequenceCache], tokens: int) -> None:
+    """Have caches hold so many more random entries, as if these had been generated."""
+    spec = decoder.spec
+    for cache in caches:
+        start = cache.next_position
+        cache.allocate(tokens)
+        positions = torch.arange(start, start + tokens, device=spec.device)
+        for layer in spec.layers:
+            both = torch.randn(2, layer.kv_heads, tokens, layer.head_dim)
+            keys, values = both.to(spec.dtype).to(spec.device)
+            cache.stores[layer.index].append(keys, values, positions)
+        cache.advance(tokens)
+
+
+def random_ids(decoder: Decoder, count: int) -> tuple[int, ...]:
+    """Tokens by chance, the same every time, out of those that the bundled tokenizer has, too."""
+    source, words = random.Random(0), min(decoder.vocabulary, WORDS)
+    return tuple(source.randrange(FIRST_TOKEN_ID, words) for _ in range(count))
+
+
+def replace_decoder(desk: Desk, decoder: Decoder) -> Desk:
+    """A desk with something in the place of its decoder, and measurements by chance: those of
+    random weights would say no more, and take long.
+    """
+    layers = desk.decoder.spec.managed
+
+    def measured(names: frozenset[str]) -> Calibration:
+        source = random.Random(0)
+        grains = {name: MEASUREMENTS.load(name).grain for name in sorted(names)}
+        counts = {name: sum(map(grain.count, layers)) for name, grain in grains.items()}
+        return {name: tuple(source.random() for _ in range(n)) for name, n in counts.items()}
+
+    return replace(desk, decoder=decoder, calibrate=measured)
+
+
+def random_prompts(decoder: Decoder, policy: Policy) -> Prompts:
+    """All prompts that a policy judges by, of random tokens: episodes are the longest."""
+    sizes = {name: PROMPT_TOKENS for name in policy.scorer.wanted()}
+    sizes |= {"episode": EPISODE_TOKENS} if "episode" in sizes else {}
+    return {name: random_ids(decoder, size) for name, size in sizes.items()}
+
+
+def _random_cache_of(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:
+    is_full = policy.budget.tokens == WITHOUT_LIMIT
+    form = Form.DENSE if is_full else Form.RAGGED
+    entries = context if is_full else min(context, entries_of(policy, decoder.spec))
+    return random_cache(decoder, form, entries, policy.planner.ledger, 0.0, context)
+
+
+EMPTY_LEDGER = Ledger()
+
+
+def random_cache(
+    decoder: Decoder,
+    form: Form,
+    entries: int,
+    ledger: Ledger = EMPTY_LEDGER,
+    spread: float = 1.0,
+    context: int | None = None,
+) -> SequenceCache:
+    """A cache with random entries; ragged heads hold half to one and a half of `entries` each.
+
+    A spread of 0 gives all heads the same. Columns of the ledger hold random numbers, scalars
+    nothing yet.
+
+    Args:
+        context: true tokens read. The later half of a head's entries are the latest of them, the
+            others lie evenly before. Left out, twice the entries, and these are the first.
+    """
+    spec, state = decoder.spec, dict[str, torch.Tensor]()
+    for layer in spec.layers:
+        heads, size, name = layer.kv_heads, layer.head_dim, layer.index
+        lengths = torch.full((heads,), entries)
+        if form is Form.RAGGED:
+            reach = round(spread * entries / 2)
+            lengths += torch.linspace(-reach, reach, heads).long()
+            state[f"{name}.lengths"] = lengths
+        total = int(lengths.sum())
+        shape = (total, size) if form is Form.RAGGED else (heads, entries, size)
+        state[f"{name}.keys"] = torch.randn(shape).to(spec.dtype)
+        state[f"{name}.values"] = torch.randn(shape).to(spec.dtype)
+        kept = ledger_for(form, ledger)
+        state |= {f"{name}.column.{column}": torch.rand(total) for column in kept.columns}
+        unset = torch.full((heads,), torch.nan)
+        state |= {f"{name}.scalar.{scalar}": unset.clone() for scalar in kept.scalars}
+        places = [_positions(n, context) for n in lengths.tolist()]
+        state[f"{name}.positions"] = torch.cat(places if form is Form.RAGGED else places[:1])
+    meta = SequenceCache(spec, form, ledger_for(form, ledger)).meta()
+    meta |= {"next_position": str(context or 2 * entries)}
+    cache = SequenceCache.restore(spec, {n: t.to(spec.device) for n, t in state.items()}, meta)
+    cache.reserve(64)
+    return cache
+
+
+def ledger_for(form: Form, ledger: Ledger) -> Ledger:
+    """Only a ragged cache remembers anything."""
+    return ledger if form is Form.RAGGED else EMPTY_LEDGER
+
+
+def _positions(entries: int, context: int | None) -> torch.Tensor:
+    """True positions of the entries of a head."""
+    if context is None:
+        return torch.arange(entries, dtype=torch.int32)
+    latest = entries // 2
+    early = torch.arange(entries - latest) * (context - latest) // max(entries - latest, 1)
+    return torch.cat([early, torch.arange(context - latest, context)]).to(torch.int32)

@@ -1,0 +1,109 @@
+"""Keys and queries that lie as real ones do, drawn at random, and caches that are fed with them.
+
+Independent random numbers have no neighbors, and a search among them says nothing. Here a text goes
+from topic to topic; keys of a topic lie around its center, those of one of its words closer still,
+and all around what is common to a head. A query looks for one held word, for some steps, then for
+another. Norms are those of Qwen3, whose keys are normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.spec import LayerSpec, ModelSpec
+
+TOPICS, WORDS, TOKENS_PER_TOPIC = (
+    48,
+    32,
+    96,
+)  # topics of a head, words of a topic, tokens before it changes
+SPREADS = (0.6, 0.6, 0.45, 0.3)  # of what is common, of topics, of words, and around a word
+QUERY_NOISE = 0.5  # of what a query looks for, per step
+
+
+@dataclass(frozen=True)
+class KeyQueryStream:
+    """What one layer is made to see: keys of a text, then a key and queries per step."""
+
+    keys: Float[Tensor, "K S D"]
+    later: Float[Tensor, "K N D"]
+    queries: Float[Tensor, "H N D"]
+
+
+def draw_stream(layer: LayerSpec, tokens: int, steps: int, stays: int) -> KeyQueryStream:
+    """A text of `tokens`, and `steps` behind it; a query looks for the same for `stays` steps."""
+    source = torch.Generator().manual_seed(layer.index)
+    heads, size = layer.kv_heads, layer.head_dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, size, generator=source)
+
+    common, topic, word, around = SPREADS
+    whole = normal(heads, 1) * common
+    topics = normal(heads, TOPICS) * topic
+    words = normal(heads, TOPICS, WORDS) * word
+    count = tokens + steps
+    of = torch.randint(
+        TOPICS, (count // TOKENS_PER_TOPIC + 1,), generator=source
+    ).repeat_interleave(TOKENS_PER_TOPIC)
+    of, which = of[:count], torch.randint(WORDS, (count,), generator=source)
+    keys = whole + topics[:, of] + words[:, of, which] + normal(heads, count) * around
+    keys = _scaled(keys, size**0.5)
+    targets = torch.randint(tokens, (layer.query_heads, steps // stays + 1), generator=source)
+    targets = targets.repeat_interleave(stays, 1)[:, :steps]
+    owners = torch.arange(layer.query_heads)[:, None] // layer.group
+    sought = keys[owners, targets] + normal(layer.query_heads, steps) * QUERY_NOISE
+    return KeyQueryStream(
+        keys[:, :tokens].contiguous(),
+        keys[:, tokens:].contiguous(),
+        _scaled(sought, 1.3 * size**0.5),
+    )
+
+
+def inject_streams(
+    caches: Sequence[SequenceCache], streams: Sequence[KeyQueryStream]
+) -> Callable[[int], None]:
+    """Have single tokens bring the streams' keys and queries; gives what sets the next step."""
+    step = [0]
+
+    def feeding(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend(layer: int, queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+            told, at = streams[layer], step[0]
+            return own(
+                layer,
+                told.queries[:, at : at + 1].to(queries),
+                told.later[:, at : at + 1].to(keys),
+                *rest,
+            )
+
+        return attend
+
+    def go_to(number: int) -> None:
+        step[0] = number % streams[0].queries.shape[1]
+
+    for cache in caches:
+        cache.attend = feeding(cache.attend)  # type: ignore[method-assign]
+    return go_to
+
+
+def stop_injection(caches: Sequence[SequenceCache]) -> None:
+    """Feed them no more; a cache that is fed refers to itself."""
+    for cache in caches:
+        vars(cache).pop("attend", None)
+
+
+def draw_values(spec: ModelSpec, layer: LayerSpec, tokens: int) -> Tensor:
+    source = torch.Generator().manual_seed(1000 + layer.index)
+    shape = layer.kv_heads, tokens, layer.head_dim
+    return torch.randn(*shape, generator=source, dtype=spec.dtype)
+
+
+def _scaled(rows: Tensor, norm: float) -> Tensor:
+    return rows * (norm / rows.norm(dim=-1, keepdim=True))

@@ -1,0 +1,141 @@
+"""Decoders that reading can be told apart by: one that is timed, and one that reads no text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from larder.core.needs import Need
+from larder.core.spec import LayerSpec
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.passes import Observer, Recorded, Row
+from larder_bench.profiling.synthetic_keys import KeyQueryStream
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class TimedObserver:
+    """An observer whose time is added up.
+
+    Args:
+        stopped: when it was last done.
+    """
+
+    clock: Clock
+    inner: Observer
+    seconds: float = 0.0
+    stopped: float = 0.0
+
+    def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
+        started = self.clock()
+        self.inner(row, layer, recorded)
+        self.stopped = self.clock()
+        self.seconds += self.stopped - started
+
+
+class TimedDecoder(Decoder):
+    """The same decoder, which adds up what observers and scratch passes take while it reads.
+
+    `judging` is seconds in observers, `scratch` those of passes read behind a cache, to judge it
+    by, without observers.
+    """
+
+    def __init__(self, decoder: Decoder, clock: Clock) -> None:
+        vars(self).update(vars(decoder))  # which goes on holding the model
+        self.clock = clock
+        self.judging = self.scratch = 0.0
+
+    def read(
+        self,
+        rows: Sequence[Row],
+        mode: Mode,
+        observer: Observer | None = None,
+        needs: frozenset[Need] = frozenset(),
+    ) -> None:
+        watch, started = self._watch(observer), self.clock()
+        super().read(rows, mode, watch, needs)
+        self._count(mode, watch, started)
+
+    def weigh(
+        self, rows: Sequence[Row], mode: Mode, observer: Observer | None = None
+    ) -> list[torch.Tensor]:
+        """What follows the last look is for the policy, too, but for the rest of one layer."""
+        watch, started = self._watch(observer), self.clock()
+        surprises = super().weigh(rows, mode, watch)
+        watch.seconds += self.clock() - watch.stopped
+        self._count(mode, watch, started)
+        return surprises
+
+    def predict(
+        self,
+        rows: Sequence[Row],
+        mode: Mode,
+        wanted: Sequence[int],
+        observer: Observer | None = None,
+    ) -> torch.Tensor:
+        watch, started = self._watch(observer), self.clock()
+        logits = super().predict(rows, mode, wanted, watch)
+        self._count(mode, watch, started)
+        return logits
+
+    def _watch(self, observer: Observer | None) -> TimedObserver:
+        return TimedObserver(self.clock, _ignore if observer is None else observer)
+
+    def _count(self, mode: Mode, watch: TimedObserver, started: float) -> None:
+        self.judging += watch.seconds
+        if mode is not Mode.APPEND:
+            self.scratch += self.clock() - started - watch.seconds
+
+
+class SyntheticDecoder(TimedDecoder):
+    """Reads no text: made-up keys come in, under the eyes of the policy.
+
+    It costs a hundredth of reading. What is looked up in keys needs some that lie as real ones do.
+
+    Args:
+        streams: what each layer sees, one per layer; at least as long as what is read.
+    """
+
+    def __init__(self, decoder: Decoder, streams: Sequence[KeyQueryStream]) -> None:
+        super().__init__(decoder, time.perf_counter)
+        self.streams = streams
+
+    def read(
+        self,
+        rows: Sequence[Row],
+        mode: Mode,
+        observer: Observer | None = None,
+        needs: frozenset[Need] = frozenset(),
+    ) -> None:
+        for layer in self.spec.layers:
+            for number, row in enumerate(rows):
+                recorded = self._made(layer, row, mode)
+                if mode is Mode.APPEND:
+                    told = recorded.keys, recorded.values, recorded.positions
+                    row.cache.stores[layer.index].append(*told)
+                if observer is not None:
+                    observer(number, layer.index, recorded)
+        if mode is Mode.APPEND:
+            for row in rows:
+                row.cache.advance(len(row.ids))
+
+    def _made(self, layer: LayerSpec, row: Row, mode: Mode) -> Recorded:
+        """What a layer might have made of a row."""
+        count, size = len(row.ids), layer.head_dim
+        queries = torch.randn(layer.query_heads, count, size)
+        keys, values = torch.randn(2, layer.kv_heads, count, size)
+        if mode is Mode.APPEND:
+            start = row.cache.next_position
+            keys = self.streams[layer.index].keys[:, start : start + count]
+        positions = torch.tensor(row.positions(), device=self.spec.device)
+        like = self.spec.device, self.spec.dtype
+        return Recorded(queries.to(*like), keys.to(*like), values.to(*like), positions)
+
+
+def _ignore(*seen: object) -> None:
+    """Watches nothing."""

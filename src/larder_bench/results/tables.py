@@ -1,0 +1,277 @@
+"""Tables in Markdown of what was measured: means with intervals.
+
+Intervals are of the bootstrap over what was read, or over items where only one thing was. What one
+of two policies refused is left out of their difference. Nothing here needs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from larder.evaluation.bootstrap import Bootstrap, Interval, drop_unpaired, questions_as_clusters
+from larder_bench.results.budget_labels import sort_budgets
+from larder_bench.results.rows import Row
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """A number that each item has.
+
+    Args:
+        key: its name there.
+        title: what tables call it.
+        digits: behind the point.
+    """
+
+    key: str
+    title: str
+    digits: int
+
+
+@dataclass(frozen=True)
+class CellScores:
+    """What one policy made of one thing at one budget.
+
+    Args:
+        source: what was read, by which policies are compared in pairs.
+        items: those that count; empty where it was refused.
+        bytes_share: of the full cache that was really held, dense layers included.
+        dense_share: of the full cache, what layers held that the budget does not cover.
+        why: it was refused.
+        seconds: what it took, by the names of `TIMES`.
+        budget_tokens: entries per kv head that it was given; 0 where nothing was to choose.
+    """
+
+    policy: str
+    budget: str
+    source: str
+    items: tuple[Row, ...] = ()
+    bytes_share: float = 0.0
+    is_refused: bool = False
+    why: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    budget_tokens: int = 0
+    dense_share: float = 0.0
+
+
+# Names of what took seconds, with their titles.
+TIMES = {
+    "embed_seconds": "embedding",
+    "cluster_seconds": "clustering",
+    "prefill_seconds": "prefill",
+    "first_token_p50": "first token, median",
+    "first_token_p95": "first token, p95",
+    "token_p50": "token, median",
+    "token_p95": "token, p95",
+    "match_seconds": "matching",
+    "retrieve_seconds": "fetching a cache",
+    "decode_seconds": "answering",
+    "turn_seconds": "a turn, all shared out",
+    "uncached_turn_seconds": "a turn read anew",
+}
+SPEED = ScoreScale("tokens_per_second", "Tokens per second", digits=1)
+SHARE = ScoreScale("policy_share", "Share of the time that the policy takes", digits=3)
+COSTS = (SPEED, SHARE)  # numbers of a whole cell
+SCALES = (
+    ScoreScale("exact", "Exact match", digits=2),
+    ScoreScale("f1", "F1", digits=2),
+    ScoreScale("f1_stemmed", "F1 of stemmed words, as LoCoMo scores", digits=2),
+    ScoreScale("own", "Score of the data set", digits=2),
+    ScoreScale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
+    ScoreScale("similarity", "Cosine of keys with and without block-wise eviction", digits=3),
+    ScoreScale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
+    ScoreScale("same", "Likeliest token is the same", digits=3),
+    ScoreScale("recall_1", "Recall@1: the largest product is among what was fetched", digits=3),
+    ScoreScale("recall_3", "Recall@3", digits=3),
+    ScoreScale("recall_5", "Recall@5", digits=3),
+    ScoreScale("mass", "Attention kept", digits=3),
+    ScoreScale("possible", "Attention kept, had as many been fetched one by one", digits=3),
+    *COSTS,
+)
+
+
+def cell_scores(row: Row) -> CellScores:
+    """A cell of a results file as a table takes it."""
+    items = tuple(item for item in row.get("items", ()) if item["counts"])
+    if costs := {scale.key: row[scale.key] for scale in COSTS if scale.key in row}:
+        items = (costs,)
+    source = f"{row['task']} {row['tokens']} {row['seed']}"
+    head = row["policy"], row["budget"], source
+    why = row.get("refused", "")
+    share = row.get("bytes_share", 0.0)
+    tokens = row.get("budget_tokens", 0)
+    dense = row["dense_kv_bytes"] / row["full_kv_bytes"] if "dense_kv_bytes" in row else 0.0
+    return CellScores(*head, items, share, "refused" in row, why, cell_seconds(row), tokens, dense)
+
+
+def cell_seconds(row: Row) -> dict[str, float]:
+    """What a cell took, as far as it was timed."""
+    told = {name: row[name] for name in TIMES if name in row}
+    for what, shares in row.get("latency", {}).items():
+        told |= {f"{what}_{share}": seconds for share, seconds in shares.items()}
+    return told
+
+
+def markdown_report(groups: Mapping[str, Sequence[CellScores]]) -> str:
+    """Tables per group and scale, of all policies."""
+    lines: list[str] = []
+    for group, entries in groups.items():
+        table = ScoreTable(entries)
+        if not table.names:
+            continue
+        lines += [f"## {group}", "", table.counted(), "", *table.refusals()]
+        for scale in table.held(SCALES):
+            lines += [f"### {scale.title}", "", *table.means(scale), ""]
+        lines += table.times()
+    return "\n".join(lines)
+
+
+class ScoreTable:
+    """The entries of one group, by policy and budget; the last of two counts."""
+
+    def __init__(self, entries: Sequence[CellScores]) -> None:
+        self._entries = {(one.policy, one.budget, one.source): one for one in entries}
+        self.names = list(dict.fromkeys(one.policy for one in entries))
+        self.budgets = sort_budgets(list(dict.fromkeys(one.budget for one in entries)))
+        self._sources = sorted({one.source for one in entries})
+
+    def counted(self) -> str:
+        """How much was scored, by the policy that refused least."""
+        items = [self._items(name, budget) for name in self.names for budget in self.budgets]
+        most = max(sum(map(len, found.values())) for found in items)
+        files = f"{len(self._sources)} {'file' if len(self._sources) == 1 else 'files'}"
+        if set(self.held(SCALES)) <= {*COSTS}:
+            return f"{files}."
+        return f"{files}, {most} {'scored item' if most == 1 else 'scored items'}."
+
+    def refusals(self) -> list[str]:
+        """Why policies refused, a line for each: its first reason, at the first budget."""
+        found: dict[str, str] = {}
+        for one in self._entries.values():
+            if one.why:
+                found.setdefault(one.policy, f"- {one.policy} at {one.budget} refused: {one.why}")
+        return [*found.values(), ""] if found else []
+
+    def times(self) -> list[str]:
+        """A line per policy and budget of seconds, means over what was read; nothing if untimed."""
+        timed = self.timed()
+        if not timed:
+            return []
+        lines = [_markdown_row("policy", "budget", *(TIMES[name] for name in timed))]
+        lines.append(_markdown_row(*["---"] * (2 + len(timed))))
+        for name in self.names:
+            for budget in self.budgets:
+                if took := self.seconds(name, budget):
+                    cells = (f"{took[one]:.4f}" if one in took else "" for one in timed)
+                    lines.append(_markdown_row(name, budget, *cells))
+        return ["### Seconds", "", *lines, ""]
+
+    def timed(self) -> list[str]:
+        """Those of `TIMES` that any entry has."""
+        entries = self._entries.values()
+        return [name for name in TIMES if any(name in one.seconds for one in entries)]
+
+    def seconds(self, name: str, budget: str) -> dict[str, float]:
+        """What a policy took at a budget: by the names of `TIMES`, means over what was read."""
+        found = (self._entries.get((name, budget, source)) for source in self._sources)
+        took = [one.seconds for one in found if one is not None and one.seconds]
+        each = {key: [own[key] for own in took if key in own] for key in TIMES}
+        return {key: sum(values) / len(values) for key, values in each.items() if values}
+
+    def held(self, scales: Sequence[ScoreScale]) -> list[ScoreScale]:
+        """Those scales that any item has a number for."""
+        items = [item for one in self._entries.values() for item in one.items[:1]]
+        return [s for s in scales if any(item.get(s.key) is not None for item in items)]
+
+    def means(self, scale: ScoreScale) -> list[str]:
+        """A line per policy: mean, interval, and in brackets the share of the bytes it took."""
+        lines = [
+            _markdown_row("policy", *self.budgets),
+            _markdown_row(*["---"] * (1 + len(self.budgets))),
+        ]
+        for name in self.names:
+            lines.append(_markdown_row(name, *(self._mean(scale, name, b) for b in self.budgets)))
+        return lines
+
+    def interval(self, scale: ScoreScale, name: str, budget: str) -> Interval | None:
+        """The mean of a policy's items at a budget; None without any."""
+        scores = [
+            [float(item[scale.key]) for item in found if item.get(scale.key) is not None]
+            for found in self._items(name, budget).values()
+        ]
+        scores = [found for found in scores if found]
+        return Bootstrap().mean(resampling_units(scores)) if scores else None
+
+    def difference(
+        self, scale: ScoreScale, first: str, second: str, budget: str
+    ) -> Interval | None:
+        """The first less the second on what both read; None where there is nothing."""
+        left, right = self._items(first, budget), self._items(second, budget)
+        both = [source for source in left if source in right]
+        if not both:
+            return None
+        told = (
+            [[i.get(scale.key) for i in side[source]] for source in both] for side in (left, right)
+        )
+        each = [drop_unpaired(*sides) for sides in zip(*told, strict=True)]
+        one, other = ([side[n] for side in each if side[n]] for n in (0, 1))
+        if not one or not other:
+            return None
+        return Bootstrap().difference(resampling_units(one), resampling_units(other))
+
+    def bytes_share(self, name: str, budget: str) -> float:
+        """Of the full cache, the mean over what was not refused."""
+        return _mean_of([one.bytes_share for one in self._scored(name, budget)])
+
+    def dense_share(self, name: str, budget: str) -> float:
+        """Of the full cache, what dense layers hold: the mean over what was not refused."""
+        return _mean_of([one.dense_share for one in self._scored(name, budget)])
+
+    def shares(self, name: str, budget: str) -> str:
+        """Both, as tables show them."""
+        dense, share = self.dense_share(name, budget), f"{self.bytes_share(name, budget):.3f}"
+        return f"{share}, {dense:.3f} in dense layers" if dense else share
+
+    def budget_tokens(self, name: str, budget: str) -> int:
+        """Entries per kv head that a policy was given, the mean over what was not refused."""
+        return round(_mean_of([float(one.budget_tokens) for one in self._scored(name, budget)]))
+
+    def refused(self, name: str, budget: str) -> int:
+        """How many were."""
+        found = (self._entries.get((name, budget, source)) for source in self._sources)
+        return sum(one is not None and one.is_refused for one in found)
+
+    def _mean(self, scale: ScoreScale, name: str, budget: str) -> str:
+        interval, refused = self.interval(scale, name, budget), self.refused(name, budget)
+        if interval is None:
+            return "refused" if refused else ""
+        note = f" ({refused} refused)" if refused else ""
+        shown = _format_interval(interval, scale.digits)
+        return f"{shown} ({self.shares(name, budget)}){note}"
+
+    def _scored(self, name: str, budget: str) -> list[CellScores]:
+        return [self._entries[name, budget, source] for source in self._items(name, budget)]
+
+    def _items(self, name: str, budget: str) -> dict[str, tuple[Row, ...]]:
+        """The items that count, by source; what was refused or holds none left out."""
+        found = {source: self._entries.get((name, budget, source)) for source in self._sources}
+        return {source: one.items for source, one in found.items() if one is not None and one.items}
+
+
+def resampling_units(files: list[list[float]]) -> list[list[float]]:
+    """What the bootstrap draws: files, or the items of the only one."""
+    return files if len(files) > 1 else questions_as_clusters(files[0])
+
+
+def _mean_of(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _format_interval(interval: Interval, digits: int) -> str:
+    mean, low, high = (round(x, digits) + 0.0 for x in (interval.mean, interval.low, interval.high))
+    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _markdown_row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,141 @@
+"""What every way to retrieve text can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float32
+
+from larder.core.conversation import Conversation, Form, Message
+from larder.core.errors import BadParameter, BudgetError
+from larder.session.clustering import Clusters, cluster
+from larder.session.embedders.base import Embedder
+from larder.session.matching import match
+from larder.session.segments import Piece, Segment, Unit, cut
+from larder.session.transcript import Scribe
+
+
+class RetrievalBaseline(ABC):
+    """Text in the place of a cache: for each question some segments are read, the rest is not.
+
+    Implementations are frozen dataclasses. M. Kim et al., "EpiCache: Episodic KV Cache Management
+    for Long-Term Conversation on Resource-Constrained Environments" (2025), arXiv:2509.17396,
+    section 4, compares with two; it does not say how large chunks are, in what order they are read
+    nor under which prompt. Here they are its segments of four utterances, in the order they were
+    said, under the prompt of all other policies.
+    """
+
+    embedder: str
+    segment: int
+    tokens: int | None
+
+    @abstractmethod
+    def ranked(self, passages: SegmentIndex, question: str) -> Sequence[int]:
+        """The segments that may be read, those wanted most first."""
+
+
+def check_retrieval_sizes(name: str, segment: int, tokens: int | None) -> None:
+    """Raises: BadParameter: a way to retrieve has a size below 1."""
+    if segment < 1:
+        raise BadParameter(f"{name}.segment must be at least 1, got {segment}.")
+    if tokens is not None and tokens < 1:
+        raise BadParameter(f"{name}.tokens must be at least 1, or left out, got {tokens}.")
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentIndex:
+    """The segments of a conversation, their embeddings and clusters, which are made once.
+
+    Args:
+        size: utterances in each.
+    """
+
+    conversation: Conversation
+    scribe: Scribe
+    embedder: Embedder
+    size: int
+    _asked: dict[str, Float32[np.ndarray, " D"]] = field(default_factory=dict)
+    _clusters: dict[tuple[int, int], Clusters] = field(default_factory=dict)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        return cut(self.conversation, Unit.UTTERANCES, self.size)
+
+    def nearest(self, question: str, among: Sequence[int]) -> list[int]:
+        """Those segments, the most similar first; of equals the earlier."""
+        likeness = self._rows[list(among)] @ self._question(question)
+        return [among[place] for place in np.argsort(-likeness, kind="stable").tolist()]
+
+    def episode(self, question: str, count: int, seed: int) -> tuple[int, ...]:
+        """The segments of the episode that a question belongs to."""
+        if (count, seed) not in self._clusters:
+            self._clusters[count, seed] = cluster(self._rows, count, seed)
+        clusters = self._clusters[count, seed]
+        return clusters.members[match(self._question(question), clusters.centroids).episode]
+
+    def fitting(self, ranked: Sequence[int], tokens: int) -> Conversation:
+        """A conversation of at most so many tokens: segments as they fit, in the order of time.
+
+        Raises:
+            BudgetError: not one of them does.
+        """
+        is_chat = self.conversation.form is Form.CHAT
+        left, chosen, opened = tokens - (0 if is_chat else self._frame), list[int](), set[int]()
+        for number in ranked:
+            new = set(self.segments[number].messages) - opened if is_chat else set[int]()
+            cost = self._lengths[number] + len(new) * self._frame
+            if cost <= left:
+                chosen.append(number)
+                opened |= new
+                left -= cost
+        while chosen:
+            made = self._only(sorted(chosen))
+            if len(self.scribe.write(made).ids) <= tokens:
+                return made
+            chosen.pop()  # texts that are joined may take a few tokens more
+        raise BudgetError(
+            f"No segment of {self.size} utterances fits {tokens} tokens: raise the budget, or take "
+            "smaller segments."
+        )
+
+    def _only(self, chosen: Sequence[int]) -> Conversation:
+        """The conversation with nothing but these segments in it."""
+        kept: dict[int, str] = {}
+        for number in chosen:
+            for piece in self.segments[number].pieces:
+                kept[piece.message] = kept.get(piece.message, "") + self._text(piece)
+        messages = [
+            Message(source.role, text, source.speaker, source.date)
+            for source, text in ((self.conversation.messages[n], t) for n, t in kept.items())
+        ]
+        return replace(self.conversation, messages=tuple(messages), questions=())
+
+    @cached_property
+    def _rows(self) -> Float32[np.ndarray, "N D"]:
+        return self.embedder.embed_segments([segment.text for segment in self.segments])
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Tokens of the text of each segment."""
+        return [
+            sum(self.scribe.length(self._text(piece)) for piece in segment.pieces)
+            for segment in self.segments
+        ]
+
+    @cached_property
+    def _frame(self) -> int:
+        """Tokens around a message; a transcript or a document is one."""
+        nothing = replace(self.conversation, messages=(Message("user", ""),), questions=())
+        return len(self.scribe.write(nothing).ids)
+
+    def _text(self, piece: Piece) -> str:
+        return self.conversation.messages[piece.message].content[piece.start : piece.stop]
+
+    def _question(self, text: str) -> Float32[np.ndarray, " D"]:
+        if text not in self._asked:
+            self._asked[text] = self.embedder.embed_questions([text])[0]
+        return self._asked[text]

@@ -1,0 +1,207 @@
+"""Score all questions of a conversation in a few packed passes, without decoding.
+
+While nothing is evicted during decoding, greedy decoding gives the expected answer exactly if each
+of its tokens is the most likely one after the tokens before it. So the expected answers can be
+read, all side by side over one cache, in scratch mode; their log-likelihood comes with it and,
+unlike exact match, has no floor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.conversation import Question
+from larder.core.types import Mode
+from larder.engine.engine import Engine
+from larder.models.passes import Row
+from larder.session.memory import Memory
+from larder.session.transcript import Scribe
+
+MAX_PACKED_TOKENS = 2048  # questions and answers packed into one pass; bounds activations
+
+
+@dataclass(frozen=True)
+class AnswerLikelihood:
+    """How the expected answer to one question fared.
+
+    Args:
+        hits: for each of its tokens, end of turn included, whether it was the most likely one.
+        likelihoods: the log-likelihood of each, in nats.
+        episode: the cache that answered.
+    """
+
+    question: Question
+    hits: tuple[bool, ...]
+    likelihoods: tuple[float, ...]
+    episode: int | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether greedy decoding would give it, end of turn included."""
+        return all(self.hits)
+
+    @property
+    def log_likelihood(self) -> float:
+        """Of the expected answer, in nats per token, end of turn included."""
+        return sum(self.likelihoods) / len(self.likelihoods)
+
+    @property
+    def tokens(self) -> int:
+        """Its length, end of turn included."""
+        return len(self.hits)
+
+    def part(self, start: int, stop: int) -> AnswerLikelihood:
+        """How the tokens [start, stop) fared, all before them given as expected."""
+        hits, likelihoods = self.hits[start:stop], self.likelihoods[start:stop]
+        return replace(self, hits=hits, likelihoods=likelihoods)
+
+
+def split_by_spans(
+    forced: AnswerLikelihood, scribe: Scribe, spans: Sequence[tuple[int, int]]
+) -> list[AnswerLikelihood]:
+    """The parts of an answer that stand at the given characters [start, stop), one by one.
+
+    A token belongs to the part that its first character stands in. The end of turn belongs to none.
+    """
+    starts = scribe.starts(forced.question.answer)
+    borders = [(bisect_left(starts, start), bisect_left(starts, stop)) for start, stop in spans]
+    return [forced.part(*border) for border in borders]
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerLogits:
+    """What was expected at each token of an answer.
+
+    Args:
+        place: of the question among those asked.
+        answer: its tokens, end of turn included.
+        logits: before each of them.
+        episode: the cache that answered.
+    """
+
+    place: int
+    answer: tuple[int, ...]
+    logits: Float[Tensor, "N V"]
+    episode: int | None
+
+    def forced(self, question: Question) -> AnswerLikelihood:
+        """How the answer fared."""
+        expected = torch.tensor(self.answer, device=self.logits.device)
+        likelihoods = self.logits.log_softmax(-1).gather(1, expected[:, None])[:, 0]
+        hits = self.logits.argmax(-1) == expected
+        return AnswerLikelihood(
+            question, tuple(hits.tolist()), tuple(likelihoods.tolist()), self.episode
+        )
+
+
+@dataclass(frozen=True)
+class _PackedAnswer:
+    place: int
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer) - 1
+
+
+def score_answers(
+    engine: Engine, memory: Memory, questions: Sequence[Question]
+) -> list[AnswerLikelihood]:
+    """Score the expected answers; results in the order of the questions."""
+    return _in_order(questions, answer_logits(engine, memory, questions))
+
+
+def score_answers_stepwise(
+    engine: Engine, memory: Memory, questions: Sequence[Question]
+) -> list[AnswerLikelihood]:
+    """The same, as `answer_logits_stepwise`."""
+    return _in_order(questions, answer_logits_stepwise(engine, memory, questions))
+
+
+def answer_logits(
+    engine: Engine, memory: Memory, questions: Sequence[Question]
+) -> Iterator[AnswerLogits]:
+    """What is expected at the tokens of all answers; those of one episode side by side."""
+    wrap = memory.conversation.question_prompt
+    matches = [memory.router.route(question.question) for question in questions]
+    episodes = [None if match is None else match.episode for match in matches]
+    for episode in sorted(set(episodes), key=lambda number: number or 0):
+        cache = memory.shelf.activate(episode or 0)
+        sections = [
+            _PackedAnswer(
+                place,
+                engine.scribe.question(wrap.format(question=question.question)),
+                _answer_ids(engine, question.answer),
+            )
+            for place, question in enumerate(questions)
+            if episodes[place] == episode
+        ]
+        for group in _packed_groups(sections):
+            for section, logits in _forward_group(engine, cache, group):
+                yield AnswerLogits(section.place, section.answer, logits, episode)
+
+
+def answer_logits_stepwise(
+    engine: Engine, memory: Memory, questions: Sequence[Question]
+) -> Iterator[AnswerLogits]:
+    """The same token by token, each question on a fork, as where entries are recalled for each.
+
+    A question is read in one pass. Nothing is dropped on the way.
+    """
+    wrap = memory.conversation.question_prompt
+    for place, question in enumerate(questions):
+        cache, match = memory.recall(question.question)
+        fork, rows = cache.fork(), list[Tensor]()
+        given = engine.scribe.question(wrap.format(question=question.question))
+        answer = _answer_ids(engine, question.answer)
+        for token in answer:
+            row = Row(fork, given)
+            rows.append(engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0])
+            given = (token,)
+        episode = None if match is None else match.episode
+        yield AnswerLogits(place, answer, torch.stack(rows), episode)
+
+
+def _in_order(
+    questions: Sequence[Question], found: Iterator[AnswerLogits]
+) -> list[AnswerLikelihood]:
+    results = {one.place: one.forced(questions[one.place]) for one in found}
+    return [results[place] for place in range(len(questions))]
+
+
+def _answer_ids(engine: Engine, answer: str) -> tuple[int, ...]:
+    """The answer's tokens and the one that ends the turn."""
+    return engine.scribe.encode(answer) + engine.scribe.closing()[:1]
+
+
+def _packed_groups(sections: Sequence[_PackedAnswer]) -> Iterator[list[_PackedAnswer]]:
+    group: list[_PackedAnswer] = []
+    for section in sections:
+        if group and sum(map(len, group)) + len(section) > MAX_PACKED_TOKENS:
+            yield group
+            group = []
+        group.append(section)
+    if group:
+        yield group
+
+
+def _forward_group(
+    engine: Engine, cache: SequenceCache, group: Sequence[_PackedAnswer]
+) -> Iterator[tuple[_PackedAnswer, Float[Tensor, "N V"]]]:
+    """Read a group over one cache; the last token of an answer is only predicted."""
+    ids = tuple(token for section in group for token in (section.prompt + section.answer)[:-1])
+    row, wanted, first = Row(cache, ids, tuple(map(len, group))), list[int](), 0
+    for section in group:
+        stop = first + len(section)
+        wanted += range(stop - len(section.answer), stop)
+        first = stop
+    logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, wanted)
+    parts = logits.split([len(section.answer) for section in group])
+    yield from zip(group, parts, strict=True)

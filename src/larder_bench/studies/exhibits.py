@@ -1,0 +1,130 @@
+"""Rows that show how a conversation was kept: budgets by layer and head, and episodes on a map.
+
+They are taken from a memory that was read, stand in a results file before the cell that it was read
+for, and are drawn by `larder plot`. What is computed is computed here, so that a figure is the same
+wherever it is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from larder.core.errors import BadParameter
+from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.session.memory import Memory
+from larder.session.routing import Episode, NearestEpisode
+from larder.session.topics import topics
+from larder_bench.results.rows import Row
+
+SEED = 0
+PERPLEXITY = 12.0  # neighbors that a segment is laid near to; less where there are few segments
+MIN_SEGMENTS = 3  # segments of a map
+MAX_SEGMENT_CHARACTERS = 240  # of a segment that are kept
+
+
+def exhibit_rows(memory: Memory) -> list[Row]:
+    """All that a memory has to show: no budgets of the full cache, no map without episodes."""
+    is_full = memory.policy.budget.tokens == WITHOUT_LIMIT
+    rows = [] if is_full else budget_rows(memory)
+    has_map = isinstance(memory.router, NearestEpisode) and _count(memory.router) >= MIN_SEGMENTS
+    return [*rows, cluster_row(memory)] if has_map else rows
+
+
+def budget_rows(memory: Memory) -> list[Row]:
+    """How many entries each kv head of each layer keeps, a row per episode.
+
+    The shelf's caches are made active one after the other, and then the one that was so before.
+    """
+    count = max(1, len(memory.router.prompts()))
+    before, rows = memory.shelf.active, list[Row]()
+    for number in range(count):
+        cache = memory.shelf.activate(number)
+        sliding = [layer.index for layer in cache.spec.layers if layer.sliding_window is not None]
+        data = {
+            "row": "budgets",
+            "episode": number,
+            "context_tokens": memory.figures.context_tokens,
+            "budget_tokens": memory.figures.budget_tokens,
+            "lengths": [list(layer) for layer in cache.lengths()],
+            "sliding_layers": sliding,
+        }
+        rows.append(data)
+    if before is None:
+        memory.shelf.rest()
+    else:
+        memory.shelf.activate(before)
+    return rows
+
+
+def cluster_row(memory: Memory) -> Row:
+    """The segments of a conversation on a map, and which episode each belongs to.
+
+    The map is t-SNE of their embeddings: L. van der Maaten and G. Hinton, "Visualizing Data using
+    t-SNE" (2008), Journal of Machine Learning Research 9, by scikit-learn. Near segments stay near;
+    distances between groups on it say nothing.
+
+    Raises:
+        BadParameter: the policy forms no episodes, or there are fewer than three segments.
+    """
+    router = memory.router
+    if not isinstance(router, NearestEpisode):
+        raise BadParameter(
+            f"A map of episodes needs a policy that forms them, got {memory.policy}: take epicache."
+        )
+    if (count := _count(router)) < MIN_SEGMENTS:
+        raise BadParameter(f"A map of episodes needs {MIN_SEGMENTS} segments or more, got {count}.")
+    places, perplexity = _tsne(np.concatenate([e.rows for e in router.episodes]))
+    segments = [
+        segment
+        for number, episode in enumerate(router.episodes)
+        for segment in _segments(number, episode)
+    ]
+    for segment, (x, y) in zip(segments, places.tolist(), strict=True):
+        segment |= {"x": round(x, 3), "y": round(y, 3)}
+    words = topics([" ".join(episode.texts) for episode in router.episodes])
+    return {
+        "row": "clusters",
+        "context_tokens": memory.figures.context_tokens,
+        "embedder": router.embedder.name,
+        "map": {"method": "t-SNE", "perplexity": perplexity, "seed": SEED},
+        "episodes": [{"topics": list(own)} for own in words],
+        "segments": sorted(segments, key=lambda segment: segment["place"]),
+    }
+
+
+def _count(router: NearestEpisode) -> int:
+    """Segments of all episodes."""
+    return sum(len(episode.rows) for episode in router.episodes)
+
+
+def _segments(number: int, episode: Episode) -> list[Row]:
+    nearness = _cosines(episode.rows, episode.centroid)
+    return [
+        {
+            "place": place,
+            "episode": number,
+            "representative": index in episode.representatives,
+            "similarity": round(nearness[index], 4),
+            "text": text[:MAX_SEGMENT_CHARACTERS],
+        }
+        for index, (place, text) in enumerate(zip(episode.places, episode.texts, strict=True))
+    ]
+
+
+def _cosines(rows: Float[np.ndarray, "N D"], centroid: Float[np.ndarray, " D"]) -> Sequence[float]:
+    lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(centroid)
+    return (rows @ centroid / np.maximum(lengths, 1e-12)).tolist()
+
+
+def _tsne(
+    rows: Float[np.ndarray, "N D"],
+) -> tuple[Float[np.ndarray, "N 2"], float]:
+    from sklearn.manifold import TSNE
+
+    perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
+    # Started from principal components, the map is the same every time.
+    tsne = TSNE(perplexity=perplexity, init="pca", random_state=SEED, metric="cosine")
+    return tsne.fit_transform(rows.astype(np.float64)), round(perplexity, 3)

@@ -1,0 +1,80 @@
+"""A loaded model, and what is made once for many cells: conversations, embedded segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.conversation import Conversation
+from larder.engine.engine import Engine
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.results.rows import Row
+from larder_bench.retrievals.base import SegmentIndex
+from larder_bench.scoring.full_cache_reference import FullCacheReference, split_context
+from larder_bench.scoring.teacher_forcing import answer_logits
+from larder_bench.tasks.base import Task
+
+Logits = Float[Tensor, "N V"]
+
+CACHED_CONVERSATIONS = 2  # conversations; cells of one follow each other
+
+
+@dataclass(frozen=True, eq=False)
+class ModelContext:
+    """What cells of one model share.
+
+    Args:
+        engine: under the full cache.
+        sources: what tasks are made of.
+    """
+
+    engine: Engine
+    sources: TaskSources
+    passages: Callable[[Conversation, str, int], SegmentIndex] = field(init=False)
+    conversation: Callable[[Task, int, int], Conversation] = field(init=False)
+    truth: Callable[[Conversation, int], FullCacheReference] = field(init=False)
+    expected: Callable[[Conversation], dict[int, Logits]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        keep = lru_cache(maxsize=CACHED_CONVERSATIONS)
+        object.__setattr__(self, "passages", keep(self._cut))
+        object.__setattr__(self, "conversation", keep(self._made))
+        object.__setattr__(self, "truth", lru_cache(maxsize=1)(self._read))
+        object.__setattr__(self, "expected", lru_cache(maxsize=1)(self._asked))
+
+    def told(self) -> Row:
+        """What rows tell of the model, beside its name."""
+        spec = self.engine.loaded.decoder.spec
+        return {
+            "model_fingerprint": spec.fingerprint,
+            "device": spec.device.type,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+        }
+
+    def accelerator(self) -> str:
+        """The name of the device; empty where it is the processor."""
+        device = self.engine.loaded.decoder.spec.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+    def _cut(self, conversation: Conversation, embedder: str, size: int) -> SegmentIndex:
+        loaded = self.engine.desk.embedder(embedder)
+        return SegmentIndex(conversation, self.engine.scribe, loaded, size)
+
+    def _made(self, task: Task, seed: int, tokens: int) -> Conversation:
+        return task.make(seed, tokens, self.sources)
+
+    def _read(self, conversation: Conversation, following: int) -> FullCacheReference:
+        return FullCacheReference.of(
+            self.engine, split_context(self.engine, conversation, following)
+        )
+
+    def _asked(self, conversation: Conversation) -> dict[int, Logits]:
+        """By question, what the full cache expects at each token of its answer."""
+        memory = self.engine.read(conversation)
+        found = answer_logits(self.engine, memory, conversation.questions)
+        return {one.place: one.logits for one in found}

@@ -1,0 +1,44 @@
+"""Dialogues in which something is booked, and what was booked.
+
+Abhinav Rastogi et al., "Towards Scalable Multi-domain Conversational Agents: The Schema-Guided
+Dialogue Dataset" (2020), arXiv:1909.05855: the dialogues and their last states, from the folder of
+`--corpus`. The questions are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder_bench.datasets.dialogue_bookings import bookings_conversation
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task, make_with_retries
+
+
+@dataclass(frozen=True)
+class Bookings(Task):
+    """Sessions of one or two dialogues each.
+
+    Args:
+        questions: how many, all different.
+    """
+
+    questions: int = 20
+
+    def __post_init__(self) -> None:
+        if self.questions < 1:
+            raise BadParameter(f"bookings.questions must be 1 or more, got {self.questions}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        dialogues = sources.dialogues
+
+        def made(own: int) -> Conversation:
+            return bookings_conversation(
+                own, tokens, sources.count_tokens, dialogues, self.questions, share=1.0
+            )
+
+        return make_with_retries("bookings", seed, tokens, made)
+
+
+Part = Bookings

@@ -1,0 +1,109 @@
+"""Ledgers: who gives how much to whom, step by step; the answer works through all steps.
+
+No paper: long generation that stays checkable. Every step of an answer needs one place of the
+context and what the answer itself said last of two people; each is scored by itself, given the
+right steps before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import ClassVar
+
+from larder.core.conversation import Conversation, Message, Question
+from larder.core.errors import BadParameter
+from larder_bench.datasets.grammar import Grammar
+from larder_bench.datasets.lifelog_sessions import count_message_tokens
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.scoring.answer_items import numbered_item_spans
+from larder_bench.tasks.base import QuestionStyle, Task
+
+KIND = "ledger"
+FIRST = (10, 60)
+GIFT = (1, 9)
+
+
+@dataclass(frozen=True)
+class LedgerTask(Task):
+    """As many ledgers as there is room for, with small talk between them where room is left.
+
+    Args:
+        steps: of each ledger.
+        people: in each ledger.
+    """
+
+    style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
+    steps: int = 16
+    people: int = 4
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise BadParameter(f"ledger.steps must be 1 or more, got {self.steps}.")
+        if self.people < 2:
+            raise BadParameter(f"ledger.people must be 2 or more, got {self.people}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        random, left = Random(seed), tokens
+        pairs, questions = list[list[Message]](), list[Question]()
+        for text, question in self._ledgers(sources.grammar, random):
+            pair = _answered(text, sources.grammar, random)
+            if (taken := count_message_tokens(pair, sources.count_tokens)) > left:
+                break
+            left -= taken
+            pairs.append(pair)
+            questions.append(question)
+        if not questions:
+            raise BadParameter(
+                f"ledger.tokens must hold a ledger of {self.steps} steps, got {tokens}: take "
+                "fewer steps or more tokens."
+            )
+        for pair in _small_talk(left, sources, random):
+            pairs.insert(random.randint(0, len(pairs)), pair)
+        messages = tuple(message for pair in pairs for message in pair)
+        asked = tuple(random.sample(questions, len(questions)))
+        return Conversation(f"{KIND}-{tokens}-{seed}", messages, asked)
+
+    def _ledgers(self, grammar: Grammar, random: Random) -> Iterator[tuple[str, Question]]:
+        """Ledgers without end, numbered from 1, each with its question."""
+        for number in count(1):
+            names = random.sample(grammar.words["first"], self.people)
+            holds = {name: random.randint(*FIRST) for name in names}
+            start = ", ".join(f"{name} has {amount}" for name, amount in holds.items())
+            told, worked = [f"Ledger {number}: {start}."], list[str]()
+            for step in range(1, self.steps + 1):
+                giver, taker, gift = _gift(holds, random)
+                holds[giver] -= gift
+                holds[taker] += gift
+                told.append(f"Step {step}: {giver} gives {gift} to {taker}.")
+                worked.append(f"{step}: {giver} {holds[giver]}, {taker} {holds[taker]}.")
+            who = random.choice(names)
+            answer = " ".join([*worked, f"Answer: {holds[who]}"])
+            asked = f"How much does {who} have in ledger {number}? Work step by step."
+            yield " ".join(told), Question(asked, answer, KIND, items=numbered_item_spans(answer))
+
+
+def _gift(holds: dict[str, int], random: Random) -> tuple[str, str, int]:
+    """Who gives, who takes, and how much; nobody gives more than they have."""
+    giver = random.choice([name for name, amount in holds.items() if amount >= GIFT[0]])
+    taker = random.choice([name for name in holds if name != giver])
+    return giver, taker, random.randint(GIFT[0], min(GIFT[1], holds[giver]))
+
+
+def _small_talk(left: int, sources: TaskSources, random: Random) -> Iterator[list[Message]]:
+    for sentence in sources.sentences_of_small_talk(random):
+        pair = _answered(sentence, sources.grammar, random)
+        left -= count_message_tokens(pair, sources.count_tokens)
+        if left < 0:
+            return
+        yield pair
+
+
+def _answered(text: str, grammar: Grammar, random: Random) -> list[Message]:
+    answer = random.choice(grammar.acknowledgements)
+    return [Message("user", text), Message("assistant", answer)]
+
+
+Part = LedgerTask

@@ -1,0 +1,58 @@
+"""A life-log: facts told session by session, some of which change.
+
+No paper for the generator; its kinds of questions are those of Di Wu et al., "LongMemEval:
+Benchmarking Chat Assistants on Long-Term Interactive Memory" (2024), arXiv:2410.10813, section 3:
+`single` asks for a fact as it stands last, `session` in which session something first came up,
+`twohop` for one attribute of what another identifies, `list` for all that was told of something,
+`update` for facts that have changed only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder_bench.datasets.lifelog_questions import KINDS, lifelog_conversation
+from larder_bench.datasets.lifelog_sessions import FACTS_PER_SESSION
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task, make_with_retries
+
+
+@dataclass(frozen=True)
+class Lifelog(Task):
+    """Sessions of a life-log.
+
+    Args:
+        questions: how many, all different.
+        kinds: those that are asked, by chance in the shares of the seed model's training, with
+            commas between them.
+        facts: that a session tells; 0 for 3 to 9, by chance.
+    """
+
+    questions: int = 28
+    kinds: str = "single,session,twohop,list"
+    facts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.questions < 1:
+            raise BadParameter(f"lifelog.questions must be 1 or more, got {self.questions}.")
+        if self.facts < 0:
+            raise BadParameter(f"lifelog.facts must be 0 or more, got {self.facts}.")
+        if unknown := [kind for kind in self.kinds.split(",") if kind not in KINDS]:
+            raise BadParameter(
+                f"lifelog.kinds must name some of {','.join(KINDS)}, got {unknown[0]!r}."
+            )
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        def made(own: int) -> Conversation:
+            kinds = self.kinds.split(",")
+            facts = (self.facts, self.facts) if self.facts else FACTS_PER_SESSION
+            return lifelog_conversation(
+                own, tokens, sources.count_tokens, self.questions, kinds, facts
+            )
+
+        return make_with_retries("lifelog", seed, tokens, made)
+
+
+Part = Lifelog

@@ -1,0 +1,43 @@
+"""Sessions of a life-log and dialogues in which something is booked, by chance.
+
+No paper for the mixture; see `lifelog` and `bookings`, whose questions it asks in equal shares. The
+dialogues come from the folder of `--corpus`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder_bench.datasets.dialogue_bookings import bookings_conversation
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task, make_with_retries
+
+
+@dataclass(frozen=True)
+class MixedTask(Task):
+    """Sessions of two kinds.
+
+    Args:
+        questions: how many, all different.
+    """
+
+    questions: int = 24
+
+    def __post_init__(self) -> None:
+        if self.questions < 1:
+            raise BadParameter(f"mixed.questions must be 1 or more, got {self.questions}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        dialogues = sources.dialogues
+
+        def made(own: int) -> Conversation:
+            return bookings_conversation(
+                own, tokens, sources.count_tokens, dialogues, self.questions, share=0.5
+            )
+
+        return make_with_retries("mixed", seed, tokens, made)
+
+
+Part = MixedTask

@@ -1,0 +1,70 @@
+"""Needles asked for together: one question names several things, whose numbers lie far apart.
+
+Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
+(2024), arXiv:2404.06654, section 3.1 (MQ-NIAH). The numbers are expected in the
+order of the question, and each is scored by itself, given the right ones before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import ClassVar
+
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import BadParameter
+from larder_bench.datasets.haystack import Haystack, draw_distinct, draw_magic_number, place_needles
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.scoring.answer_items import join_items
+from larder_bench.tasks.base import QuestionStyle, Task
+
+KIND = "multi_query"
+
+
+@dataclass(frozen=True)
+class MultiQuery(Task):
+    """Questions for several numbers each.
+
+    Args:
+        queries: how many numbers a question asks for.
+        questions: how many, about different numbers.
+    """
+
+    style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
+    queries: int = 4
+    questions: int = 3
+    hay: Haystack = Haystack.TALK
+
+    def __post_init__(self) -> None:
+        if self.queries < 2:
+            raise BadParameter(f"multi_query.queries must be 2 or more, got {self.queries}.")
+        if self.questions < 1:
+            raise BadParameter(f"multi_query.questions must be 1 or more, got {self.questions}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        random = Random(seed)
+        needles = draw_distinct(
+            draw_magic_number, sources.grammar, random, self.queries * self.questions
+        )
+        sentences = self.hay.sentences(sources, random)
+        name = f"{KIND}-{tokens}-{seed}"
+        made = place_needles(name, needles, sentences, random, sources.count_tokens, tokens)
+        numbers = {
+            key: needle.question.answer
+            for needle in needles
+            if needle.question
+            for key in needle.names
+        }
+        keys = random.sample(list(numbers), len(numbers))
+        groups = (keys[start :: self.questions] for start in range(self.questions))
+        return replace(made, questions=tuple(_question(group, numbers) for group in groups))
+
+
+def _question(keys: list[str], numbers: dict[str, str]) -> Question:
+    named = f"{', '.join(keys[:-1])} and {keys[-1]}"
+    answer, items = join_items([numbers[key] for key in keys])
+    asked = f"What are the special magic numbers for {named} mentioned in the text?"
+    return Question(asked, answer, KIND, items=items)
+
+
+Part = MultiQuery

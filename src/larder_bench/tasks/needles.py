@@ -1,0 +1,66 @@
+"""Needles in a haystack: single facts that stand once in a long text.
+
+Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
+(2024), arXiv:2404.06654, section 3.1 (S-NIAH). RULER hides one needle; here a text holds several
+that have nothing to do with each other, and each is asked for by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder_bench.datasets.haystack import Haystack, needles_conversation
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task, make_with_retries
+
+
+class NeedleKind(Enum):
+    """MAGIC: numbers of invented things. KV: lines of a name and a code. PASSKEY: the one pass key.
+    ALTERNATING: one of these, by turns of the seed.
+    """
+
+    MAGIC = "magic"
+    KV = "kv"
+    PASSKEY = "passkey"
+    ALTERNATING = "alternating"
+
+
+TURNS = (NeedleKind.MAGIC, NeedleKind.KV, NeedleKind.MAGIC, NeedleKind.KV, NeedleKind.PASSKEY)
+
+
+@dataclass(frozen=True)
+class NeedlesTask(Task):
+    """Facts in a haystack.
+
+    Args:
+        needles: how many; there is only one pass key.
+    """
+
+    kind: NeedleKind = NeedleKind.ALTERNATING
+    needles: int = 8
+    hay: Haystack = Haystack.TALK
+
+    def __post_init__(self) -> None:
+        if self.needles < 1:
+            raise BadParameter(f"needles.needles must be 1 or more, got {self.needles}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        kind = TURNS[seed % len(TURNS)] if self.kind is NeedleKind.ALTERNATING else self.kind
+
+        def made(own: int) -> Conversation:
+            return needles_conversation(
+                own,
+                tokens,
+                sources.count_tokens,
+                lambda random: self.hay.sentences(sources, random),
+                kind.value,
+                self.needles,
+            )
+
+        return make_with_retries("needles", seed, tokens, made)
+
+
+Part = NeedlesTask

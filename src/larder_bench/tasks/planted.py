@@ -1,0 +1,161 @@
+"""Facts of a life-log planted in a real conversation, for models that answer no other questions.
+
+No paper for the planting; the conversations are those of Adyasha Maharana et al., "Evaluating Very
+Long-Term Conversational Memory of LLM Agents" (2024), arXiv:2402.17753, or of Dong-Ho Lee et al.,
+"REALTALK: A 21-Day Real-World Dataset for Long-Term Conversation" (2025), arXiv:2502.13270, from
+the folder `locomo` or `realtalk` of `--data`. The first who speaks becomes the user and the other
+the assistant; facts are told by the user in messages of their own, and none is about anything that
+the conversation names.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import groupby
+from random import Random
+
+from larder.core.conversation import Conversation, Message, Question
+from larder.core.errors import BadParameter, TooLittle
+from larder.session.files.transcript import words_of
+from larder_bench.datasets.grammar import Attribute, Grammar, draw_value
+from larder_bench.datasets.lifelog_sessions import count_message_tokens, relative_depth
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.datasets.transcripts import (
+    HEADER,
+    AnnotatedTranscript,
+    TranscriptExcerpt,
+    cut_excerpt,
+    load_transcript,
+)
+from larder_bench.tasks.base import Task
+
+KIND = "planted"
+EXCERPT_SLACK = 2  # a transcript takes more tokens than the chat that is made of it
+
+
+class TranscriptSource(Enum):
+    """Where the conversation comes from."""
+
+    LOCOMO = "locomo"
+    REALTALK = "realtalk"
+
+
+@dataclass(frozen=True)
+class PlantedFact:
+    """What is said, and what is asked."""
+
+    said: str
+    asked: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Planted(Task):
+    """A real conversation as a chat, with facts in it.
+
+    Args:
+        of: the data set.
+        facts: how many are planted; each is asked for.
+    """
+
+    of: TranscriptSource = TranscriptSource.LOCOMO
+    facts: int = 12
+
+    def __post_init__(self) -> None:
+        if self.facts < 1:
+            raise BadParameter(f"planted.facts must be 1 or more, got {self.facts}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        random, real = Random(seed), load_transcript(self.of.value, seed, sources)
+        count, grammar = sources.count_tokens, sources.grammar
+        facts = _facts(real, grammar, random, self.facts)
+        pairs = [_fact_messages(fact, grammar, random) for fact in facts]
+        left = tokens - sum(count_message_tokens(pair, count) for pair in pairs)
+        run = cut_excerpt(real, random.choice(real.starts), EXCERPT_SLACK * max(0, left))
+        chat = _fitting(real, run, left, sources)
+        turns = [n for n, message in enumerate(chat) if message.role == "user"]
+        if not turns:
+            raise TooLittle(f"planted.tokens must hold {self.facts} facts and more, got {tokens}.")
+        spots = sorted(random.choice(turns) for _ in facts)
+        messages, questions, start = list[Message](), list[tuple[PlantedFact, int]](), 0
+        for spot, pair, fact in zip(spots, pairs, facts, strict=True):
+            messages += chat[start:spot]
+            questions.append((fact, len(messages)))
+            messages += pair
+            start = spot
+        messages += chat[start:]
+        asked = (
+            Question(fact.asked, fact.value, KIND, relative_depth(messages, place), sources=1)
+            for fact, place in random.sample(questions, len(questions))
+        )
+        return Conversation(f"{KIND}-{tokens}-{seed}", tuple(messages), tuple(asked))
+
+
+def _facts(
+    real: AnnotatedTranscript, grammar: Grammar, random: Random, count: int
+) -> list[PlantedFact]:
+    """Facts about different things, none of which the transcript names."""
+    text = "".join(message.content for message in real.conversation.messages).lower()
+    subjects = [
+        (entity, attribute)
+        for topic in grammar.topics
+        for entity in topic.entities
+        for attribute in topic.attributes
+        if entity.lower() not in text
+    ]
+    if len(subjects) < count:
+        raise BadParameter(f"planted.facts must be {len(subjects)} or less, got {count}.")
+    return [_fact(*subject, grammar, random) for subject in random.sample(subjects, count)]
+
+
+def _fact(entity: str, attribute: Attribute, grammar: Grammar, random: Random) -> PlantedFact:
+    value = draw_value(attribute.value_kind, grammar.words, random)
+    said = random.choice(attribute.statements).replace("{E}", entity).replace("{V}", value)
+    asked = random.choice(attribute.questions).replace("{E}", entity)
+    return PlantedFact(said, asked, value)
+
+
+def _fact_messages(fact: PlantedFact, grammar: Grammar, random: Random) -> list[Message]:
+    lead = random.choice(grammar.openers)
+    said = f"{lead} {fact.said}." if lead else f"{fact.said[0].upper()}{fact.said[1:]}."
+    answer = random.choice(grammar.acknowledgements)
+    return [Message("user", said), Message("assistant", answer)]
+
+
+def _chat(real: AnnotatedTranscript, run: TranscriptExcerpt) -> Iterator[Message]:
+    """A run as a chat: a header before each session, and what one says in a row as one message."""
+    first = real.conversation.messages[0].speaker
+    numbered = zip(real.numbers, real.conversation.messages, strict=True)
+    within = list(numbered)[run.start : run.stop]
+    for session, said in groupby(within, key=lambda one: one[0][0]):
+        utterances = [message for _, message in said]
+        yield Message("system", f"Session {session}, {_date(utterances[0])}")
+        for speaker, row in groupby(utterances, key=lambda message: message.speaker):
+            text = " ".join(words_of(message) for message in row)
+            yield Message("user" if speaker == first else "assistant", text)
+
+
+def _date(message: Message) -> str:
+    """As its header has it; not every message of a session has the same time."""
+    line = message.content.lstrip().partition("\n")[0]
+    return line.removeprefix(HEADER) if line.startswith(HEADER) else message.date
+
+
+def _fitting(
+    real: AnnotatedTranscript, run: TranscriptExcerpt, tokens: int, sources: TaskSources
+) -> list[Message]:
+    """The chat of as much of a run as there is room for."""
+
+    def taken(stop: int) -> int:
+        chat = list(_chat(real, replace(run, stop=stop)))
+        return count_message_tokens(chat, sources.count_tokens)
+
+    stops = range(run.start, run.stop + 1)
+    fitting = bisect_right(stops, tokens, key=taken)
+    return list(_chat(real, replace(run, stop=run.start + fitting - 1))) if fitting else []
+
+
+Part = Planted

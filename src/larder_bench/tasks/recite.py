@@ -1,0 +1,106 @@
+"""Recitals: numbered reminders scattered in small talk, to be recited in order, item by item.
+
+No paper: long generation that stays checkable, each item of which needs one place of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+from larder.core.conversation import Conversation, Message, Question
+from larder.core.errors import BadParameter
+from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
+from larder_bench.datasets.lifelog_sessions import count_message_tokens
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.scoring.answer_items import numbered_item_spans
+from larder_bench.tasks.base import QuestionStyle, Task, make_with_retries
+
+
+@dataclass(frozen=True)
+class Recite(Task):
+    """Reminders to recite.
+
+    Args:
+        items: the most that one question asks for.
+    """
+
+    style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
+    items: int = 60
+
+    def __post_init__(self) -> None:
+        if self.items < 1:
+            raise BadParameter(f"recite.items must be 1 or more, got {self.items}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        def made(own: int) -> Conversation:
+            return recital_conversation(own, tokens, sources.count_tokens, self.items)
+
+        return make_with_retries("recite", seed, tokens, made)
+
+
+Part = Recite
+
+
+REMINDER_CHANCE = 0.4
+KIND = "recite"
+
+
+def recital_conversation(
+    seed: int, tokens: int, count_tokens: Callable[[str], int], items: int = 60
+) -> Conversation:
+    """Small talk of at most `tokens` tokens with reminders in it; equal seeds, equal talks.
+
+    Args:
+        seed: of everything random.
+        tokens: the most that the messages may take, marks between them included.
+        count_tokens: how many tokens a text is.
+        items: the most that one question asks for; all reminders are asked for, in order. The seed
+            model counts less surely where a question does not start with the first.
+
+    Raises:
+        BadParameter: `items` is below 1, or there is no room for a reminder.
+    """
+    if items < 1:
+        raise BadParameter(f"recite.items must be 1 or more, got {items}.")
+    random, grammar = Random(seed), load_grammar()
+    messages, reminders = list[Message](), list[str]()
+    for text, reminder in _talk(grammar, random, reminders):
+        answer = random.choice(grammar.acknowledgements)
+        pair = [Message("user", text), Message("assistant", answer)]
+        tokens -= count_message_tokens(pair, count_tokens)
+        if tokens < 0:
+            break
+        messages += pair
+        reminders += reminder
+    if not reminders:
+        raise BadParameter("recite.tokens must hold a reminder: take 100 or more.")
+    return Conversation(KIND, tuple(messages), tuple(_questions(reminders, items)))
+
+
+def _talk(
+    grammar: Grammar, random: Random, told: list[str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What is said, turn by turn, without end, each with the reminder in it, if any."""
+    while True:
+        topic = random.choice(grammar.topics)
+        text, reminder = random.choice(topic.chat), ""
+        if random.random() < REMINDER_CHANCE:
+            entity, attribute = random.choice(topic.entities), random.choice(topic.attributes)
+            value = draw_value(attribute.value_kind, grammar.words, random)
+            said = random.choice(attribute.statements)
+            reminder = said.replace("{E}", entity).replace("{V}", value)
+            text += f" Reminder {len(told) + 1}: {reminder}."
+        yield text, (reminder,) if reminder else ()
+
+
+def _questions(reminders: list[str], most: int) -> Iterator[Question]:
+    """Runs of about the same length that together are all reminders."""
+    runs = -(-len(reminders) // most)
+    cuts = [len(reminders) * run // runs for run in range(runs + 1)]
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        said = (f"{n}: {text}." for n, text in enumerate(reminders[start:stop], start=start + 1))
+        answer, asked = " ".join(said), f"Recite reminders {start + 1} to {stop}."
+        yield Question(asked, answer, KIND, items=numbered_item_spans(answer))

@@ -1,0 +1,46 @@
+"""Many requests: sittings that share what was read, each with questions of its own.
+
+Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
+arXiv:2412.10319, section 3 (multi-request mode). What a cache dropped because the first request did
+not need it is missing for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import QuestionSequence, QuestionStyle, Task, parse_inner_task
+
+
+@dataclass(frozen=True)
+class Requests(Task):
+    """Sittings of equal length; the last may be shorter.
+
+    Args:
+        of: the task whose conversations and questions are taken, as it is written.
+        turns: questions in each sitting.
+    """
+
+    style: ClassVar[QuestionStyle] = QuestionStyle.REQUESTS
+    of: str = "lifelog(questions=12)"
+    turns: int = 3
+
+    def __post_init__(self) -> None:
+        parse_inner_task("requests", self.of)
+        if self.turns < 1:
+            raise BadParameter(f"requests.turns must be 1 or more, got {self.turns}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        made = parse_inner_task("requests", self.of).make(seed, tokens, sources)
+        return replace(made, name=f"requests-{tokens}-{seed}")
+
+    def sittings(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
+        starts = range(0, len(questions), self.turns)
+        return tuple(questions[start : start + self.turns] for start in starts)
+
+
+Part = Requests

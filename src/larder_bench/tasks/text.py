@@ -1,0 +1,115 @@
+"""Any text, and what really follows it: how true a cache is where nothing is asked.
+
+No paper: the answer is the continuation, of which every token is scored. Compared with the full
+cache token by token it gives fidelity: the divergence, and how often the likeliest token is the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from random import Random
+
+from larder.core.conversation import Conversation, Form, Question
+from larder.core.errors import BadParameter, InputError
+from larder.session.files.document import read
+from larder.session.transcript import ACKNOWLEDGEMENT
+from larder_bench.datasets.documents import LETTERS_PER_TOKEN, head_tokens
+from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task
+
+KIND = "text"
+CONTINUE_PROMPT = "Go on with the text."
+ENDINGS = (".txt", ".md")
+
+
+class TextSource(Enum):
+    """TALK: small talk. PROSE: the corpus, `--corpus FOLDER`. FILES: those of the folder `text` of
+    `--data`, by turns of the seed.
+    """
+
+    TALK = "talk"
+    PROSE = "prose"
+    FILES = "files"
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """A text cut in two.
+
+    Args:
+        of: where it comes from.
+        following: tokens behind the cut, about; they come on top of the conversation's.
+    """
+
+    of: TextSource = TextSource.TALK
+    following: int = 128
+
+    def __post_init__(self) -> None:
+        if self.following < 1:
+            raise BadParameter(f"text.following must be 1 or more, got {self.following}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        count = sources.count_tokens
+        room = tokens - count(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
+        text = self._text(seed, max(0, room) + self.following, sources)
+        context = head_tokens(text, room, count)
+        rest = text[len(context) :].strip()
+        answer = head_tokens(rest, self.following, count)
+        if not context or not answer:
+            raise BadParameter(
+                f"text.tokens is {tokens}, and {self.following} tokens must follow, but the text "
+                f"has only {count(text)}: take fewer tokens or a longer text."
+            )
+        name = f"{KIND}-{tokens}-{seed}"
+        question = Question(CONTINUE_PROMPT, answer, KIND)
+        return Conversation(name, read(context, name).messages, (question,), Form.DOCUMENT)
+
+    def _text(self, seed: int, tokens: int, sources: TaskSources) -> str:
+        """At least so many tokens, where the source has them."""
+        random = Random(seed)
+        if self.of is TextSource.FILES:
+            return _file(seed, sources)
+        if self.of is TextSource.PROSE:
+            return _filled(_passages(sources, random), tokens, "\n\n")
+        return _filled(sources.sentences_of_small_talk(random), tokens, " ")
+
+
+def _passages(sources: TaskSources, random: Random) -> Iterator[str]:
+    """Texts of the corpus in random order, the first from somewhere in it on, without end."""
+    texts = random.sample(sources.prose, len(sources.prose))
+    yield texts[0][random.randrange(len(texts[0])) :].lstrip()
+    while True:
+        yield from texts[1:] or texts
+
+
+def _filled(parts: Iterator[str], tokens: int, joint: str) -> str:
+    found, letters = list[str](), 0
+    for part in parts:
+        found.append(part)
+        letters += len(part) + len(joint)
+        if letters > tokens * LETTERS_PER_TOKEN:
+            return joint.join(found)
+    return joint.join(found)
+
+
+def _file(seed: int, sources: TaskSources) -> str:
+    folder = sources.folder(KIND)
+    paths = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
+    if not paths:
+        raise InputError(f"{folder} must hold texts as {' or '.join(ENDINGS)} files.")
+    return sources.once(paths[seed % len(paths)], _read)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as UTF-8 text ({error}).") from error
+
+
+Part = TextTask

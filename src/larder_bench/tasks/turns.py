@@ -1,0 +1,40 @@
+"""Many turns: the questions of another task, asked one after the other in one sitting.
+
+Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
+arXiv:2412.10319, section 3 (multi-turn mode). What a cache dropped because the first question did
+not need it is missing at the later ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from larder.core.conversation import Conversation
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import QuestionSequence, QuestionStyle, Task, parse_inner_task
+
+
+@dataclass(frozen=True)
+class TurnsTask(Task):
+    """One sitting.
+
+    Args:
+        of: the task whose conversations and questions are taken, as it is written.
+    """
+
+    style: ClassVar[QuestionStyle] = QuestionStyle.TURNS
+    of: str = "lifelog(questions=5)"
+
+    def __post_init__(self) -> None:
+        parse_inner_task("turns", self.of)
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        made = parse_inner_task("turns", self.of).make(seed, tokens, sources)
+        return replace(made, name=f"turns-{tokens}-{seed}")
+
+    def sittings(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
+        return (questions,)
+
+
+Part = TurnsTask

@@ -1,0 +1,49 @@
+"""Variables that stand for each other: the value of the last is that of the first.
+
+Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
+(2024), arXiv:2404.06654, section 3.2 (variable tracking). RULER asks for all variables of a value;
+here the value of the last variable of each chain is asked for, so that every answer is one number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder_bench.datasets.haystack import Haystack, draw_distinct, place_needles, variable_chain
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Variables(Task):
+    """Chains in a haystack.
+
+    Args:
+        chains: how many, each with a question of its own.
+        hops: from the last variable of a chain to the first.
+    """
+
+    chains: int = 4
+    hops: int = 2
+    hay: Haystack = Haystack.TALK
+
+    def __post_init__(self) -> None:
+        if self.chains < 1:
+            raise BadParameter(f"variables.chains must be 1 or more, got {self.chains}.")
+        if self.hops < 0:
+            raise BadParameter(f"variables.hops must be 0 or more, got {self.hops}.")
+
+    def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
+        random = Random(seed)
+        drawn = draw_distinct(
+            lambda _, own: variable_chain(own, self.hops + 1), sources.grammar, random, self.chains
+        )
+        sentences = self.hay.sentences(sources, random)
+        name = f"variables-{tokens}-{seed}"
+        return place_needles(name, drawn, sentences, random, sources.count_tokens, tokens)
+
+
+Part = Variables

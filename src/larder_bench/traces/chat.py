@@ -1,0 +1,105 @@
+"""People who talk for a while, go, and come back after minutes or days, or never.
+
+No paper. A conversation is a few sittings of a few turns. Between turns people think for most of a
+minute; between sittings minutes, hours or days go by. Some answers are asked for once more, some
+texts are pasted in, a few conversations are pinned. In between comes a batch of prompts that are
+asked once and never again, as from a script: what must not push everything else out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from larder.core.errors import BadParameter
+from larder_bench.traces._builder import TraceBuilder
+from larder_bench.traces.base import Trace, Workload
+
+PROMPTS = (400, 1200, 2500, 700, 4000, 1500)
+PROMPT_SHARES = (0.4, 0.2, 0.15, 0.1, 0.1, 0.05)
+DAY = 86_400.0
+# Between sittings: how often, median seconds, spread of their logarithm.
+GAPS = ((0.4, 1200.0, 0.8), (0.35, 8 * 3600.0, 0.6), (0.25, 3 * DAY, 0.8))
+PERSON = "person"
+
+
+@dataclass(frozen=True)
+class ChatWorkload(Workload):
+    """Conversations and batches.
+
+    Args:
+        sittings, turns: of a conversation and of a sitting, as means.
+        talks_per_hour: conversations that begin.
+        pinned: of conversations, for a day from their first sitting's end.
+        again: of answers that are asked for once more.
+        batches_per_day, batch: of prompts that come once, and how many each has.
+    """
+
+    sittings: float = 3.0
+    turns: float = 5.0
+    talks_per_hour: float = 60.0
+    pinned: float = 0.02
+    again: float = 0.04
+    batches_per_day: float = 6.0
+    batch: int = 60
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("sittings", "turns"):
+            if not getattr(self, name) >= 1:
+                value = getattr(self, name)
+                raise BadParameter(f"chat.{name} must be 1 or more, got {value}.")
+        for name in ("pinned", "again"):
+            if not 0 <= getattr(self, name) <= 1:
+                value = getattr(self, name)
+                raise BadParameter(f"chat.{name} must be from 0 to 1, got {value}.")
+        if not (self.talks_per_hour > 0 and self.batches_per_day >= 0 and self.batch >= 0):
+            raise BadParameter("chat must have talks_per_hour above 0, and no batch below 0.")
+
+    def make(self, seed: int, events: int) -> Trace:
+        random, diary = np.random.default_rng((seed, 3)), TraceBuilder(self)
+        prompts = [diary.prompt(tokens) for tokens in PROMPTS]
+        batches = self.batches_per_day / 24 / self.talks_per_hour
+        time = 0.0
+        while not diary.holds(events, time):
+            time += random.exponential(3600 / self.talks_per_hour)
+            prompt = prompts[random.choice(len(prompts), p=PROMPT_SHARES)]
+            self._talk(diary, prompt, time, random)
+            for _ in range(random.poisson(batches)):
+                self._batch(diary, prompts[random.choice(len(prompts))], time, random)
+        return diary.trace(events)
+
+    def _talk(
+        self, diary: TraceBuilder, prompt: int, time: float, random: np.random.Generator
+    ) -> None:
+        session, is_pinned = diary.begin(prompt), random.random() < self.pinned
+        for sitting in range(random.geometric(1 / self.sittings)):
+            if sitting:
+                _, median, spread = GAPS[random.choice(len(GAPS), p=[gap[0] for gap in GAPS])]
+                time += random.lognormal(np.log(median), spread)
+            for _ in range(random.geometric(1 / self.turns)):
+                asked, said = _prompt_tokens(random), 20 + int(random.exponential(280))
+                time = diary.turn(session, time, asked, said, PERSON)
+                if random.random() < self.again:
+                    said = 20 + int(random.exponential(280))
+                    time = diary.again(session, time + 15.0, asked, said, PERSON)
+                time += random.lognormal(np.log(45.0), 0.9)
+            if is_pinned and not sitting:
+                diary.pin(session, time, time + DAY)
+
+    def _batch(
+        self, diary: TraceBuilder, prompt: int, time: float, random: np.random.Generator
+    ) -> None:
+        for _ in range(self.batch):
+            time += random.exponential(0.5)
+            diary.turn(diary.begin(prompt), time, 200 + int(random.exponential(3000)), 150, PERSON)
+
+
+def _prompt_tokens(random: np.random.Generator) -> int:
+    if random.random() < 0.05:
+        return int(random.lognormal(np.log(6000), 0.6))  # a text is pasted in
+    return 5 + int(random.lognormal(np.log(60), 0.9))
+
+
+Part = ChatWorkload

@@ -1,0 +1,82 @@
+"""Workflows of several agents that take turns, and that tell who comes next.
+
+No paper. Each agent has a session and a system prompt of its own, long and shared by all workflows.
+One step is one turn of one agent, mostly of the next in a fixed ring; sometimes work goes back by
+one. After each step the workflow tells in how many steps each of its agents is due.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from larder.core.errors import BadParameter
+from larder_bench.traces._builder import TraceBuilder, TraceSession
+from larder_bench.traces.base import Trace, Workload
+
+PROMPTS = (2500, 4000, 3000, 6000, 2000, 5000)
+BACK = 0.15  # of steps go back by one agent
+TOOL = "step"
+
+
+@dataclass(frozen=True)
+class Workflows(Workload):
+    """Rings of agents.
+
+    Args:
+        agents: of a workflow, at most 6.
+        rounds: through the ring, as a median.
+        flows_per_hour: that begin.
+        pause: median seconds between two steps.
+    """
+
+    agents: int = 5
+    rounds: int = 8
+    flows_per_hour: float = 60.0
+    pause: float = 20.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.agents <= len(PROMPTS):
+            raise BadParameter(
+                f"workflows.agents must be from 1 to {len(PROMPTS)}, got {self.agents}."
+            )
+        for name in ("rounds", "flows_per_hour", "pause"):
+            if not getattr(self, name) > 0:
+                value = getattr(self, name)
+                raise BadParameter(f"workflows.{name} must be more than 0, got {value}.")
+
+    def make(self, seed: int, events: int) -> Trace:
+        random, diary = np.random.default_rng((seed, 2)), TraceBuilder(self)
+        prompts = [diary.prompt(tokens) for tokens in PROMPTS[: self.agents]]
+        time = 0.0
+        while not diary.holds(events, time):
+            time += random.exponential(3600 / self.flows_per_hour)
+            self._flow(diary, [diary.begin(prompt) for prompt in prompts], time, random)
+        return diary.trace(events)
+
+    def _flow(
+        self,
+        diary: TraceBuilder,
+        ring: list[TraceSession],
+        time: float,
+        random: np.random.Generator,
+    ) -> None:
+        steps = max(1, int(random.lognormal(np.log(self.rounds), 0.4))) * len(ring)
+        place = 0
+        for step in range(steps):
+            asked = 50 + int(random.lognormal(np.log(600), 0.9))
+            said = 30 + int(random.exponential(400))
+            over = diary.turn(ring[place], time, asked, said, TOOL)
+            is_last = step == steps - 1
+            due = (place + (-1 if random.random() < BACK else 1)) % len(ring)
+            for number, session in enumerate(ring):
+                left = 1 + (number - due) % len(ring)
+                diary.hint(session, over, math.inf if is_last else float(left))
+            place = due
+            time = over + random.lognormal(np.log(self.pause), 1.0)
+
+
+Part = Workflows

@@ -1,0 +1,68 @@
+"""Read the facts of a life-log off its text, by nothing but the templates."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from larder.core.conversation import Message
+from larder_bench.datasets.grammar import load_grammar
+
+GRAMMAR = load_grammar()
+HEADER = re.compile(r"Session (\d+), [A-Z][a-z]+day [A-Z][a-z]+ \d+")
+
+
+def pattern_of(statement: str, entity: str) -> re.Pattern[str]:
+    before, after = (re.escape(p.replace("{E}", entity)) for p in statement.split("{V}"))
+    start = f"(?i:{before[0]}){before[1:]}" if before else ""
+    return re.compile(f"(?P<lead>.*, |.*: |){start}(?P<value>[^.]+){after}")
+
+
+STATEMENTS = [
+    ((entity, attribute.name), statement, pattern_of(statement, entity))
+    for topic in GRAMMAR.topics
+    for entity in topic.entities
+    for attribute in topic.attributes
+    for statement in attribute.statements
+]
+
+
+def statement_in(sentence: str) -> tuple[tuple[str, str], str, re.Match[str]] | None:
+    """Which statement a sentence is an instance of, if any.
+
+    Of "E is V" and "E is kept at V" the longer one is meant where both fit.
+    """
+    leads = {*GRAMMAR.openers, *GRAMMAR.updates}
+    matches = ((fact, said, pattern.fullmatch(sentence)) for fact, said, pattern in STATEMENTS)
+    found = [(f, said, m) for f, said, m in matches if m and m["lead"].strip() in leads]
+    return min(found, key=lambda one: len(one[2]["value"]), default=None)
+
+
+def sentences_of(text: str) -> list[str]:
+    return [part.rstrip(".") for part in re.split(r"(?<=[.!?]) ", text)]
+
+
+@cache
+def told(messages: tuple[Message, ...]) -> dict[tuple[str, str], list[tuple[int, str]]]:
+    """Read the facts off the text: per entity and attribute, session and value, in order.
+
+    Values are in lower case, for one that starts its sentence has lost its own.
+    """
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    session = 0
+    for message in messages:
+        if header := HEADER.fullmatch(message.content):
+            session = int(header[1])
+        for sentence in sentences_of(message.content):
+            if said := statement_in(sentence):
+                found.setdefault(said[0], []).append((session, said[2]["value"].lower()))
+    return found
+
+
+SINGLES = {
+    asked.replace("{E}", entity): (entity, attribute.name)
+    for topic in GRAMMAR.topics
+    for entity in topic.entities
+    for attribute in topic.attributes
+    for asked in attribute.questions
+}

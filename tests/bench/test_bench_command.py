@@ -1,0 +1,108 @@
+"""`larder bench`: a study said in words, its rows in a file, its errors in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands import Run, complaint, document, write
+from larder_bench.cli.bench import BenchOptions
+from larder_bench.execution.resumable_run import ResumableRun as Running
+from larder_bench.execution.runner import MEASURES
+from larder_bench.results.rows import read_rows
+
+TINY = ("--model", "random:qwen3-tiny", "--tokens", "180", "--files", "1", "--budget", "1/2")
+ONE = ("bench", "passkey", *TINY, "--policy", "h2o", "--control", "full", "--matched", "bytes")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "rows.jsonl"
+
+
+def test_a_task(run: Run, out: Path) -> None:
+    result = run(*ONE, "--out", out, "--json")
+    told = document(result)
+    assert result.exit_code == 0
+    assert (told["study"], told["cells"], told["refused"]) == ("bench", 2, 0)
+    [group] = told["groups"]
+    assert (group["task"], group["tokens"], group["measure"]) == ("passkey()", 180, "forced") or (
+        group["task"].startswith("passkey(")
+    )
+    h2o, full = group["results"]
+    assert (h2o["policy"], full["policy"]) == ("h2o", "full")
+    assert h2o["bytes_share"] <= 0.5 < full["bytes_share"]
+    assert {"mean", "low", "high"} == set(h2o["exact"]) and h2o["kv_bytes"] < full["kv_bytes"]
+    assert [row["row"] for row in read_rows(out)] == ["environment", "budgets", "cell", "cell"]
+    assert len(result.stderr.splitlines()) == 2 and "h2o 1/2" in result.stderr
+    again = run(*ONE, "--out", out)
+    assert again.stderr == "" and "### Exact match" in again.stdout and "| h2o |" in again.stdout
+    assert len(read_rows(out)) == 4 and "of other runs" not in again.stdout
+    other = run(*ONE[:-6], "--control", "full", "--matched", "bytes", "--out", out)
+    assert "| full |" in other.stdout and "h2o" not in other.stdout
+    assert other.stdout.splitlines()[-1].startswith(f"{out} holds 1 cell of other runs: ")
+
+
+def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
+    text = 'name = "own"\npolicies = ["h2o"]\ncontrols = ["full"]\nbudgets = ["64"]\nfiles = 3\n'
+    path = write(tmp_path / "own.toml", text + '[[tasks]]\nspelling = "passkey"\ntokens = 180\n')
+    words = ("bench", "--study", path, "--out", out, "--model", "random:qwen3-tiny")
+    told = document(run(*words, "--files", "1", "--estimate", "--json"))
+    assert told["cells"] == 4 and {part["policy"] for part in told["parts"]} == {"h2o", "full"}
+    assert not out.exists()
+    line = complaint(run(*words, "--policy", "snapkv"), 2)
+    assert "contradicts" in line and "--policy" in line
+    others = ("lookup", "--tokens", "300", "--budget", "32", "--measure", "generated")
+    told = document(run(*words, *others, "--files", "1", "--estimate", "--json"))
+    assert {(p["task"].partition("(")[0], p["tokens"], p["measure"]) for p in told["parts"]} == {
+        ("lookup", 300, "generated")
+    }
+    told = document(run(*words, "--tokens", "190,200", "--files", "1", "--estimate", "--json"))
+    assert [part["tokens"] for part in told["parts"]] == [190, 190, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((), 2, "Tasks: "),
+        (("paskey",), 2, "Did you mean 'passkey'"),
+        (("passkey", "--tokens", "many"), 2, "--tokens 1500,4000"),
+        (("passkey", "--tokens", ""), 2, "--tokens 1500,4000"),
+        (("passkey", "--budget", "2/1"), 2, "above 0"),
+        (("passkey", *TINY, "--control", "full", "--device", "xpu"), 1, "cannot be used: "),
+        (("passkey", "--measure", "fored"), 2, "Did you mean 'forced'"),
+        (("passkey", "--study", "none_such"), 2, "No study named"),
+        (("--study", "none_such"), 2, "No study named"),
+        (("--study", "none_such.toml"), 1, "name a file, or one of the studies "),
+        (("bookings", *TINY, "--control", "full", "--estimate"), 2, "--corpus FOLDER"),
+        (("bookings", *TINY, "--control", "full"), 2, "--corpus FOLDER"),
+    ],
+)
+def test_errors(run: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    line = complaint(run("bench", *words, "--out", tmp_path / "none.jsonl"), code)
+    assert said in line
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_interrupted(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = Running.go
+
+    def stopped(self: Running, tell: object) -> None:
+        def then_stop(row: object, pace: object) -> None:
+            raise KeyboardInterrupt
+
+        go(self, then_stop)
+
+    monkeypatch.setattr(Running, "go", stopped)
+    result = run(*ONE, "--out", out, "--json")
+    assert (result.exit_code, document(result)["cells"]) == (130, 1)
+    assert "Stopped at 1 of 2 cells: the same command goes on" in result.stderr
+    assert [row["row"] for row in read_rows(out)][1:] == ["budgets", "cell"]
+    monkeypatch.setattr(Running, "go", lambda self, tell: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run(*ONE, "--out", out.with_name("other.jsonl")).exit_code == 130
+
+
+def test_help_names_every_measure() -> None:
+    told = BenchOptions.__annotations__["measure"]
+    assert all(name in told for name in MEASURES.own())

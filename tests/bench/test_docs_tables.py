@@ -1,0 +1,89 @@
+"""Tables of pages say what committed rows say, and are found where they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import InputError
+from larder_bench.reports.docs_tables import TableMark, by_budget, by_paper, by_task, replace_tables
+from larder_bench.studies.study import CHECKOUT, read_study
+from plots_rows import CELLS, cell, write_rows
+
+PAGES = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]
+RESULTS = CHECKOUT / "studies" / "results"
+
+
+def test_a_column_per_budget_pools_tasks_and_puts_the_best_first() -> None:
+    rows = [*CELLS, cell("h2o", budget="1/8")]
+    head, _, *lines = by_budget(rows)
+    assert head == "| policy | 1/4 |"
+    assert lines[0] == "| full cache | 1.00 [1.00 1.00] |"
+    assert [line.split(" | ")[0] for line in lines[1:]] == ["| snapkv", "| h2o", "| random"]
+
+
+def test_a_column_per_task_has_all_budgets_in_a_cell() -> None:
+    rows = [*CELLS, {**cell("snapkv"), "budget": "1/8"}]
+    told, _, head, _, _, first, *_ = by_task(rows)
+    assert told == "In each cell: 1/4, 1/8."
+    assert head == "| policy | needles, 1,000 | needles, 2,000 |"
+    assert first == "| snapkv | 0.50 0.50 | 0.50 |"
+
+
+def test_tasks_that_differ_in_parameters_alone_have_them_in_their_heads() -> None:
+    tasks = ('needles(needles=4, hay="talk")', 'needles(needles=8, hay="talk")')
+    rows = [cell("h2o", task=task) for task in tasks]
+    assert by_task(rows)[0] == "| policy | needles(needles=4) | needles(needles=8) |"
+
+
+def test_what_a_paper_reports_stands_beside_ours() -> None:
+    study = read_study("epicache_fig2")
+    assert study.paper is not None
+    ours = cell("exact_question", study=study.name, task=study.tasks[0].spelling, matched="tokens")
+    lines = by_paper([ours], [study.paper.row(study.name)])
+    assert lines[0].startswith("The paper: Llama-3.1-8B") and lines[2].startswith("Here: the emb")
+    assert lines[4].startswith("| policy | budget | the paper |")
+    assert lines[6].startswith("| exact_question | 1/4 | the best of all prompts")
+    with pytest.raises(InputError, match="needs the study of a paper"):
+        by_paper([ours], [])
+
+
+def test_times_are_in_milliseconds_and_the_least_comes_first() -> None:
+    rows = [cell("h2o"), {**cell("snapkv"), "latency": {"token": {"p50": 0.125}}}]
+    assert by_budget(rows, "token_p50")[2:] == ["| snapkv | 125.0 |", "| h2o | 250.0 |"]
+    with pytest.raises(InputError, match="No row has 'kl': take one of"):
+        by_budget(rows, "kl")
+
+
+def test_a_page_is_filled_between_its_marks_and_stays_as_it_is_then(tmp_path: Path) -> None:
+    rows = [{**row, "study": "recital"} for row in CELLS]
+    write_rows(tmp_path, rows).rename(tmp_path / "recital.jsonl")
+    mark = "<!-- table: study=recital policies=snapkv,full -->"
+    page = f"above\n\n{mark}\nstale\n<!-- table: end -->\nbelow\n"
+    once = replace_tables(page, tmp_path)
+    assert "| snapkv | 0.50 [0.50 0.50] |" in once and "h2o" not in once and "stale" not in once
+    assert "4 files, 16 scored items; `larder bench --study recital`, 1 min." in once
+    assert once.startswith("above") and once.endswith("below\n")
+    assert replace_tables(once, tmp_path) == once
+    assert "Not measured yet" in replace_tables(page.replace("recital", "quality"), tmp_path)
+
+
+@pytest.mark.parametrize("told", ["by=budget", "study=x by=color", "study=x sort=up"])
+def test_a_mark_that_asks_for_nothing_known_is_refused(told: str) -> None:
+    with pytest.raises(InputError, match="A table "):
+        TableMark.parse(told)
+
+
+def test_a_mark_that_no_row_fits_is_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path, CELLS).rename(tmp_path / "recital.jsonl")
+    page = "<!-- table: study=recital policies=gone -->\n<!-- table: end -->"
+    with pytest.raises(InputError, match="No committed row of recital"):
+        replace_tables(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_say_what_committed_rows_say(page: Path) -> None:
+    told = page.read_text(encoding="utf-8")
+    again = replace_tables(told, RESULTS)
+    assert again == told, "run: python -m larder_bench.reports.docs_tables README.md docs/*.md"

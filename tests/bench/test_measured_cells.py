@@ -1,0 +1,68 @@
+"""What is known of measured cells makes first guesses and spares measuring the same again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from larder_bench.execution.measured_cells import MeasuredCells
+from larder_bench.results.budget_labels import MatchedQuantity
+from larder_bench.results.rows import EXHIBITS_KEY, Row
+from larder_bench.studies.cells import Cell, cells_of
+from larder_bench.studies.study import Study, StudyTask
+
+TOLD: Row = {"model_fingerprint": "f", "device": "cpu", "dtype": "float32"}
+
+
+def cell(policy: str, seed: int, matched: str = "bytes") -> Cell:
+    study = Study("s", (StudyTask("passkey()", (99,)),), policies=(policy,), controls=())
+    study = replace(study, budgets=("1/4",), matched=(matched,), files=1, first_seed=seed)
+    [one] = cells_of(study, "seed")
+    return one
+
+
+def came_to(tokens: int) -> Row:
+    return {"budget_tokens": tokens, "active_kv_bytes": 100, "kv_bytes": 400, "items": []}
+
+
+@pytest.mark.parametrize("is_in_file", [True, False])
+def test_a_guess_is_what_the_first_seed_came_to(is_in_file: bool) -> None:
+    first, second = cell("h2o", 3), cell("h2o", 5)
+    rows = [one.head(TOLD) | came_to(n) for one, n in ((first, 20), (second, 50))]
+    known = MeasuredCells(rows if is_in_file else ())
+    if not is_in_file:
+        known.learn(second, came_to(50))
+        known.learn(first, came_to(20))
+    assert known.guess(cell("h2o", 7)) == 0.2 and known.guess(second) == 0.2
+    assert known.guess(first) is None and known.guess(cell("h2o", 1)) is None
+    assert known.guess(cell("snapkv", 7)) is None
+
+
+def test_a_guess_at_the_total_is_of_all_bytes_and_a_refusal_tells_nothing() -> None:
+    known = MeasuredCells([cell("h2o", 0, "total").head(TOLD) | came_to(20)])
+    assert known.guess(cell("h2o", 1, "total")) == 0.05
+    assert known.guess(cell("h2o", 1, "bytes")) is None
+    known.learn(cell("snapkv", 0), {"refused": "too small"})
+    assert known.guess(cell("snapkv", 1)) is None
+
+
+def test_what_has_no_budget_to_choose_comes_to_the_same() -> None:
+    known = MeasuredCells(())
+    full, other = cell("full", 0), cell("full", 0, "tokens")
+    assert full.is_alike and not cell("h2o", 0).is_alike
+    known.learn(full, came_to(99) | {EXHIBITS_KEY: ["a map"]})
+    known.learn(cell("h2o", 0), came_to(20))
+    assert known.same(other) == came_to(99) | {"shared_with": MatchedQuantity.BYTES.value}
+    assert known.same(full) is None  # it is the one that was measured
+    assert known.same(cell("h2o", 0, "tokens")) is None
+    assert known.same(cell("full", 1, "tokens")) is None
+    assert known.same(replace(other, measure="generated")) is None
+    known = MeasuredCells([full.head(TOLD) | came_to(99) | {"environment": "e"}])
+    assert known.same(other) == came_to(99) | {
+        "environment": "e",
+        "model_fingerprint": "f",
+        "device": "cpu",
+        "dtype": "float32",
+        "shared_with": "bytes",
+    }

@@ -1,0 +1,146 @@
+"""Questions are put on forks, behind the turns before them, and read anew for whom that is due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from larder.core.amount import Amount
+from larder.core.conversation import Conversation, Message, Question
+from larder.engine.engine import Engine
+from larder.session.memory import Memory
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.random_models import open_model
+from larder_bench.results.budget_labels import MatchedQuantity
+from larder_bench.results.rows import Row
+from larder_bench.scoring.item_scores import NumberedQuestion, generated_items, likelihood_items
+from larder_bench.scoring.teacher_forcing import score_answers, score_answers_stepwise
+from larder_bench.studies.methods import ComparedMethod, parse_control, parse_method
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.question_sequences import ContextReader, ask_all, fork_memory
+from larder_bench.tasks.base import parse_task
+
+SAID = ["My cat is Mira.", "Nice.", "The vet is Vera.", "Good.", "I like long walks by the lake."]
+TALK = Conversation(
+    "talk",
+    tuple(Message(("user", "assistant")[n % 2], text) for n, text in enumerate(SAID * 3)),
+    tuple(Question(f"Who is {name}?", f"Some {name}.") for name in ("Mira", "Vera", "Olga")),
+)
+TASKS = {
+    "alone": parse_task("lifelog"),
+    "turns": parse_task("turns"),
+    "requests": parse_task("requests(turns=2)"),
+}
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModelContext:
+    engine = Engine(open_model("random:qwen3-tiny"), "full")
+    return ModelContext(engine, TaskSources(engine.scribe.length))
+
+
+@dataclass
+class Noting:
+    """Remembers over how much text each question was asked."""
+
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def ask(self, engine: Engine, memory: Memory, posed: Sequence[NumberedQuestion]) -> list[Row]:
+        length = memory.recall(posed[0].question.question)[0].next_position
+        self.asked += [(one.number, length) for one in posed]
+        forced = score_answers(engine, memory, [one.question for one in posed])
+        pairs = zip(posed, forced, strict=True)
+        return [item for one, each in pairs for item in likelihood_items(one, each, engine.scribe)]
+
+
+def sat(
+    bench: ModelContext, one: ComparedMethod, kind: str
+) -> tuple[Noting, ContextReader, list[Row]]:
+    noting = Noting()
+    readings = ContextReader(bench, one, TALK, Amount.parse("1/2"), MatchedQuantity.TOKENS)
+    return noting, readings, ask_all(readings, TASKS[kind], noting)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reads"),
+    [
+        ("keydiff", "alone", 1),
+        ("keydiff", "turns", 1),
+        ("exact_question", "alone", 3),
+        ("exact_question", "turns", 1),
+        ("exact_question", "requests", 1),
+        ("oracle", "turns", 3),
+        ("oracle", "requests", 3),
+        ('rag_2k(embedder="tokens")', "turns", 3),
+    ],
+)
+def test_what_is_read_anew_and_what_stands_before(
+    bench: ModelContext, name: str, kind: str, reads: int
+) -> None:
+    noting, readings, items = sat(bench, parse_control(name), kind)
+    assert readings.figures()["reads"] == reads
+    turns = {"alone": [0, 0, 0], "turns": [0, 1, 2], "requests": [0, 1, 0]}[kind]
+    by_question = sorted(items, key=lambda item: item["question"])
+    assert [item["turn"] for item in by_question] == turns
+    lengths = [length for _, length in sorted(noting.asked)]
+    if name.startswith("rag"):
+        assert lengths == sorted(set(lengths))
+        return
+    start = len(bench.engine.scribe.write(TALK).ids)
+    assert [length > start for length in lengths] == [turn > 0 for turn in turns]
+    assert kind != "turns" or lengths == sorted(set(lengths))
+
+
+def test_a_later_turn_is_as_if_all_were_one_text(bench: ModelContext) -> None:
+    first, second, _ = TALK.questions
+    turns = (Message("user", first.question), Message("assistant", first.answer))
+    longer = replace(TALK, messages=(*TALK.messages[:-1], *turns))
+    # The talk must end with an answer, so that both texts have the same turns.
+    shorter = replace(TALK, messages=TALK.messages[:-1])
+    readings = ContextReader(bench, parse_method("full"), shorter, None, MatchedQuantity.TOKENS)
+    items = ask_all(readings, TASKS["turns"], Noting())
+    [wanted] = score_answers(bench.engine, bench.engine.read(longer), [second])
+    assert items[1]["log_likelihood"] == pytest.approx(wanted.log_likelihood, abs=2e-3)
+
+
+def test_forks_leave_the_memory_as_it_was(bench: ModelContext) -> None:
+    memory = bench.engine.under("h2o", "40").read(TALK)
+    before = memory.recall("?")[0].state()
+    again = fork_memory(bench.engine, memory)
+    assert again.recall("?")[0] is not memory.recall("?")[0]
+    score_answers_stepwise(bench.engine, memory, TALK.questions)
+    after = memory.recall("?")[0].state()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_slowly_is_packed_where_nothing_is_parked(bench: ModelContext) -> None:
+    memory = bench.engine.read(TALK)
+    pairs = zip(
+        score_answers(bench.engine, memory, TALK.questions),
+        score_answers_stepwise(bench.engine, memory, TALK.questions),
+        strict=True,
+    )
+    for packed, slow in pairs:
+        assert packed.likelihoods == pytest.approx(slow.likelihoods, abs=1e-4)
+        assert packed.episode == slow.episode
+
+
+def test_said_items() -> None:
+    plain = NumberedQuestion(Question("Who?", "Mira Silva", others=("Mrs Silva",)), 3, 1)
+    [item] = generated_items(plain, "mrs. silva")
+    assert (item["exact"], item["f1"], item["question"], item["turn"]) == (True, 1.0, 3, 1)
+    answer = "1: a cat. 2: a dog. 3: a cow."
+    spans = ((0, 9), (9, 19), (19, 29))
+    listed = NumberedQuestion(Question("All?", answer, items=spans), 0, 0)
+    right = [item["exact"] for item in generated_items(listed, "1: a cat. 2: a cow. 3: a cow.")]
+    assert right == [True, False, True]
+    row = NumberedQuestion(Question("All?", "red, blue", items=((0, 4), (4, 9))), 0, 0)
+    assert [item["exact"] for item in generated_items(row, "Blue, green")] == [False, True]
+    assert [item["item"] for item in generated_items(row, "")] == [0, 1]
+    numbers = NumberedQuestion(
+        Question("Which?", "12, 345", "values", items=((0, 2), (3, 7))), 0, 0
+    )
+    assert [item["exact"] for item in generated_items(numbers, "345, 67")] == [False, True]

@@ -1,0 +1,95 @@
+"""Some questions of another task: by kind, by places needed, by how near episodes are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.corpus_files import sources
+from larder.core.conversation import Question
+from larder.core.errors import BadParameter, TooLittle
+from larder.session.clustering import cluster
+from larder.session.segments import cut
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.tasks import base
+from larder_bench.tasks.base import parse_task
+
+TOKENS = 900
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> TaskSources:
+    return sources(tmp_path_factory.mktemp("material"))
+
+
+def made(sentence: str, material: TaskSources, seed: int = 1) -> tuple[Question, ...]:
+    return parse_task(sentence).make(seed, TOKENS, material).questions
+
+
+def test_kinds(material: TaskSources) -> None:
+    asked = made('only(kinds="twohop,list")', material)
+    assert asked and {question.kind for question in asked} <= {"twohop", "list"}
+    assert set(asked) < set(made("lifelog()", material)) or len(asked) < 24
+
+
+@pytest.mark.parametrize(("of", "places"), [("realtalk()", 1), ("realtalk()", 3), ("locomo()", 3)])
+def test_sources(of: str, places: int, material: TaskSources) -> None:
+    whole = parse_task(of).make(0, 3000, material)
+    asked = parse_task(f"only(of={of!r}, sources={places})").make(0, 3000, material)
+    assert asked.messages == whole.messages
+    # Of every third session three places are named, one of them a range; one question names none.
+    expected = [q for q in whole.questions if q.sources == places]
+    assert list(asked.questions) == expected and len(expected) == (7 if places == 1 else 3)
+
+
+def test_a_lifelog_knows_how_many_messages_hold_an_answer(material: TaskSources) -> None:
+    conversation = parse_task('lifelog(questions=60, kinds="list,twohop")').make(0, 4000, material)
+    found = {question.kind: set[int | None]() for question in conversation.questions}
+    for question in conversation.questions:
+        found[question.kind].add(question.sources)
+        if question.kind == "list":
+            assert question.sources == len(question.answer.split("; "))
+    assert found["twohop"] == {2} and {1, 2, 3} <= found["list"]
+
+
+def test_episodes_are_two_halves(material: TaskSources) -> None:
+    whole = parse_task("lifelog()").make(1, TOKENS, material)
+    single = made('only(episodes="single")', material)
+    cross = made('only(episodes="cross")', material)
+    assert set(single) | set(cross) == set(whole.questions) and not set(single) & set(cross)
+    assert abs(len(single) - len(cross)) <= 1
+    embedder = material.embedder("minilm")
+    rows = embedder.embed_segments([segment.text for segment in cut(whole)])
+    centroids = cluster(rows, 4).centroids
+
+    def lead(question: Question) -> float:
+        asked = embedder.embed_questions([question.question])[0]
+        first, second = sorted(float(asked @ one / np.linalg.norm(one)) for one in centroids)[
+            :-3:-1
+        ]
+        return first - second
+
+    assert min(map(lead, single)) > max(map(lead, cross))
+
+
+def test_where_nothing_of_that_sort_is_asked(
+    material: TaskSources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "MAX_RETRIES", 2)
+    with pytest.raises(TooLittle, match="asks nothing of that sort at 900 tokens"):
+        made('only(kinds="riddle")', material)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        ("only(sources=4)", "only.sources must be 1 to 3, got 4"),
+        ("only(count=1)", "only.count must be 2 or more"),
+        ('only(of="turns()")', "only.of must be a task whose questions stand alone"),
+        ('only(episodes="many")', "only.episodes must be one of 'any'"),
+        ('only(embedder="tokens")', "take minilm"),
+    ],
+)
+def test_what_is_written_wrong(sentence: str, said: str) -> None:
+    with pytest.raises(BadParameter, match=said):
+        parse_task(sentence)

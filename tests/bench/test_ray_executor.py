@@ -1,0 +1,52 @@
+"""A study on a cluster has the rows that it has here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from larder_bench.results.rows import ENVIRONMENT, Row, read_rows, without_timings
+
+pytestmark = pytest.mark.cluster
+WORDS = ["bench", "passkey", "--tokens", "180", "--files", "3", "--policy", "streaming_llm"]
+MORE = ["--control", "full", "--budget", "1/2", "--model", "random:qwen3-tiny"]
+
+
+def run(out: Path, *words: str, stop_after: int = 0) -> int:
+    """Its exit code; interrupted once the file holds so many lines."""
+    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    told |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | told
+    command = [sys.executable, "-m", "larder", *WORDS, *MORE, "--out", str(out), *words]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as running:
+        while stop_after and running.poll() is None:
+            if out.exists() and len(read_rows(out)) >= stop_after:
+                running.send_signal(signal.SIGINT)
+                break
+            time.sleep(0.02)
+        return running.wait(300)
+
+
+def cells(out: Path) -> list[str]:
+    """Its rows but for what was timed, in an order that does not depend on who was first."""
+    rows: list[Row] = [without_timings(row) for row in read_rows(out)]
+    return sorted(json.dumps(row, sort_keys=True) for row in rows)
+
+
+def test_rows_are_the_same_on_a_cluster(tmp_path: Path) -> None:
+    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+    assert run(here) == 0
+    assert run(there, "--ray", stop_after=3) == 130
+    kept = read_rows(there)
+    assert 3 <= len(kept) < len(read_rows(here))
+    assert run(there, "--ray") == 0
+    assert read_rows(there)[: len(kept)] == kept
+    assert cells(there) == cells(here)
+    assert sum(row["row"] == ENVIRONMENT for row in read_rows(there)) == 1

@@ -1,0 +1,96 @@
+"""Reminders are recited as they were told, in order, and answers come apart into items."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from larder.core.conversation import Conversation
+from larder.core.errors import BadParameter
+from larder.session.files import read_conversation
+from larder_bench.datasets.lifelog_sessions import count_message_tokens
+from larder_bench.scoring.answer_items import numbered_item_spans
+from larder_bench.tasks.recite import recital_conversation
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def reminders_in(conversation: Conversation) -> dict[int, str]:
+    said = (re.search(r" Reminder (\d+): (.+)\.$", m.content) for m in conversation.messages)
+    return {int(found[1]): found[2] for found in said if found}
+
+
+def slow_items(answer: str) -> list[str]:
+    """Word by word: an item starts at a number with a colon behind the end of another item."""
+    items, before = [""], ""
+    for word in answer.split(" "):
+        if before.endswith(".") and re.fullmatch(r"\d+:", word):
+            items.append("")
+        items[-1] += f" {word}"
+        before = word
+    return [item.strip() for item in items]
+
+
+@pytest.mark.parametrize("items", [1, 7, 100])
+def test_all_reminders_are_asked_for_once_and_in_order(items: int) -> None:
+    conversation = recital_conversation(0, 700, words, items)
+    told = reminders_in(conversation)
+    assert list(told) == list(range(1, len(told) + 1))
+    asked: list[int] = []
+    for question in conversation.questions:
+        found = re.fullmatch(r"Recite reminders (\d+) to (\d+)\.", question.question)
+        assert found
+        run = range(int(found[1]), int(found[2]) + 1)
+        assert question.answer == " ".join(f"{n}: {told[n]}." for n in run)
+        assert 1 <= len(run) <= items
+        asked += run
+    assert asked == list(told)
+
+
+def test_items_are_those_of_the_slow_loop() -> None:
+    (question,) = recital_conversation(1, 700, words, 100).questions
+    spans = numbered_item_spans(question.answer)
+    items = [question.answer[start:stop].strip() for start, stop in spans]
+    assert items == slow_items(question.answer)
+    assert len(items) > 10
+    assert spans[0][0] == 0 and spans[-1][1] == len(question.answer)
+    assert [stop for _, stop in spans[:-1]] == [start for start, _ in spans[1:]]
+
+
+def test_items_by_hand() -> None:
+    assert numbered_item_spans("1: at 5: or 6. 2: on May 3.") == ((0, 14), (14, 27))
+    assert numbered_item_spans("4: alone.") == ((0, 9),)
+
+
+def test_wording_is_that_of_the_training_data(shared_data: Path) -> None:
+    paths = sorted((shared_data / "dialogues").glob("recite-1500-*.json"))
+    assert paths
+    for path in paths:
+        conversation = read_conversation(path)
+        told = reminders_in(conversation)
+        for question in conversation.questions:
+            first, last = map(int, re.findall(r"\d+", question.question))
+            assert question.question == f"Recite reminders {first} to {last}."
+            run = [f"{n}: {told[n]}." for n in range(first, last + 1)]
+            assert slow_items(question.answer) == run
+
+
+@pytest.mark.parametrize("tokens", [200, 1500])
+def test_tokens_are_a_bound_that_is_nearly_reached(tokens: int) -> None:
+    taken = count_message_tokens(recital_conversation(2, tokens, words).messages, words)
+    assert tokens - 60 < taken <= tokens
+
+
+def test_equal_seeds_equal_talks() -> None:
+    assert recital_conversation(5, 400, words) == recital_conversation(5, 400, words)
+    assert recital_conversation(5, 400, words) != recital_conversation(6, 400, words)
+
+
+@pytest.mark.parametrize(("tokens", "items"), [(5, 3), (500, 0)])
+def test_bad_parameters(tokens: int, items: int) -> None:
+    with pytest.raises(BadParameter, match="recite.(tokens|items)"):
+        recital_conversation(0, tokens, words, items)

@@ -1,0 +1,83 @@
+"""Answers scored in one packed pass fare as those that are read alone, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.core.conversation import Conversation, Message, Question
+from larder.core.types import Mode
+from larder.engine.engine import Engine
+from larder.models.passes import Row
+from larder.session.memory import Memory
+from larder_bench.scoring.answer_items import numbered_item_spans
+from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers, split_by_spans
+
+TALK = Conversation(
+    "talk",
+    (
+        Message("user", "Reminder 1: the vet is Vera Silva."),
+        Message("assistant", "Noted."),
+        Message("user", "Reminder 2: the van is kept at Vellum."),
+        Message("assistant", "Alright."),
+    ),
+    (
+        Question("Recite reminders 1 to 2.", "1: the vet is Vera Silva. 2: the van is in Oslo."),
+        Question("Who is the vet?", "Vera Silva"),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(policy="full")
+
+
+@pytest.fixture(scope="module")
+def memory(engine: Engine) -> Memory:
+    return engine.read(TALK)
+
+
+def slowly(engine: Engine, memory: Memory, question: Question) -> tuple[list[bool], list[float]]:
+    """Append the question to a copy of the cache, then the answer one token after the other."""
+    cache = memory.shelf.activate(0).fork()
+    given = engine.scribe.question(question.question)
+    hits, likelihoods = [], []
+    for token in engine.scribe.answer(question.answer)[: len(_answer(engine, question))]:
+        row = Row(cache, tuple(given))
+        logits = engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0]
+        hits.append(int(logits.argmax()) == token)
+        likelihoods.append(float(torch.log_softmax(logits, 0)[token]))
+        given = (token,)
+    return hits, likelihoods
+
+
+def _answer(engine: Engine, question: Question) -> tuple[int, ...]:
+    return engine.scribe.encode(question.answer) + engine.scribe.closing()[:1]
+
+
+def test_packed_is_one_by_one(engine: Engine, memory: Memory) -> None:
+    for forced in score_answers(engine, memory, TALK.questions):
+        hits, likelihoods = slowly(engine, memory, forced.question)
+        assert list(forced.hits) == hits
+        assert list(forced.likelihoods) == pytest.approx(likelihoods, abs=1e-3)
+        assert forced.exact is all(hits)
+        assert forced.log_likelihood == pytest.approx(sum(likelihoods) / len(hits), abs=1e-3)
+        assert forced.tokens == len(hits)
+
+
+def test_items_of_an_answer(engine: Engine, memory: Memory) -> None:
+    recital = score_answers(engine, memory, TALK.questions[:1])[0]
+    answer = recital.question.answer
+    first, second = split_by_spans(recital, engine.scribe, numbered_item_spans(answer))
+    length = len(engine.scribe.encode(" 2: the van is in Oslo."))
+    assert second.likelihoods == recital.likelihoods[-1 - length : -1]  # without the end of turn
+    assert first.likelihoods + second.likelihoods == recital.likelihoods[:-1]
+    assert not second.exact
+
+
+def test_exact_and_mean_by_hand() -> None:
+    forced = AnswerLikelihood(Question("?", "ab"), (True, True, False), (-1.0, -2.0, -6.0), None)
+    assert (forced.exact, forced.log_likelihood, forced.tokens) == (False, -3.0, 3)
+    part = forced.part(0, 2)
+    assert (part.exact, part.log_likelihood, part.tokens) == (True, -1.5, 2)

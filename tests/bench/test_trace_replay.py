@@ -1,0 +1,132 @@
+"""A replay holds what it may, counts what it saves, and nothing saves more than the bound."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from larder.store.candidates import QUANTILES
+from larder.store.eviction.base import EVICTIONS, Eviction, Superseded
+from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
+from larder_bench.trace_replay import MIN_PAUSES, SimulatedTier, ToolPauses, best_rule, replay_trace
+from larder_bench.traces.base import NONE, TRACES, StateForm, Trace
+from references.trace_replay import Loop
+
+RULES = sorted(EVICTIONS.own())
+CROWDS = pytest.mark.parametrize("name", sorted(TRACES.own()))
+FORMS = pytest.mark.parametrize("form", list(StateForm))
+
+
+@cache
+def trace_of(name: str, form: StateForm, events: int = 300) -> Trace:
+    return TRACES.load(name)(form=form).make(0, events)
+
+
+@cache
+def held_of(name: str, form: StateForm, events: int = 300) -> ReuseIntervals:
+    return ReuseIntervals.of(trace_of(name, form, events))
+
+
+def rule(name: str, **told: object) -> Eviction:
+    return EVICTIONS.load(name)(**told)
+
+
+@CROWDS
+@FORMS
+def test_a_tier_without_end_finds_all_that_is_known(name: str, form: StateForm) -> None:
+    trace = trace_of(name, form)
+    counts = replay_trace(trace, rule("lru"), sum(piece.bytes for piece in trace.pieces))
+    assert counts.hit_tokens == counts.known_tokens > 0 and counts.evictions == 0
+    assert counts.hit_seconds == pytest.approx(counts.known_seconds)
+
+
+@CROWDS
+@FORMS
+@pytest.mark.parametrize("fate", list(Superseded))
+def test_the_budget_holds_and_so_do_chains(name: str, form: StateForm, fate: Superseded) -> None:
+    trace, budget = trace_of(name, form), held_of(name, form).needed_bytes() // 4
+    shelf = SimulatedTier(trace, rule("gdsf", superseded=fate), budget)
+    for event in trace.events:
+        event.play(shelf)
+        held = shelf._rows
+        sizes = [trace.pieces[piece].bytes for piece in held]
+        assert shelf._used == sum(sizes) <= budget
+        for piece, row in held.items():
+            parent = trace.pieces[piece].parent
+            assert shelf._columns.codes[row] == piece and (parent == NONE or parent in held)
+    assert shelf.counts.evictions > 0 and shelf.counts.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("name", ["chat", "workflows"])
+@pytest.mark.parametrize("told", ["lru", "kvflow"])
+def test_whole_states_are_held_as_in_the_loop(name: str, told: str) -> None:
+    trace, budget = trace_of(name, StateForm.WHOLE, 250), 3 * 2**30
+    loop = Loop(trace, rule(told), budget)
+    counts = replay_trace(trace, rule(told), budget)
+    loop.run()
+    assert (counts.hit_tokens, counts.evictions) == (loop.hit_tokens, loop.evictions)
+    assert counts.evictions > 0
+
+
+@CROWDS
+@FORMS
+def test_nothing_passes_the_bound(name: str, form: StateForm) -> None:
+    trace, held = trace_of(name, form), held_of(name, form)
+    seen = FutureReads.of(trace)
+    for share in (0.1, 0.6):
+        budget = int(share * held.needed_bytes())
+        tokens, seconds = held.most_tokens(budget), held.most_seconds(budget)
+        found = [replay_trace(trace, rule(own), budget) for own in ("lru", "gdsf", "kvflow")]
+        for kind in (Belady, Clairvoyant):
+            found.append(replay_trace(trace, kind(superseded=Superseded.ALIKE), budget, seen))
+        assert all(counts.hit_tokens <= tokens for counts in found)
+        assert all(counts.hit_seconds <= seconds + 1e-9 for counts in found)
+    assert max(counts.hit_tokens for counts in found[3:]) > 0.75 * tokens  # nor is it far
+
+
+@CROWDS
+@FORMS
+def test_what_a_trace_needs_suffices_for_who_knows_the_future(name: str, form: StateForm) -> None:
+    trace, needed = trace_of(name, form), held_of(name, form).needed_bytes()
+    belady = Belady(superseded=Superseded.ALIKE)
+    counts = replay_trace(trace, belady, needed, FutureReads.of(trace))
+    assert counts.hit_tokens == counts.known_tokens
+    assert (
+        replay_trace(trace, belady, needed // 2, FutureReads.of(trace)).hit_tokens
+        < counts.hit_tokens
+    )
+
+
+def test_hints_serve_who_hears_them() -> None:
+    for name, told in (("workflows", "kvflow"), ("agents", "continuum")):
+        trace = trace_of(name, StateForm.WHOLE, 2000)
+        budget = held_of(name, StateForm.WHOLE, 2000).needed_bytes() // 8
+        plain = replay_trace(trace, rule("lru"), budget).hit_tokens
+        assert replay_trace(trace, rule(told), budget).hit_tokens > 1.01 * plain
+
+
+def test_pauses_are_guessed_until_enough_are_seen() -> None:
+    pauses = ToolPauses()
+    assert np.isinf(pauses.after("test")).all()
+    pauses.saw("test", 10.0)
+    guessed = pauses.after("test")
+    assert guessed.shape == (QUANTILES,) and (np.diff(guessed) > 0).all()
+    assert guessed[3] < 10 * np.log(2) < guessed[4]  # the median of an exponential draw
+    for _ in range(MIN_PAUSES):
+        pauses.saw("test", 10.0)
+    assert pauses.after("test").tolist() == [10.0] * QUANTILES
+
+
+def test_the_tuned_rule_is_the_best_on_the_head() -> None:
+    trace = trace_of("chat", StateForm.WHOLE, 500)
+    budget = held_of("chat", StateForm.WHOLE, 500).needed_bytes() // 8
+    rules = [rule("random"), rule("lru"), rule("marconi", alpha=2.0)]
+    found = best_rule(trace, rules, budget, share=1.0)
+    assert found is max(rules, key=lambda own: replay_trace(trace, own, budget).hit_seconds)
+
+
+def test_what_is_larger_than_the_tier_is_refused_and_counted() -> None:
+    counts = replay_trace(trace_of("chat", StateForm.PARTS), rule("lru"), 10)
+    assert counts.refused > 0 and counts.peak_bytes == counts.hit_tokens == 0
