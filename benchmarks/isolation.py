@@ -36,7 +36,7 @@ from larder.models.loading import load
 from larder.server.local_hub import LocalHub
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Report, Request, Turn
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
 
 OUT = Path("results/isolation.jsonl")
@@ -152,7 +152,7 @@ def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
     engine = Engine(load(model), "full")
     store = Store(str(folder / "blobs"), folder)
     keeper = Persisting(store, engine.loaded.decoder.spec)
-    hub = LocalHub(engine, Budgets({Tier.DEVICE: 64 << 20}), keeper=keeper)
+    hub = LocalHub(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), keeper=keeper)
     audit = TenantTimingProbe(hub, source)
     try:
         for arm in ARMS:  # what is slow the first time

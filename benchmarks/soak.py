@@ -32,12 +32,12 @@ from _server import Server, place, serving
 from _soaking import KEYS, TENANTS, Client
 from _timing import environment, write
 
-from larder.store.upkeep import REMOVED_SECONDS
+from larder.store.maintenance import TOMBSTONE_SECONDS
 
 OUT = Path("results/soak.jsonl")
 VIOLATIONS = "larder_budget_violations_total"
 WARM_UP = 1 / 3
-FORGOTTEN_SECONDS = 2 * REMOVED_SECONDS  # in which the store forgets what was removed
+FORGOTTEN_SECONDS = 2 * TOMBSTONE_SECONDS  # in which the store forgets what was removed
 # Folders that are empty once every session is gone.
 OF_SESSIONS = ("store/blobs", "store/chunks", "store/families", "store/sessions")
 MIB = 1 << 20

@@ -25,9 +25,9 @@ from larder.cache.sequence import Form, SequenceCache
 from larder.core.types import Mode
 from larder.models.loading import load
 from larder.models.passes import Row
+from larder.store.blobs.cache_state import decode_state, encode_state, state_nbytes
+from larder.store.blobs.container import pack_container, unpack_container
 from larder.store.codecs.base import CODECS, codec_named
-from larder.store.coding import coded, decoded, nbytes
-from larder.store.container import pack, unpack
 
 OUT = Path("results/store_codecs.jsonl")
 BLOCK_TOKENS = 512
@@ -43,11 +43,13 @@ def measured(name: str, cache: SequenceCache, follow: Callable[[SequenceCache], 
     codec = codec_named(name)
 
     def write() -> tuple[bytes, dict[str, Any]]:
-        tensors, told = coded(state, codec, name, layers)
-        return pack(tensors, {"coded": told}), told
+        tensors, told = encode_state(state, codec, name, layers)
+        return pack_container(tensors, {"coded": told}), told
 
     (data, told), write_seconds = quickest(write)
-    found, read_seconds = quickest(lambda: decoded(unpack(data)[0], told, nbytes(state)))
+    found, read_seconds = quickest(
+        lambda: decode_state(unpack_container(data)[0], told, state_nbytes(state))
+    )
     exact, near = (
         follow(cache.fork()),
         follow(SequenceCache.restore(cache.spec, found, cache.meta())),
@@ -62,7 +64,7 @@ def measured(name: str, cache: SequenceCache, follow: Callable[[SequenceCache], 
     return {
         "codec": name,
         "lossless": codec.lossless,
-        "cache_bytes": nbytes(state),
+        "cache_bytes": state_nbytes(state),
         "saved_bytes": len(data),
         "bits_per_number": 8 * len(data) / numbers,
         "max_error": max(float(each.max()) for each in errors),
@@ -70,8 +72,8 @@ def measured(name: str, cache: SequenceCache, follow: Callable[[SequenceCache], 
         "kl_mean": float(divergence.mean()),
         "kl_max": float(divergence.max()),
         "same_next_token": float((exact.argmax(-1) == near.argmax(-1)).double().mean()),
-        "write_mb_s": nbytes(state) / write_seconds / 1e6,
-        "read_mb_s": nbytes(state) / read_seconds / 1e6,
+        "write_mb_s": state_nbytes(state) / write_seconds / 1e6,
+        "read_mb_s": state_nbytes(state) / read_seconds / 1e6,
     }
 
 

@@ -23,7 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from larder.core.spelling import build, parse, spell
-from larder.store.eviction.base import EVICTIONS, Eviction, Superseded
+from larder.store.eviction.base import EVICTIONS, EvictionPolicy, SupersededOrder
 from larder.store.eviction.marconi import Marconi
 from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
 from larder_bench.results.environment import environment_row
@@ -95,13 +95,13 @@ def _rows(case: EvictionCase, budget: Fraction, rules: str) -> Iterator[Row]:
         counts = replay_trace(case.trace, rule, size)
         yield case.row(policy, spell(rule), budget, asdict(counts))
     for policy, kind in (("belady", Belady), ("clairvoyant", Clairvoyant)):
-        rule = kind(superseded=Superseded.ALIKE)
+        rule = kind(superseded=SupersededOrder.ALIKE)
         counts = replay_trace(case.trace, rule, size, case.foresight)
         yield case.row(policy, policy, budget, asdict(counts))
     yield case.row("bound", "bound", budget, _bound(case, size, counts))
 
 
-def _rules(case: EvictionCase, size: int, spelled: str) -> Iterator[tuple[str, Eviction]]:
+def _rules(case: EvictionCase, size: int, spelled: str) -> Iterator[tuple[str, EvictionPolicy]]:
     if spelled:
         for rule in spelled.split(";"):
             call = parse(rule, "rule")[0]

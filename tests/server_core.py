@@ -15,7 +15,7 @@ from larder.server.keeper import Keeper
 from larder.server.request import Report, Request, Ticket, Turn
 from larder.server.vault import Vault
 from larder.session.embedders.base import Embedder
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
 TENDED = "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
@@ -93,7 +93,7 @@ class Served:
         if embedder is not None:
             engine.desk = replace(engine.desk, embedder=lambda name: embedder)
         totals = {Tier.DEVICE: device, Tier.HOST: host}
-        budgets = Budgets({tier: size for tier, size in totals.items() if size is not None})
+        budgets = ByteBudgets({tier: size for tier, size in totals.items() if size is not None})
         times, self.news = count(1_700_000_000), Event()
         self.core = Core(
             engine,

@@ -16,8 +16,8 @@ from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
 from larder.server.persisting import Persisting
 from larder.server.request import Request, Turn
-from larder.store.blobs import path_of
-from larder.store.ledger import Budgets, Tier
+from larder.store.blobs.blob_store import blob_path
+from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
 from server_core import Client
 
@@ -35,7 +35,7 @@ def flip(folder: Path, loaded: Loaded, name: str = "x") -> None:
     told = keeper_in(folder, loaded)._store.turns.of("a")
     [record] = [each for each in told if each.name == name]
     assert record.transcript is not None
-    file = folder / "blobs" / path_of(record.transcript.digest)
+    file = folder / "blobs" / blob_path(record.transcript.digest)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -61,7 +61,7 @@ def hub_in(
     folder: Path, loaded: Loaded, host: int | None = None, policy: str = "full"
 ) -> Iterator[LocalHub]:
     engine = Engine(loaded, policy, *((None, None) if policy == "full" else ("32", 16)))
-    budgets = Budgets({} if host is None else {Tier.HOST: host})
+    budgets = ByteBudgets({} if host is None else {Tier.HOST: host})
     with closing(LocalHub(engine, budgets, keeper=keeper_in(folder, loaded))) as hub:
         yield hub
 

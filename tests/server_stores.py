@@ -9,7 +9,7 @@ from larder.models.loading import Loaded
 from larder.server.keeper import Durability
 from larder.server.persisting import Persisting
 from larder.server.vault import StoreVault
-from larder.store.places import Place
+from larder.store.fs.base import FileSystem
 from larder.store.store import Store
 from server_core import Served
 
@@ -27,7 +27,7 @@ class Stored:
         folder: Path,
         durability: Durability = Durability.TURN,
         codec: str = "raw",
-        place: Place | None = None,
+        place: FileSystem | None = None,
         **served: object,
     ) -> None:
         url = str(folder / "blobs") if place is None else place

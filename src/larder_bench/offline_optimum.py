@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.store.candidates import Candidates, Marks, Numbers
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import BoolColumn, CandidateColumns, FloatColumn
+from larder.store.eviction.base import EvictionPolicy
 from larder_bench.traces.base import NONE, CachedObject, ReadEvent, Trace, WriteEvent
 
 WINDOWS, ROUNDS = 256, 150  # of the bound
@@ -56,18 +56,18 @@ class FutureReads:
         return self.times[piece][place] if place < len(self.times[piece]) else np.inf
 
 
-class Belady(Eviction):
+class Belady(EvictionPolicy):
     """What is read last goes first. `steps` are the times of the next reads."""
 
-    def worth(self, held: Candidates, now: float) -> Numbers:
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now
         return -held.steps
 
 
-class Clairvoyant(Eviction):
+class Clairvoyant(EvictionPolicy):
     """What saves least per byte and second until its next read goes first."""
 
-    def worth(self, held: Candidates, now: float) -> Numbers:
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         return held.seconds / (held.bytes * np.maximum(held.steps - now, 1e-3))
 
 
@@ -85,11 +85,11 @@ class ReuseIntervals:
         prompt_tokens, prompt_seconds: that reads are spared by them.
     """
 
-    begins: Numbers
-    ends: Numbers
-    bytes: Numbers
-    tokens: Numbers
-    seconds: Numbers
+    begins: FloatColumn
+    ends: FloatColumn
+    bytes: FloatColumn
+    tokens: FloatColumn
+    seconds: FloatColumn
     prompt_bytes: int
     prompt_tokens: int
     prompt_seconds: float
@@ -123,7 +123,7 @@ class ReuseIntervals:
         """The most seconds."""
         return self.prompt_seconds + self._most(self.seconds, budget_bytes)
 
-    def _most(self, saved: Numbers, budget_bytes: int) -> float:
+    def _most(self, saved: FloatColumn, budget_bytes: int) -> float:
         times = np.concatenate([self.begins, self.ends])
         edges = np.unique(np.quantile(times, np.linspace(0, 1, WINDOWS + 1)))
         if len(edges) < 2:
@@ -140,14 +140,14 @@ class ReuseIntervals:
             prices *= np.clip(demand, 0.2, 5.0) ** (0.5 / (1 + number / 15))
         return least
 
-    def _one_price(self, saved: Numbers, room: float) -> float:
+    def _one_price(self, saved: FloatColumn, room: float) -> float:
         """Of a byte and second, if all times have the same: what the last that fits saves."""
         taken = self.bytes * np.maximum(self.ends - self.begins, 1e-9)
         order = np.argsort(taken / saved, kind="stable")
         last = min(int(np.searchsorted(taken[order].cumsum(), room)), len(order) - 1)
         return float(saved[order[last]] / taken[order[last]])
 
-    def _taken(self, chosen: Marks, edges: Numbers) -> Numbers:
+    def _taken(self, chosen: BoolColumn, edges: FloatColumn) -> FloatColumn:
         """Bytes times seconds that some of them take in each window."""
         total = np.zeros(len(edges))
         for times, sign in ((self.begins, 1.0), (self.ends, -1.0)):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from larder.store.candidates import QUANTILES, Candidates, quantiles
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import NUM_QUANTILES, CandidateColumns, pause_quantiles
+from larder.store.eviction.base import EvictionPolicy
 from larder_bench.offline_optimum import FutureReads
 from larder_bench.traces.base import (
     NONE,
@@ -76,10 +76,10 @@ class ToolPauses:
 
     def _guess(self, seen: Sequence[float] | deque[float]) -> np.ndarray:
         if not seen:
-            return np.full(QUANTILES, np.inf)
+            return np.full(NUM_QUANTILES, np.inf)
         if len(seen) >= MIN_PAUSES:
-            return quantiles(list(seen))
-        middles = (np.arange(QUANTILES) + 0.5) / QUANTILES
+            return pause_quantiles(list(seen))
+        middles = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
         return -np.log1p(-middles) * float(np.mean(seen))
 
 
@@ -92,13 +92,17 @@ class SimulatedTier(ReplayTier):
     """
 
     def __init__(
-        self, trace: Trace, rule: Eviction, budget_bytes: int, foresight: FutureReads | None = None
+        self,
+        trace: Trace,
+        rule: EvictionPolicy,
+        budget_bytes: int,
+        foresight: FutureReads | None = None,
     ) -> None:
         self.counts = ReplayCounts()
         self._trace, self._rule, self._budget = trace, rule, budget_bytes
         self._pieces, self._foresight = trace.pieces, foresight
         self._rows: dict[int, int] = {}  # of what is held, by piece
-        self._columns = Candidates.blank(256)
+        self._columns = CandidateColumns.blank(256)
         self._used = 0
         self._clock = 0.0
         self._pauses = ToolPauses()
@@ -267,7 +271,7 @@ class SimulatedTier(ReplayTier):
 
 
 def replay_trace(
-    trace: Trace, rule: Eviction, budget_bytes: int, foresight: FutureReads | None = None
+    trace: Trace, rule: EvictionPolicy, budget_bytes: int, foresight: FutureReads | None = None
 ) -> ReplayCounts:
     """What a tier of so many bytes saves over a whole trace."""
     shelf = SimulatedTier(trace, rule, budget_bytes, foresight)
@@ -277,14 +281,14 @@ def replay_trace(
 
 
 def best_rule(
-    trace: Trace, rules: Sequence[Eviction], budget_bytes: int, share: float = 0.1
+    trace: Trace, rules: Sequence[EvictionPolicy], budget_bytes: int, share: float = 0.1
 ) -> Any:
     """The rule that saves most seconds over the first part of a trace; of equals the first."""
     head = replace(trace, events=trace.events[: max(1, int(share * len(trace.events)))])
     return max(rules, key=lambda rule: replay_trace(head, rule, budget_bytes).hit_seconds)
 
 
-def _doubled_capacity(columns: Candidates) -> Candidates:
-    return Candidates(
+def _doubled_capacity(columns: CandidateColumns) -> CandidateColumns:
+    return CandidateColumns(
         **{name: np.concatenate([column, column]) for name, column in vars(columns).items()}
     )

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from larder.store.candidates import QUANTILES
-from larder.store.eviction.base import EVICTIONS, Eviction, Superseded
+from larder.store.candidates import NUM_QUANTILES
+from larder.store.eviction.base import EVICTIONS, EvictionPolicy, SupersededOrder
 from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
 from larder_bench.trace_replay import MIN_PAUSES, SimulatedTier, ToolPauses, best_rule, replay_trace
 from larder_bench.traces.base import NONE, TRACES, StateForm, Trace
@@ -29,7 +29,7 @@ def held_of(name: str, form: StateForm, events: int = 300) -> ReuseIntervals:
     return ReuseIntervals.of(trace_of(name, form, events))
 
 
-def rule(name: str, **told: object) -> Eviction:
+def rule(name: str, **told: object) -> EvictionPolicy:
     return EVICTIONS.load(name)(**told)
 
 
@@ -44,8 +44,10 @@ def test_a_tier_without_end_finds_all_that_is_known(name: str, form: StateForm) 
 
 @CROWDS
 @FORMS
-@pytest.mark.parametrize("fate", list(Superseded))
-def test_the_budget_holds_and_so_do_chains(name: str, form: StateForm, fate: Superseded) -> None:
+@pytest.mark.parametrize("fate", list(SupersededOrder))
+def test_the_budget_holds_and_so_do_chains(
+    name: str, form: StateForm, fate: SupersededOrder
+) -> None:
     trace, budget = trace_of(name, form), held_of(name, form).needed_bytes() // 4
     shelf = SimulatedTier(trace, rule("gdsf", superseded=fate), budget)
     for event in trace.events:
@@ -80,7 +82,7 @@ def test_nothing_passes_the_bound(name: str, form: StateForm) -> None:
         tokens, seconds = held.most_tokens(budget), held.most_seconds(budget)
         found = [replay_trace(trace, rule(own), budget) for own in ("lru", "gdsf", "kvflow")]
         for kind in (Belady, Clairvoyant):
-            found.append(replay_trace(trace, kind(superseded=Superseded.ALIKE), budget, seen))
+            found.append(replay_trace(trace, kind(superseded=SupersededOrder.ALIKE), budget, seen))
         assert all(counts.hit_tokens <= tokens for counts in found)
         assert all(counts.hit_seconds <= seconds + 1e-9 for counts in found)
     assert max(counts.hit_tokens for counts in found[3:]) > 0.75 * tokens  # nor is it far
@@ -90,7 +92,7 @@ def test_nothing_passes_the_bound(name: str, form: StateForm) -> None:
 @FORMS
 def test_what_a_trace_needs_suffices_for_who_knows_the_future(name: str, form: StateForm) -> None:
     trace, needed = trace_of(name, form), held_of(name, form).needed_bytes()
-    belady = Belady(superseded=Superseded.ALIKE)
+    belady = Belady(superseded=SupersededOrder.ALIKE)
     counts = replay_trace(trace, belady, needed, FutureReads.of(trace))
     assert counts.hit_tokens == counts.known_tokens
     assert (
@@ -112,11 +114,11 @@ def test_pauses_are_guessed_until_enough_are_seen() -> None:
     assert np.isinf(pauses.after("test")).all()
     pauses.saw("test", 10.0)
     guessed = pauses.after("test")
-    assert guessed.shape == (QUANTILES,) and (np.diff(guessed) > 0).all()
+    assert guessed.shape == (NUM_QUANTILES,) and (np.diff(guessed) > 0).all()
     assert guessed[3] < 10 * np.log(2) < guessed[4]  # the median of an exponential draw
     for _ in range(MIN_PAUSES):
         pauses.saw("test", 10.0)
-    assert pauses.after("test").tolist() == [10.0] * QUANTILES
+    assert pauses.after("test").tolist() == [10.0] * NUM_QUANTILES
 
 
 def test_the_tuned_rule_is_the_best_on_the_head() -> None:

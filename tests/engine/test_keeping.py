@@ -26,8 +26,8 @@ from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from larder.session.reading import Desk, gather
 from larder.session.snapshot import State
+from larder.store.blobs.cache_state import same_state
 from larder.store.codecs.base import CODECS
-from larder.store.coding import same_state
 from larder.store.store import Store
 from topics import TopicEmbedder
 

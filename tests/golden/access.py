@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from larder.cli import sitting
 from larder.cli.main import app
 from larder.models.loading import SEED, Loaded, load
-from larder.store.rates import Rates, Way
+from larder.store.throughput import RestorePath, ThroughputEstimates
 
 # Help and tables as every machine prints them.
 TERMINAL = {"COLUMNS": "100", "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
@@ -61,7 +61,7 @@ def run(*words: str | Path, stdin: str | None = None, home: Path | None = None) 
 @contextmanager
 def restored() -> Iterator[None]:
     """Caches are loaded where recomputing them may be quicker, which depends on the machine."""
-    with patch.object(Rates, "quicker", lambda *given: Way.LOAD):
+    with patch.object(ThroughputEstimates, "quicker", lambda *given: RestorePath.LOAD):
         yield
 
 
@@ -103,11 +103,11 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     from larder.server.tenants import Loopback
     from larder.server.web.archive import Archive
     from larder.server.web.desk import Settings
-    from larder.store.sealing import key_from, sealed_by
+    from larder.store.encryption import encryption_for, read_key
 
     asked = Serving(**options)
     with patch.dict(os.environ, {"LARDER_HOME": str(home)}), restored():
-        sealing = sealed_by(key_from(asked.key_file), "archive")
+        sealing = encryption_for(read_key(asked.key_file), "archive")
         with patch.object(sitting, "load", _load), hub_here(asked) as hub:
             archive = Archive(home / "server" / "archive.sqlite", sealing=sealing)
             limits = Settings(max_new_tokens=asked.max_new_tokens)

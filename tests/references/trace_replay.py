@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from larder.store.candidates import Candidate
-from larder.store.eviction.base import Eviction
+from larder.store.eviction.base import EvictionPolicy
 from larder_bench.traces.base import (
     NONE,
     CachedObject,
@@ -23,7 +23,7 @@ class Loop(ReplayTier):
     """Of traces without pauses that are known: no rule that asks for them."""
 
     trace: Trace
-    rule: Eviction
+    rule: EvictionPolicy
     budget_bytes: int
     held: dict[int, Candidate] = field(default_factory=dict[int, Candidate])
     found: dict[int, int] = field(default_factory=dict[int, int])

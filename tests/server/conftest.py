@@ -7,7 +7,7 @@ import os
 import pytest
 
 from larder.models.loading import Loaded
-from larder.store.rates import Rates, Way
+from larder.store.throughput import RestorePath, ThroughputEstimates
 from server_core import characters
 
 
@@ -24,4 +24,4 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reading takes depends on the machine: here loading is always the quicker way."""
-    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)
+    monkeypatch.setattr(ThroughputEstimates, "quicker", lambda *told: RestorePath.LOAD)

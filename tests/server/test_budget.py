@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 
 from larder.core.errors import BudgetError
 from larder.server.budget import Need, Purse
-from larder.store.ledger import Budgets, ByteLedger, Tier
+from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 
 LIMIT, OWN = 100, 70
 NEEDS = some.builds(Need, some.integers(0, 60), some.integers(0, 30))
@@ -19,7 +19,7 @@ MOVES = some.lists(
 
 
 def a_purse(limit: int = LIMIT) -> tuple[ByteLedger, Purse]:
-    ledger = ByteLedger(Budgets({Tier.DEVICE: limit}, {Tier.DEVICE: OWN}))
+    ledger = ByteLedger(ByteBudgets({Tier.DEVICE: limit}, {Tier.DEVICE: OWN}))
     return ledger, Purse(ledger)
 
 

@@ -19,9 +19,9 @@ from larder.server.tenants import Loopback
 from larder.server.web.archive import Archive
 from larder.server.web.desk import Settings
 from larder.server.web.gauges import Gauges
-from larder.store.blobs import path_of
-from larder.store.parts import MANIFEST
-from larder.store.records import Record
+from larder.store.blobs.blob_store import blob_path
+from larder.store.components import MANIFEST_FILE
+from larder.store.sessions.records import Record
 from server.web.places import listening
 from server_chats import HISTORY, asked
 from server_core import Served, answered, told, user
@@ -59,12 +59,12 @@ def damage(folder: Path, record: Record, kind: str) -> None:
             "cache": record.spans,
             "beside": (record.beside,),
         }
-        files = (blobs / path_of(ref.digest) for ref in refs[kind] if ref is not None)
+        files = (blobs / blob_path(ref.digest) for ref in refs[kind] if ref is not None)
     for file in files:
         file.write_bytes(flipped(file.read_bytes()))
     if kind in ("row", "newest", "every"):
         least = 0 if kind == "every" else record.epoch
-        with closing(sqlite3.connect(folder / "home" / MANIFEST)) as base, base:
+        with closing(sqlite3.connect(folder / "home" / MANIFEST_FILE)) as base, base:
             for epoch, data in base.execute("SELECT epoch, record FROM epochs").fetchall():
                 if epoch >= least:
                     told = "UPDATE epochs SET record = ? WHERE epoch = ?"

@@ -20,8 +20,8 @@ from larder.models.loading import Loaded
 from larder.server.keeper import Durability
 from larder.server.local_hub import LocalHub
 from larder.server.request import Refusal, Request
-from larder.store.local import LocalPlace
-from larder.store.places import Place, place_at
+from larder.store.fs.base import FileSystem, open_file_system
+from larder.store.fs.local import LocalFileSystem
 from server_core import told
 from server_hubs import Waiting
 from server_stores import Stored
@@ -32,7 +32,7 @@ DISK_BYTES = 512 << 10  # of which the index takes the most
 BLOB_BYTES = 14 << 10
 
 
-class Small(LocalPlace):
+class Small(LocalFileSystem):
     """A folder that takes so many bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -68,7 +68,9 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
         libc.umount2(os.fsencode(folder), 2)  # lazily: the store may have files open
 
 
-def chats(loaded: Loaded, folder: Path, place: Place, durability: Durability) -> Iterator[object]:
+def chats(
+    loaded: Loaded, folder: Path, place: FileSystem, durability: Durability
+) -> Iterator[object]:
     """Answers as they are told: the session, the text, and whether the turn is durable; `None` for
     one that is refused."""
     stored = Stored(loaded, folder, durability, place=place)
@@ -130,7 +132,9 @@ def test_4_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
 ) -> None:
     place = Small(tmp_path / "blobs", BLOB_BYTES)
     heard = killed(lambda: chats(small, tmp_path, place, durability))
-    check(heard, Stored(small, tmp_path, place=place_at(str(tmp_path / "blobs"))), durability)
+    check(
+        heard, Stored(small, tmp_path, place=open_file_system(str(tmp_path / "blobs"))), durability
+    )
 
 
 @pytest.mark.usefixtures("unflushed")
@@ -139,6 +143,8 @@ def test_4_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
 def test_4_the_same_on_a_file_system_that_is_full(
     small: Loaded, mounted: Path, tmp_path: Path, durability: Durability
 ) -> None:
-    heard = killed(lambda: chats(small, mounted, place_at(str(mounted / "blobs")), durability))
+    heard = killed(
+        lambda: chats(small, mounted, open_file_system(str(mounted / "blobs")), durability)
+    )
     copy = shutil.copytree(mounted, tmp_path / "copy")  # so that it can be opened
-    check(heard, Stored(small, copy, place=place_at(str(copy / "blobs"))), durability)
+    check(heard, Stored(small, copy, place=open_file_system(str(copy / "blobs"))), durability)

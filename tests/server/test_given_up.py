@@ -12,13 +12,13 @@ from larder.models.loading import Loaded
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Turn
 from larder.server.sharing import Sharing
-from larder.store.claims import Claims
-from larder.store.places import place_at
+from larder.store.fs.base import open_file_system
+from larder.store.leases import SessionLeases
 from larder.store.store import Store
 from server_core import Served, answered, told
 from server_hubs import SLOW, ask, failing, hub_in, keeper_in, unheard
 from server_stores import Stored
-from store.places import Faulty
+from store.file_systems import Faulty
 
 pytestmark = pytest.mark.usefixtures("unflushed")
 
@@ -154,7 +154,7 @@ class Late(Faulty):
 def test_21_a_session_stays_deleted_whose_writing_goes_on(
     small: Loaded, tmp_path: Path, turns: int
 ) -> None:
-    place = Late(place_at(str(tmp_path / "blobs")))
+    place = Late(open_file_system(str(tmp_path / "blobs")))
     store = Store(place, tmp_path / "home")
     served = Served(small, keeper=Persisting(store, small.decoder.spec))
     text = begun(served) if turns == 2 else told(1)
@@ -266,7 +266,7 @@ def test_it_is_nobody_elses_to_who_shares_the_store(
     small: Loaded, tmp_path: Path, keeper: Persisting
 ) -> None:
     store = keeper._store
-    served = Served(small, keeper=Sharing(keeper, store, Claims(store.parts)))
+    served = Served(small, keeper=Sharing(keeper, store, SessionLeases(store.parts)))
     text = begun(served)
     with unheard(keeper):
         text = answered(text, served.ask(text, "x"), "Really?")

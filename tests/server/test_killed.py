@@ -29,7 +29,7 @@ from larder.server.vault import StoreVault
 from larder.server.web.archive import Archive
 from larder.server.web.connections import ServerConfig
 from larder.server.web.desk import Settings
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
 from server_core import Served, characters, told, user
 
@@ -37,7 +37,7 @@ KILLS = int(os.environ.get("LARDER_TEST_KILLS", "20"))
 TALKS, NEW_TOKENS, MOST_TURNS = 5, 5, 6
 SECRET = b"s" * 32
 # Of which the caches of two and of three conversations take about all.
-BUDGETS = Budgets({Tier.DEVICE: 600_000, Tier.HOST: 900_000})
+BUDGETS = ByteBudgets({Tier.DEVICE: 600_000, Tier.HOST: 900_000})
 
 
 def store_in(folder: Path) -> Store:

@@ -11,7 +11,7 @@ import pytest
 from larder.core.errors import StoreSlow
 from larder.models.loading import Loaded
 from larder.server.persisting import Persisting
-from larder.store.records import Record
+from larder.store.sessions.records import Record
 from larder.store.store import Store
 from server_core import Served, answered, told
 

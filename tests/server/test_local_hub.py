@@ -17,7 +17,7 @@ from larder.server.local_hub import LocalHub
 from larder.server.persisting import Persisting
 from larder.server.pieces import Pieces
 from larder.server.request import Refusal, Report, Request, Ticket, Turn
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
 from server_core import told, user
 
@@ -48,7 +48,7 @@ class Waiting:
 
 @pytest.fixture
 def hub(small: Loaded) -> Iterator[LocalHub]:
-    served = LocalHub(Engine(small, "full"), Budgets({Tier.DEVICE: 2_000_000}))
+    served = LocalHub(Engine(small, "full"), ByteBudgets({Tier.DEVICE: 2_000_000}))
     yield served
     served.close()
 

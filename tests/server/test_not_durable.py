@@ -21,12 +21,12 @@ from larder.server.request import Refusal
 from larder.server.tenants import Loopback
 from larder.server.web.archive import Archive
 from larder.server.web.desk import Settings
-from larder.store.places import place_at
+from larder.store.fs.base import open_file_system
 from server.web.places import listening
 from server_core import answered, told
 from server_hubs import failing
 from server_stores import Stored
-from store.places import FULL, Faulty, refusing
+from store.file_systems import FULL, Faulty, refusing
 
 pytestmark = pytest.mark.usefixtures("unflushed")
 ERRORS: dict[str, LarderError] = {
@@ -130,7 +130,7 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.is_full = False
         self._full = refusing(FULL, "create", "replace", "touch")
-        self.place = Faulty(place_at(str(folder / "disk")), before=self._before)
+        self.place = Faulty(open_file_system(str(folder / "disk")), before=self._before)
 
     def _before(self, what: str, path: str) -> None:
         if self.is_full:

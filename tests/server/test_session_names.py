@@ -23,7 +23,7 @@ from larder.server.tenants import LOCAL, Loopback
 from larder.server.web.archive import Archive
 from larder.server.web.desk import Settings
 from larder.session.logbook import session_path
-from larder.store.turns import Turn as Written
+from larder.store.sessions.turn_store import SessionTurn as Written
 from server.web.places import listening
 from server_hubs import hub_in
 
@@ -249,7 +249,7 @@ def test_bytes_that_are_no_text_are_no_name(client: httpx2.Client) -> None:
 def test_a_session_of_an_earlier_rule_can_still_be_removed(hub: LocalHub, tmp_path: Path) -> None:
     store = hub._keeper._store  # pyright: ignore
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("larder.store.heads.check_name", lambda name: None)
+        patch.setattr("larder.store.sessions.epochs.check_name", lambda name: None)
         store.turns.append(LOCAL, " old", Written((1, 2), b"{}"), 0)
     assert store.turns.append(LOCAL, " old", Written((1, 2, 3), b"{}"), 1).epoch == 2
     store.sessions.remove(LOCAL, " old")

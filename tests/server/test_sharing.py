@@ -13,7 +13,7 @@ from larder.models.loading import Loaded
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Turn
 from larder.server.sharing import Sharing
-from larder.store.claims import Claims
+from larder.store.leases import SessionLeases
 from larder.store.store import Store
 from server_core import Client, Served, answered, told, user
 
@@ -35,7 +35,7 @@ class Machine:
     def __init__(self, loaded: Loaded, folder: Path, name: str, clock: Clock) -> None:
         home = folder / name
         self.store = Store(str(folder / "blobs"), home, secret=SECRET, clock=clock)
-        self.claims = Claims(self.store.parts)
+        self.claims = SessionLeases(self.store.parts)
         persisting = Persisting(self.store, loaded.decoder.spec)
         self.keeper = Sharing(persisting, self.store, self.claims)
         self.served = Served(loaded, keeper=self.keeper)

@@ -14,8 +14,8 @@ from larder.models.loading import Loaded
 from larder.server.keeper import Durability
 from larder.server.local_hub import LocalHub
 from larder.server.request import Turn
-from larder.store.local import LocalPlace
-from larder.store.rates import Rates, Way
+from larder.store.fs.local import LocalFileSystem
+from larder.store.throughput import RestorePath, ThroughputEstimates
 from server_core import Served, answered, told
 from server_stores import Stored
 
@@ -112,17 +112,17 @@ def test_26_reading_where_loading_is_slower(
     first = Stored(small, tmp_path)
     turns = talk(first)
     first.close()
-    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.RECOMPUTE)
+    monkeypatch.setattr(ThroughputEstimates, "quicker", lambda *told: RestorePath.RECOMPUTE)
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
     assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
     assert again.vault.rejected() == {"slower": 1}
-    monkeypatch.setattr(Rates, "quicker", lambda *told: Way.LOAD)
+    monkeypatch.setattr(ThroughputEstimates, "quicker", lambda *told: RestorePath.LOAD)
     again.core.tiers.let_go(again.core.find("a", "x"))
     assert again.tier() == "disk"
 
 
-class Gate(LocalPlace):
+class Gate(LocalFileSystem):
     """A folder whose writing waits until somebody opens it."""
 
     def __init__(self, folder: Path) -> None:

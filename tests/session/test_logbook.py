@@ -12,7 +12,7 @@ from larder.core.conversation import Conversation, Form, Message
 from larder.core.errors import InputError
 from larder.session.log import Exchange, Log
 from larder.session.logbook import SessionFile, Stamp, adopt, session_path
-from larder.store.sealing import sealed_by
+from larder.store.encryption import encryption_for
 
 STAMP = Stamp("seed", "abc", "single() > whole()")
 LOG = Log(
@@ -66,16 +66,16 @@ def test_every_save_replaces_the_file_and_leaves_nothing_beside_it() -> None:
 def test_under_a_key_the_file_is_hidden() -> None:
     pytest.importorskip("cryptography")
     path, _ = written()
-    before, sealing = path.read_bytes(), sealed_by(b"k" * 32, "chats")
+    before, sealing = path.read_bytes(), encryption_for(b"k" * 32, "chats")
     with pytest.raises(InputError, match="larder cache seal"):  # anybody may have written it
         SessionFile("mine", sealing).load()
     assert path.read_bytes() == before and adopt(sealing) == 1 and adopt(sealing) == 0
     assert b"What?" not in path.read_bytes() and b"seed" not in path.read_bytes()
-    again = SessionFile("mine", sealed_by(b"k" * 32, "chats")).load()
+    again = SessionFile("mine", encryption_for(b"k" * 32, "chats")).load()
     assert again is not None and again.log == LOG
     for key, said in ((b"o" * 32, "with this key"), (None, "give --key-file")):
         with pytest.raises(InputError, match=said):
-            SessionFile("mine", sealed_by(key, "chats")).load()
+            SessionFile("mine", encryption_for(key, "chats")).load()
 
 
 def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ from larder.core.errors import Refused
 from larder.core.plan import Plan
 from larder.core.spec import ModelSpec
 from larder.core.types import Mode
-from larder.store.coding import same_state
-from larder.store.deadline import Patience
-from larder.store.identity import Identity, identity_of
-from larder.store.places import Place
-from larder.store.saving import Snapshot
-from larder.store.sessions import Asking, Loaded
+from larder.store.blobs.cache_state import same_state
+from larder.store.fs.base import FileSystem
+from larder.store.fs.deadline import CallLimits
+from larder.store.model_identity import ModelIdentity, model_identity
+from larder.store.sessions.cache_io import CacheSnapshot
+from larder.store.sessions.session_store import CacheRequirements, LoadedSession
 from larder.store.store import Store
 
 SPEC = a_spec(a_layer(), a_layer(index=1))
@@ -30,9 +30,9 @@ IDS = tuple(range(10, 31))  # with chunks of 4: five of them, and one token more
 SECRET = b"s" * 32
 
 
-def identity(spec: ModelSpec = SPEC, **changes: Any) -> Identity:
+def identity(spec: ModelSpec = SPEC, **changes: Any) -> ModelIdentity:
     told = {"config": {}, "weights": "w", "tokenizer": "t"} | changes
-    return identity_of(spec, **told)
+    return model_identity(spec, **told)
 
 
 def read(ids: Sequence[int], form: Form = Form.DENSE, spec: ModelSpec = SPEC) -> SequenceCache:
@@ -66,16 +66,18 @@ def compressed(ids: Sequence[int]) -> SequenceCache:
     return cache
 
 
-def snapshot(cache: SequenceCache, codec: str = "raw", policy: str = POLICY) -> Snapshot:
-    return Snapshot(cache, identity(), policy, codec)
+def snapshot(cache: SequenceCache, codec: str = "raw", policy: str = POLICY) -> CacheSnapshot:
+    return CacheSnapshot(cache, identity(), policy, codec)
 
 
-def asking(policy: str = POLICY, **changes: Any) -> Asking:
-    return Asking(identity(**changes), policy, SPEC)
+def asking(policy: str = POLICY, **changes: Any) -> CacheRequirements:
+    return CacheRequirements(identity(**changes), policy, SPEC)
 
 
-def store_at(folder: Path, place: Place | None = None, home: str = "home", **options: Any) -> Store:
-    told = {"secret": SECRET, "patience": Patience(seconds=5.0)} | options
+def store_at(
+    folder: Path, place: FileSystem | None = None, home: str = "home", **options: Any
+) -> Store:
+    told = {"secret": SECRET, "patience": CallLimits(seconds=5.0)} | options
     return Store(str(folder / "store") if place is None else place, folder / home, **told)
 
 
@@ -83,13 +85,13 @@ def save(store: Store, ids: Sequence[int] = IDS, codec: str = "raw", name: str =
     store.sessions.save(WHO, name, ids, snapshot(read(ids), codec))
 
 
-def load(store: Store, name: str = TALK, **changes: Any) -> Loaded:
+def load(store: Store, name: str = TALK, **changes: Any) -> LoadedSession:
     found = store.sessions.load(WHO, name, asking(**changes))
     assert found is not None
     return found
 
 
-def is_exact(loaded: Loaded, ids: Sequence[int] = IDS) -> bool:
+def is_exact(loaded: LoadedSession, ids: Sequence[int] = IDS) -> bool:
     """Whether a session came back as it was, or can be read again from all of its tokens."""
     if loaded.ids != tuple(ids):
         return False

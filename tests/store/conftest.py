@@ -15,4 +15,4 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four tokens, so that short texts have several."""
-    monkeypatch.setattr("larder.store.chunks.TOKENS", 4)
+    monkeypatch.setattr("larder.store.prefix.chunk_index.CHUNK_TOKENS", 4)

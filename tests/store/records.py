@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from larder.store.blobs import Ref
-from larder.store.deadline import Guard
+from larder.store.blobs.blob_store import BlobRef
 from larder.store.digests import digest_of, tenant_of
-from larder.store.heads import Heads
+from larder.store.fs.base import FileSystem, open_file_system
+from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.manifest import Manifest
-from larder.store.places import Place, place_at
-from larder.store.records import Record, session_key
+from larder.store.sessions.epochs import SessionEpochs
+from larder.store.sessions.records import Record, session_key
 
 SECRET = b"s" * 32
 TENANT = tenant_of(SECRET, "somebody")
 SESSION = session_key(TENANT, "talk")
 
 
-def a_ref(text: str = "tokens") -> Ref:
-    return Ref(digest_of(text.encode()), len(text))
+def a_ref(text: str = "tokens") -> BlobRef:
+    return BlobRef(digest_of(text.encode()), len(text))
 
 
 def a_record(epoch: int, **told: Any) -> Record:
@@ -27,7 +27,9 @@ def a_record(epoch: int, **told: Any) -> Record:
     return Record(TENANT, SESSION, "talk", epoch, **(made | told))
 
 
-def heads_at(folder: Path, place: Place | None = None, home: str = "home") -> Heads:
-    place = place_at(str(folder / "store")) if place is None else place
+def heads_at(folder: Path, place: FileSystem | None = None, home: str = "home") -> SessionEpochs:
+    place = open_file_system(str(folder / "store")) if place is None else place
     manifest = Manifest(folder / home / "manifest.sqlite", SECRET)
-    return Heads(place, Guard("disk"), manifest, SECRET, damaged=lambda said: None)
+    return SessionEpochs(
+        place, DeadlineExecutor("disk"), manifest, SECRET, damaged=lambda said: None
+    )

@@ -10,28 +10,28 @@ from builders import a_layer, a_spec, draw, tiers_of
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.errors import CacheError, Damaged
 from larder.core.types import Mode
-from larder.store.codecs.base import CODECS, Role, Rows, codec_named
-from larder.store.codecs.entropy import FINENESS, STEPS
-from larder.store.coding import coded, decoded, nbytes, same_state
-from larder.store.container import pack, unpack
-from larder.store.squeezing import released, squeezed
+from larder.store.blobs.cache_state import decode_state, encode_state, same_state, state_nbytes
+from larder.store.blobs.container import pack_container, unpack_container
+from larder.store.codecs.base import CODECS, RowLayout, TensorRole, codec_named
+from larder.store.codecs.entropy import STEP_SCALE, STEPS
+from larder.store.squeezing import compress, decompress
 from references import store_codecs as loops
 
 LENGTHS = (70, 0, 1, 23)
 LOSSY = [name for name in CODECS.names() if not codec_named(name).lossless]
 
 
-def some_rows(role: Role, depth: float = 0.0, width: int = 8) -> tuple[Tensor, Rows]:
+def some_rows(role: TensorRole, depth: float = 0.0, width: int = 8) -> tuple[Tensor, RowLayout]:
     source = torch.Generator().manual_seed(3)
     numbers = torch.randn(sum(LENGTHS), width, generator=source)
     numbers = numbers.cumsum(0) * torch.arange(1, width + 1)  # neighbors are alike
     numbers[:, 2] = 1.25
-    return numbers, Rows(LENGTHS, width, depth, role)
+    return numbers, RowLayout(LENGTHS, width, depth, role)
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", TensorRole)
 @pytest.mark.parametrize("name", CODECS.names())
-def test_a_codec_does_what_its_loop_does(name: str, role: Role) -> None:
+def test_a_codec_does_what_its_loop_does(name: str, role: TensorRole) -> None:
     for depth, step in ((0.0, STEPS[0]), (0.5, STEPS[1]), (0.9, STEPS[2])):
         numbers, rows = some_rows(role, depth)
         codec = codec_named(name)
@@ -40,7 +40,7 @@ def test_a_codec_does_what_its_loop_does(name: str, role: Role) -> None:
             assert torch.equal(found, numbers)
             return
         if name == "entropy":
-            wanted = loops.entropy(numbers.double().tolist(), LENGTHS, step * FINENESS, 10)
+            wanted = loops.entropy(numbers.double().tolist(), LENGTHS, step * STEP_SCALE, 10)
         else:
             bits = {"int8": 8, "int4": 4}[name]
             wanted = loops.affine(numbers.double().tolist(), LENGTHS, bits, 64, role.value)
@@ -50,7 +50,7 @@ def test_a_codec_does_what_its_loop_does(name: str, role: Role) -> None:
 def test_groups_of_channels_end_with_the_head() -> None:
     source = torch.Generator().manual_seed(3)
     numbers = torch.randn(5, 80, generator=source)
-    rows = Rows((5,), 80, 0.0, Role.VALUES)
+    rows = RowLayout((5,), 80, 0.0, TensorRole.VALUES)
     found = codec_named("int4").decode(codec_named("int4").encode(numbers, rows), rows)
     wanted = loops.affine(numbers.double().tolist(), (5,), 4, 64, "values")
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float32))
@@ -68,16 +68,16 @@ def test_every_form_of_cache_comes_back(name: str, form: Form) -> None:
         )
     cache.advance(90)
     state, codec = cache.state(), codec_named(name)
-    tensors, told = coded(state, codec, name, 2)
-    tensors = unpack(pack(tensors, {}))[0]
-    found = decoded(tensors, told, nbytes(state))
+    tensors, told = encode_state(state, codec, name, 2)
+    tensors = unpack_container(pack_container(tensors, {}))[0]
+    found = decode_state(tensors, told, state_nbytes(state))
     assert found.keys() == state.keys()
     exact = {key for key in state if not key.endswith(("keys", "values"))}
     assert same_state({key: found[key] for key in exact}, {key: state[key] for key in exact})
     if codec.lossless:
         assert same_state(found, state)
     else:
-        assert nbytes(tensors) < 0.6 * nbytes(state)
+        assert state_nbytes(tensors) < 0.6 * state_nbytes(state)
         farthest = {"int8": 0.04, "int4": 0.6, "entropy": 1.2}[name]  # of numbers within +-9
         for key in found.keys() - exact:
             assert not len(found[key]) or (found[key] - state[key]).abs().max() < farthest
@@ -90,19 +90,20 @@ def test_every_form_of_cache_comes_back(name: str, form: Form) -> None:
 def test_numbers_that_cannot_be_rounded_are_kept_as_they_are(name: str, bad: float) -> None:
     state = {"0.keys": torch.randn(2, 12, 8), "0.values": torch.randn(2, 12, 8)}
     state["0.values"][1, 3, 4] = bad
-    tensors, told = coded(state, codec_named(name), name, 1)
+    tensors, told = encode_state(state, codec_named(name), name, 1)
     assert set(told) == {"0.keys"}
     assert same_state(
-        {"0.values": decoded(tensors, told, 10**6)["0.values"]}, {"0.values": state["0.values"]}
+        {"0.values": decode_state(tensors, told, 10**6)["0.values"]},
+        {"0.values": state["0.values"]},
     )
     with pytest.raises(CacheError):
-        codec_named(name).encode(state["0.values"][1], Rows((12,), 8, 0.0, Role.VALUES))
+        codec_named(name).encode(state["0.values"][1], RowLayout((12,), 8, 0.0, TensorRole.VALUES))
 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_30_codes_that_do_not_fit_are_refused(name: str) -> None:
     state = {"0.keys": torch.randn(2, 30, 8)}
-    tensors, told = coded(state, codec_named(name), name, 1)
+    tensors, told = encode_state(state, codec_named(name), name, 1)
     how = told["0.keys"]
     for change in (
         {"lengths": [30, 31]},
@@ -114,17 +115,17 @@ def test_30_codes_that_do_not_fit_are_refused(name: str) -> None:
         {"shape": 3},
     ):
         with pytest.raises(Damaged):
-            decoded(tensors, {"0.keys": how | change}, 10**4)
+            decode_state(tensors, {"0.keys": how | change}, 10**4)
     for short in tensors:
         with pytest.raises(Damaged):
-            decoded({key: t for key, t in tensors.items() if key != short}, told, 10**4)
+            decode_state({key: t for key, t in tensors.items() if key != short}, told, 10**4)
     with pytest.raises(Damaged):
-        decoded(tensors, {"0.positions": how}, 10**4)
+        decode_state(tensors, {"0.positions": how}, 10**4)
 
 
 def test_30_a_frame_that_would_fill_memory_is_not_opened() -> None:
-    bomb = squeezed(bytes(10**7))
-    assert len(bomb) < 2000 and released(bomb, 10**7) == bytes(10**7)
+    bomb = compress(bytes(10**7))
+    assert len(bomb) < 2000 and decompress(bomb, 10**7) == bytes(10**7)
     for data, size in ((bomb, 100), (bomb, 10**7 + 1), (bomb[:-9], 10**7), (b"no frame", 8)):
         with pytest.raises(Damaged):
-            released(data, size)
+            decompress(data, size)

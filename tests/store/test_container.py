@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from larder.core.errors import Damaged, LarderError, Refused
-from larder.store.container import DTYPES, MAX_HEADER_BYTES, pack, peek, unpack
+from larder.store.blobs.container import (
+    DTYPES,
+    MAX_HEADER_BYTES,
+    pack_container,
+    peek_metadata,
+    unpack_container,
+)
 from stores import same_bits
 
 TOLD = {"kind": "session_snapshot", "layers": {"n": 2}}
@@ -34,7 +40,7 @@ def in_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_a_number_comes_back() -> None:
-    tensors, _ = unpack(pack({"scalar": torch.tensor(3.5)}, TOLD))
+    tensors, _ = unpack_container(pack_container({"scalar": torch.tensor(3.5)}, TOLD))
     assert tensors["scalar"].shape == () and tensors["scalar"] == 3.5
 
 
@@ -44,24 +50,28 @@ def rewritten(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def test_what_is_packed_comes_back_to_the_bit() -> None:
-    tensors, told = unpack(pack(some_tensors(), TOLD))
+    tensors, told = unpack_container(pack_container(some_tensors(), TOLD))
     assert same_bits(tensors, in_rows(some_tensors()))
     assert told == TOLD | {"format": "kvm", "version": 1}
-    assert peek(pack(some_tensors(), TOLD)) == told
+    assert peek_metadata(pack_container(some_tensors(), TOLD)) == told
 
 
 def test_any_safetensors_reader_reads_it() -> None:
-    assert same_bits(safetensors.torch.load(pack(some_tensors(), TOLD)), in_rows(some_tensors()))
+    assert same_bits(
+        safetensors.torch.load(pack_container(some_tensors(), TOLD)), in_rows(some_tensors())
+    )
 
 
 def test_equal_content_is_equal_bytes() -> None:
     backwards = dict(reversed(some_tensors().items()))
-    assert pack(some_tensors(), {"x": 2, "y": 1}) == pack(backwards, {"y": 1, "x": 2})
+    assert pack_container(some_tensors(), {"x": 2, "y": 1}) == pack_container(
+        backwards, {"y": 1, "x": 2}
+    )
 
 
 @pytest.mark.parametrize("part", ["length", "header", "tensor"])
 def test_every_flipped_bit_is_noticed(part: str) -> None:
-    data = pack({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.uint8)}, TOLD)
+    data = pack_container({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.uint8)}, TOLD)
     head = 8 + int.from_bytes(data[:8], "little")
     spans = {"length": (0, 8), "header": (8, head), "tensor": (head, len(data))}
     padding = len(data[8:head]) - len(data[8:head].rstrip())
@@ -72,14 +82,14 @@ def test_every_flipped_bit_is_noticed(part: str) -> None:
             flipped = bytearray(data)
             flipped[place] ^= 1 << bit
             with pytest.raises((Damaged, Refused)):
-                unpack(bytes(flipped))
+                unpack_container(bytes(flipped))
 
 
 def test_what_is_cut_or_longer_is_noticed() -> None:
-    data = pack(some_tensors(), TOLD)
+    data = pack_container(some_tensors(), TOLD)
     for other in (data[:-1], data[: len(data) // 2], b"", data[:7], data + b"\0", b"\0" * 1000):
         with pytest.raises(Damaged):
-            unpack(other)
+            unpack_container(other)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +113,9 @@ def test_what_is_cut_or_longer_is_noticed() -> None:
     ],
 )
 def test_30_a_malicious_header_is_refused(header: dict[str, Any]) -> None:
-    metadata = json.loads(_head(pack({}, TOLD)))["__metadata__"]
+    metadata = json.loads(_head(pack_container({}, TOLD)))["__metadata__"]
     with pytest.raises(Damaged):
-        unpack(rewritten({"__metadata__": metadata} | header, b"\0" * 8))
+        unpack_container(rewritten({"__metadata__": metadata} | header, b"\0" * 8))
 
 
 def _head(data: bytes) -> bytes:
@@ -121,18 +131,18 @@ def test_30_headers_that_would_take_memory_are_refused_unread() -> None:
     many = rewritten({f"{n:x}": field for n in range(17_000)})
     for data in (huge, claimed, nested, many, rewritten({}), pickle.dumps({"a": 1})):
         with pytest.raises(Damaged):
-            unpack(data)
+            unpack_container(data)
 
 
 @given(st.binary(max_size=400))
 def test_30_any_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(LarderError):
-        unpack(data)
+        unpack_container(data)
 
 
 @given(st.data())
 def test_30_a_file_with_anything_changed_is_refused(data: st.DataObject) -> None:
-    packed = bytearray(pack({"a": torch.arange(4.0)}, TOLD))
+    packed = bytearray(pack_container({"a": torch.arange(4.0)}, TOLD))
     head = 8 + int.from_bytes(packed[:8], "little")
     solid = len(packed[:head].rstrip())
     place = data.draw(st.integers(0, len(packed) - 1))
@@ -141,17 +151,17 @@ def test_30_a_file_with_anything_changed_is_refused(data: st.DataObject) -> None
     value = data.draw(st.integers(0, 255).filter(lambda value: value != packed[place]))
     packed[place] = value
     with pytest.raises(LarderError):
-        unpack(bytes(packed))
+        unpack_container(bytes(packed))
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_10_another_version_is_refused_with_its_reason(version: object) -> None:
-    metadata = json.loads(_head(pack({}, TOLD)))["__metadata__"]
+    metadata = json.loads(_head(pack_container({}, TOLD)))["__metadata__"]
     told = json.loads(metadata["kvm"]) | {"version": version}
     with pytest.raises(Refused, match="left as it is") as refused:
-        unpack(rewritten({"__metadata__": metadata | {"kvm": json.dumps(told)}}))
+        unpack_container(rewritten({"__metadata__": metadata | {"kvm": json.dumps(told)}}))
     assert refused.value.reason == "format"
 
 
 def test_10_unknown_keys_are_tolerated() -> None:
-    assert unpack(pack({}, TOLD | {"of_later": [1]}))[1]["of_later"] == [1]
+    assert unpack_container(pack_container({}, TOLD | {"of_later": [1]}))[1]["of_later"] == [1]

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from larder.core.errors import LarderError
-from larder.store.blobs import named
-from larder.store.holdings import Holdings
-from larder.store.places import TEMPORARY
+from larder.store.blobs.blob_index import BlobIndex
+from larder.store.blobs.blob_store import digest_in_path
+from larder.store.fs.base import TEMPORARY_FOLDER
 from store.caches import WHO, asking, blob_files, files, is_exact, load, save, store_at
 
 pytestmark = [
@@ -99,13 +99,17 @@ def check(folder: Path, may_be: set[int]) -> int:
         at = TEXTS.index(found.ids)
         assert is_exact(found, TEXTS[at]) and found.cache is not None
     assert at in may_be
-    live = Holdings(store.parts.manifest).live()
-    there = {named(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)}
+    live = BlobIndex(store.parts.manifest).live()
+    there = {
+        digest_in_path(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)
+    }
     assert live <= there, "something refers to a blob that is not there"
     store.upkeep.sweep(grace_seconds=-1.0)
-    there = {named(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)}
-    assert there == Holdings(store.parts.manifest).live()
-    assert not files(folder, f"store/{TEMPORARY}")
+    there = {
+        digest_in_path(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)
+    }
+    assert there == BlobIndex(store.parts.manifest).live()
+    assert not files(folder, f"store/{TEMPORARY_FOLDER}")
     store.close()
     return at
 

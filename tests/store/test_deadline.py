@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from larder.core.errors import BadParameter, StoreError, StoreSlow
-from larder.store.deadline import Guard, Patience
+from larder.store.fs.deadline import CallLimits, DeadlineExecutor
 
 SHORT = 0.02
 
@@ -17,14 +17,14 @@ def fail() -> None:
 
 
 def test_what_a_call_returns_or_raises_is_handed_on() -> None:
-    guard = Guard("disk")
+    guard = DeadlineExecutor("disk")
     assert guard.call(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         guard.call(divmod, 7, 0)
 
 
 def test_a_call_that_hangs_is_left_and_gives_back_when_it_ends() -> None:
-    guard = Guard("disk", Patience(seconds=SHORT))
+    guard = DeadlineExecutor("disk", CallLimits(seconds=SHORT))
     go_on, ended = threading.Event(), threading.Event()
     with pytest.raises(StoreSlow, match="did not answer wait within 0.02 s"):
         guard.call(go_on.wait, ended=ended.set)
@@ -35,7 +35,7 @@ def test_a_call_that_hangs_is_left_and_gives_back_when_it_ends() -> None:
 
 
 def test_hanging_calls_are_bounded() -> None:
-    guard = Guard("disk", Patience(seconds=SHORT, calls=2, failures=100))
+    guard = DeadlineExecutor("disk", CallLimits(seconds=SHORT, calls=2, failures=100))
     go_on, begun, ended = threading.Event(), [], []
     before = threading.active_count()
     for number in range(5):
@@ -50,7 +50,9 @@ def test_hanging_calls_are_bounded() -> None:
 
 def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
     now = [0.0]
-    guard = Guard("disk", Patience(failures=2, rest_seconds=10.0), clock=lambda: now[0])
+    guard = DeadlineExecutor(
+        "disk", CallLimits(failures=2, rest_seconds=10.0), clock=lambda: now[0]
+    )
     for _ in range(2):
         with pytest.raises(StoreError, match="disk tier fails .broken."):
             guard.call(fail)
@@ -66,7 +68,7 @@ def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
 
 
 def test_a_missing_file_is_no_failure_of_the_disk(tmp_path: object) -> None:
-    guard = Guard("disk", Patience(failures=1))
+    guard = DeadlineExecutor("disk", CallLimits(failures=1))
     with pytest.raises(FileNotFoundError):
         guard.call(open, f"{tmp_path}/nothing")
     assert not guard.breaker.is_open
@@ -74,4 +76,4 @@ def test_a_missing_file_is_no_failure_of_the_disk(tmp_path: object) -> None:
 
 def test_patience_is_above_zero() -> None:
     with pytest.raises(BadParameter, match="patience.seconds must be above 0, got 0"):
-        Patience(seconds=0.0)
+        CallLimits(seconds=0.0)

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreError, StoreSlow
-from larder.store.blobs import Ref, path_of
-from larder.store.deadline import Patience
+from larder.store.blobs.blob_index import DELETION_LEASE_SECONDS
+from larder.store.blobs.blob_store import BlobRef, blob_path
+from larder.store.blobs.payloads import encode_token_log
 from larder.store.digests import digest_of
-from larder.store.envelopes import token_log
-from larder.store.holdings import LEAVING_SECONDS
-from larder.store.places import place_at
+from larder.store.fs.base import open_file_system
+from larder.store.fs.deadline import CallLimits
+from larder.store.sessions.turn_store import SessionTurn
 from larder.store.store import Store
-from larder.store.turns import Turn
 from store.caches import IDS, TALK, WHO, is_exact, load, save, store_at
-from store.places import BROKEN, Faulty, Hanging, refusing
+from store.file_systems import BROKEN, Faulty, Hanging, refusing
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 LONGER = (*IDS, 5, 6, 7)
-SHORT = Patience(seconds=0.3, failures=100)
+SHORT = CallLimits(seconds=0.3, failures=100)
 
 
 def hanging(folder: Path) -> Hanging:
@@ -33,14 +33,14 @@ def hanging(folder: Path) -> Hanging:
     return disk
 
 
-def log(store: Store) -> tuple[str, bytes, Ref]:
+def log(store: Store) -> tuple[str, bytes, BlobRef]:
     """The tenant, and a log of tokens that no session has, as bytes and as a blob."""
     tenant = store.parts.tenant(WHO)
-    data = token_log(IDS, tenant, "nobody's")
-    return tenant, data, Ref(digest_of(data), len(data))
+    data = encode_token_log(IDS, tenant, "nobody's")
+    return tenant, data, BlobRef(digest_of(data), len(data))
 
 
-def put(store: Store) -> Ref:
+def put(store: Store) -> BlobRef:
     tenant, data, _ = log(store)
     with store.parts.shelves.saving(tenant) as saving:
         ref = saving.put(data)
@@ -77,18 +77,18 @@ def _swept(store: Store) -> None:
 def test_6_a_deletion_that_hangs_stops_nobody_else(
     tmp_path: Path, delete: Callable[[Store], None]
 ) -> None:
-    disk, patience = hanging(tmp_path), Patience(seconds=20.0)
+    disk, patience = hanging(tmp_path), CallLimits(seconds=20.0)
     here = store_at(tmp_path, disk.place, patience=patience)
     there = store_at(tmp_path, patience=patience)
     save(here, tuple(range(100, 121)))
-    here.turns.append(WHO, "other", Turn(IDS, b"said"), 0)
+    here.turns.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
     deleting = threading.Thread(target=delete, args=(here,))
     deleting.start()
     assert disk.hangs.wait(20)
     for epoch, store in enumerate((here, there), 1):
         found = store.turns.newest(WHO, "other")
         assert found is not None and found[0].epoch == epoch
-        store.turns.append(WHO, "other", Turn((*IDS, epoch), b"more"), epoch)
+        store.turns.append(WHO, "other", SessionTurn((*IDS, epoch), b"more"), epoch)
         save(store, LONGER, name=f"new {epoch}")
         assert is_exact(load(store, f"new {epoch}"), LONGER)
         assert deleting.is_alive() and not disk.landed.is_set()
@@ -125,7 +125,7 @@ def test_6_a_deletion_that_still_hangs_is_believed_as_long_as_its_process_lives(
     now = [1e9]
     disk, here, there = deleting(tmp_path, now)
     for _ in range(3):
-        now[0] += 0.6 * LEAVING_SECONDS
+        now[0] += 0.6 * DELETION_LEASE_SECONDS
         here.upkeep.forget_removed()  # as a server does all the time
         assert not stays(there)
     disk.lands()
@@ -139,19 +139,19 @@ def test_3_a_process_that_was_killed_while_it_deleted_leaves_nothing_for_good(
     ref = put(here)
     assert here.parts.shelves.holdings.given_up(ref.digest, now[0], now[0], now[0])
     assert not stays(there)
-    now[0] += LEAVING_SECONDS
+    now[0] += DELETION_LEASE_SECONDS
     assert stays(there) and put(there) == ref and there.parts.blobs.has(ref)
-    now[0] += 2 * LEAVING_SECONDS
+    now[0] += 2 * DELETION_LEASE_SECONDS
     assert there.parts.shelves.holdings.given_up(ref.digest, now[0], now[0], now[0])
-    now[0] += LEAVING_SECONDS
-    os.utime(tmp_path / "store" / path_of(ref.digest), (0, 0))
+    now[0] += DELETION_LEASE_SECONDS
+    os.utime(tmp_path / "store" / blob_path(ref.digest), (0, 0))
     assert here.upkeep.sweep(grace_seconds=-1.0) == ref.bytes
     with here.parts.manifest.reading() as rows:
         assert rows("SELECT * FROM leaving") == rows("SELECT * FROM blobs") == []
 
 
 def test_4_a_blob_that_a_broken_disk_does_not_delete_is_there(tmp_path: Path) -> None:
-    place = Faulty(place_at(str(tmp_path / "store")), refusing(BROKEN, "remove"))
+    place = Faulty(open_file_system(str(tmp_path / "store")), refusing(BROKEN, "remove"))
     here, there = store_at(tmp_path, place, patience=SHORT), store_at(tmp_path, patience=SHORT)
     ref = put(here)
     here.parts.shelves.holdings.touched(ref.digest, 0.0)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from larder.core.errors import BadParameter
 from larder.core.spelling import build, parse, spell
-from larder.store.candidates import QUANTILES, Candidate, Candidates, quantiles
-from larder.store.eviction.base import EVICTIONS, Eviction, Superseded
+from larder.store.candidates import NUM_QUANTILES, Candidate, CandidateColumns, pause_quantiles
+from larder.store.eviction.base import EVICTIONS, EvictionPolicy, SupersededOrder
 from references.eviction import gdsf as gdsf_loop
 from references.eviction.leaving_loop import leaving
 
@@ -26,11 +26,11 @@ PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
 NOW = 1000.0
 
 
-def rule(name: str, **parameters: object) -> Eviction:
+def rule(name: str, **parameters: object) -> EvictionPolicy:
     return EVICTIONS.load(name)(**parameters)
 
 
-def loop_worths(part: Eviction, told: list[Candidate], now: float) -> list[float]:
+def loop_worths(part: EvictionPolicy, told: list[Candidate], now: float) -> list[float]:
     name = type(part).__module__.rpartition(".")[2]
     return import_module(f"references.eviction.{name}").worths(part, told, now)
 
@@ -84,19 +84,19 @@ def test_every_rule_cites_and_is_spelled(name: str) -> None:
 @given(rows=ROWS)
 def test_worth_is_the_loops(name: str, rows: list[dict]) -> None:
     part, told = rule(name), crowd(rows)
-    worths = part.worth(Candidates.of(told), NOW).tolist()
+    worths = part.worth(CandidateColumns.of(told), NOW).tolist()
     assert worths == pytest.approx(loop_worths(part, told, NOW))
 
 
 @RULES
-@pytest.mark.parametrize("fate", list(Superseded))
+@pytest.mark.parametrize("fate", list(SupersededOrder))
 @settings(max_examples=12)
 @given(rows=ROWS, wanted=st.sampled_from([1, 100, 5000, 10**6]))
 def test_who_leaves_is_the_loops(
-    name: str, fate: Superseded, rows: list[dict], wanted: int
+    name: str, fate: SupersededOrder, rows: list[dict], wanted: int
 ) -> None:
     part, told = rule(name, superseded=fate), crowd(rows)
-    held = Candidates.of(told)
+    held = CandidateColumns.of(told)
     gone = part.leaving(held, NOW, wanted).rows
     worths = part.worth(held, NOW).tolist()
     assert [told[row].name for row in gone] == leaving(part, told, worths, NOW, wanted)
@@ -117,16 +117,16 @@ def test_everybody_goes_once_and_nobody_before_what_continues_it(
 @RULES
 def test_no_more_leave_than_must(name: str) -> None:
     told = [a(f"n{number}", last_used=float(number)) for number in range(5)]
-    held = Candidates.of(told)
+    held = CandidateColumns.of(told)
     assert len(rule(name).leaving(held, NOW, 201).rows) == 3
-    assert rule(name).leaving(Candidates.of([]), NOW, 5).rows == ()
+    assert rule(name).leaving(CandidateColumns.of([]), NOW, 5).rows == ()
 
 
 @RULES
 def test_an_older_state_goes_before_the_one_that_replaces_it(name: str) -> None:
     best = {"seconds": 9.0, "uses": 9, "steps": 1.0, "last_used": NOW, "session": "s"}
     told = [a("new", session="s"), a("old", superseded=True, **best), a("other")]
-    for fate in (Superseded.FIRST, Superseded.INSIDE):
+    for fate in (SupersededOrder.FIRST, SupersededOrder.INSIDE):
         order = [one.name for one in rule(name, superseded=fate).order(told, NOW)]
         assert order.index("old") < order.index("new")
     assert rule(name).order(told, NOW)[0].name == "old"
@@ -134,7 +134,7 @@ def test_an_older_state_goes_before_the_one_that_replaces_it(name: str) -> None:
 
 def test_alike_nobody_looks_whether_it_is_replaced() -> None:
     told = [a("old", superseded=True, last_used=20.0), a("new")]
-    order = rule("lru", superseded=Superseded.ALIKE).order(told, NOW)
+    order = rule("lru", superseded=SupersededOrder.ALIKE).order(told, NOW)
     assert [one.name for one in order] == ["new", "old"]
 
 
@@ -162,14 +162,14 @@ def test_the_clock_of_gdsf_is_the_loops(rows: list[dict]) -> None:
     part, told = rule("gdsf"), crowd(rows)
     worths = loop_worths(part, told, NOW)
     for wanted in (1, 100, 10**6):
-        found = part.leaving(Candidates.of(told), NOW, wanted)
+        found = part.leaving(CandidateColumns.of(told), NOW, wanted)
         gone = [(told[row], worths[row]) for row in found.rows]
         assert found.clock == pytest.approx(gdsf_loop.clock(gone))
 
 
 def test_a_pin_does_not_stop_the_clock() -> None:
     told = [a("pinned", pinned_until=2 * NOW), a("dear", seconds=5.0)]
-    found = rule("gdsf").leaving(Candidates.of(told), NOW, 1)
+    found = rule("gdsf").leaving(CandidateColumns.of(told), NOW, 1)
     assert found.rows == (1,) and found.clock == pytest.approx(0.05)
 
 
@@ -178,7 +178,7 @@ def test_gdsf_lets_go_what_was_used_often_long_ago() -> None:
     often = a("often", uses=6)
     for number in range(12):
         told = [often, a("new", uses=2, clock=clock), a(f"n{number}", clock=clock)]
-        found = part.leaving(Candidates.of(told), NOW, 1)
+        found = part.leaving(CandidateColumns.of(told), NOW, 1)
         if told[found.rows[0]] is often:
             break
         clock = max(clock, found.clock)
@@ -214,7 +214,7 @@ def test_continuum_does_not_wait_for_the_slowest() -> None:
 
 def test_random_draws_anew_at_every_time() -> None:
     told = [a(f"n{number}") for number in range(40)]
-    held, part = Candidates.of(told), rule("random")
+    held, part = CandidateColumns.of(told), rule("random")
     first = {part.leaving(held, float(time), 1).rows[0] for time in range(60)}
     assert len(first) > 20
     assert part.leaving(held, 1.0, 1) == part.leaving(held, 1.0, 1)
@@ -222,9 +222,9 @@ def test_random_draws_anew_at_every_time() -> None:
 
 
 def test_quantiles_of_few_and_many_pauses() -> None:
-    assert quantiles([3.0]).tolist() == [3.0] * QUANTILES
-    assert quantiles([float(n) for n in range(1, 17)]).tolist() == list(range(2, 17, 2))
-    assert np.isinf(quantiles(())).all()
+    assert pause_quantiles([3.0]).tolist() == [3.0] * NUM_QUANTILES
+    assert pause_quantiles([float(n) for n in range(1, 17)]).tolist() == list(range(2, 17, 2))
+    assert np.isinf(pause_quantiles(())).all()
 
 
 @pytest.mark.parametrize(
@@ -244,4 +244,4 @@ def test_candidates_must_have_bytes_and_names_of_their_own() -> None:
     with pytest.raises(BadParameter, match="1 byte"):
         a("empty", bytes=0)
     with pytest.raises(BadParameter, match="one name"):
-        Candidates.of([a("same"), a("same")])
+        CandidateColumns.of([a("same"), a("same")])

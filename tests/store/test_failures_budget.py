@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, LarderError
-from larder.store.ledger import Budgets, Tier
-from larder.store.places import place_at
-from larder.store.rates import Rates, Way
+from larder.store.fs.base import open_file_system
+from larder.store.ledger import ByteBudgets, Tier
+from larder.store.throughput import RestorePath, ThroughputEstimates
 from store.caches import (
     IDS,
     SPEC,
@@ -30,7 +30,7 @@ from store.caches import (
     snapshot,
     store_at,
 )
-from store.places import Faulty
+from store.file_systems import Faulty
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 KIB = 1024
@@ -38,8 +38,8 @@ INDEX = 520 * KIB  # what an index and its growth take of a budget
 LONGER = tuple(range(1000, 1160))
 
 
-def disk(count: int) -> dict[str, Budgets]:
-    return {"budgets": Budgets({Tier.DISK: count})}
+def disk(count: int) -> dict[str, ByteBudgets]:
+    return {"budgets": ByteBudgets({Tier.DISK: count})}
 
 
 def on_disk(folder: Path) -> int:
@@ -62,7 +62,7 @@ def test_23_no_budget_is_exceeded_whatever_happens(
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
     limit = INDEX + 160 * KIB
-    budgets = Budgets({Tier.DISK: limit, Tier.HOST: 400 * KIB})
+    budgets = ByteBudgets({Tier.DISK: limit, Tier.HOST: 400 * KIB})
     store = store_at(folder, budgets=budgets)
     texts: dict[str, tuple[int, ...]] = {}
     for what, number, length in operations:
@@ -123,7 +123,7 @@ def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment
             stopped.set()
             assert goes_on.wait(20)
 
-    place = Faulty(place_at(str(tmp_path / "store")), **{moment: hook})
+    place = Faulty(open_file_system(str(tmp_path / "store")), **{moment: hook})
     store = store_at(tmp_path, place, **disk(INDEX + 400 * KIB))
     ledger, limit = store.parts.ledger, INDEX + 400 * KIB
     saving = threading.Thread(target=save, args=(store, LONGER))
@@ -162,7 +162,7 @@ def test_24_a_budget_of_nothing(tmp_path: Path) -> None:
 
 def test_24_a_budget_of_host_memory(tmp_path: Path) -> None:
     save(store_at(tmp_path))
-    store = store_at(tmp_path, budgets=Budgets({Tier.HOST: KIB}))
+    store = store_at(tmp_path, budgets=ByteBudgets({Tier.HOST: KIB}))
     loaded = load(store)
     assert loaded.reason == "budget" and loaded.ids == IDS
     assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
@@ -246,11 +246,11 @@ def test_26_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
     rates.read(10**6, 1.0)
     for _ in range(30):
         rates.loaded(Tier.DISK, 10, 1.0)
-    assert rates.quicker(Tier.DISK, 1000, 10) is Way.RECOMPUTE
+    assert rates.quicker(Tier.DISK, 1000, 10) is RestorePath.RECOMPUTE
     loaded = load(store)
     assert loaded.reason == "slower" and loaded.ids == IDS
     assert store.prefixes.longest(WHO, IDS, asking().identity, SPEC) is None
-    assert Rates().quicker(Tier.DISK, 1000, 10) is Way.LOAD
+    assert ThroughputEstimates().quicker(Tier.DISK, 1000, 10) is RestorePath.LOAD
 
 
 def test_22_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:

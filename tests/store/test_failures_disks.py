@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import LarderError, Refused, StoreError, StoreSlow, Superseded
-from larder.store.blobs import FOLDER as BLOBS
-from larder.store.deadline import Patience
+from larder.store.blobs.blob_store import BLOBS_FOLDER as BLOBS
+from larder.store.fs.base import open_file_system
+from larder.store.fs.deadline import CallLimits
 from larder.store.ledger import Tier
-from larder.store.places import place_at
 from store.caches import (
     IDS,
     SPEC,
@@ -29,7 +29,7 @@ from store.caches import (
     snapshot,
     store_at,
 )
-from store.places import BROKEN, FULL, QUOTA, READ_ONLY, Faulty, refusing
+from store.file_systems import BROKEN, FULL, QUOTA, READ_ONLY, Faulty, refusing
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 LONGER = (*IDS, 5, 6, 7, 8, 9)
@@ -50,8 +50,8 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
             if len(steps) > step:
                 raise OSError(error, os.strerror(error), path)
 
-    place = Faulty(place_at(str(tmp_path / "store")), before=fail)
-    store = store_at(tmp_path, place, patience=Patience(failures=100))
+    place = Faulty(open_file_system(str(tmp_path / "store")), before=fail)
+    store = store_at(tmp_path, place, patience=CallLimits(failures=100))
     text = tuple(range(50, 70))
     try:
         record = store.sessions.save(WHO, "new", text, snapshot(read(text)))
@@ -67,8 +67,8 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
 
 def test_4_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
     save(store_at(tmp_path))
-    place = Faulty(place_at(str(tmp_path / "store")))
-    store = store_at(tmp_path, place, patience=Patience(failures=100))
+    place = Faulty(open_file_system(str(tmp_path / "store")))
+    store = store_at(tmp_path, place, patience=CallLimits(failures=100))
     place.before = refusing(BROKEN, "read")
     with pytest.raises(Refused, match="disk or server is well"):
         load(store)
@@ -91,7 +91,7 @@ def test_5_a_blob_that_went_between_looking_and_loading(tmp_path: Path) -> None:
         if what == "read" and path.startswith(BLOBS) and victim.exists():
             victim.unlink()
 
-    place = Faulty(place_at(str(tmp_path / "store")), before=vanish)
+    place = Faulty(open_file_system(str(tmp_path / "store")), before=vanish)
     assert load(store_at(tmp_path, place)).reason == "damaged"
 
 
@@ -116,8 +116,10 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
         if what == "replace" and hanging.is_set():
             go_on.wait()
 
-    place = Faulty(place_at(str(tmp_path / "store")), before=hang)
-    store = store_at(tmp_path, place, patience=Patience(seconds=0.3, failures=2, rest_seconds=0.3))
+    place = Faulty(open_file_system(str(tmp_path / "store")), before=hang)
+    store = store_at(
+        tmp_path, place, patience=CallLimits(seconds=0.3, failures=2, rest_seconds=0.3)
+    )
     hanging.set()
     with pytest.raises(StoreError, match="did not answer"):
         save(store, LONGER, name="new")
@@ -130,7 +132,7 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 
 
 def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> None:
-    patience = Patience(seconds=0.2, rest_seconds=0.5)
+    patience = CallLimits(seconds=0.2, rest_seconds=0.5)
     store = store_at(tmp_path, patience=patience)
     save(store)
     other = sqlite3.connect(tmp_path / "home" / "manifest.sqlite", isolation_level=None)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from larder.core.errors import Refused
-from larder.store.blobs import Ref, path_of
-from larder.store.container import pack, peek, unpack
+from larder.store.blobs.blob_store import BlobRef, blob_path
+from larder.store.blobs.container import pack_container, peek_metadata, unpack_container
 from larder.store.digests import digest_of
-from larder.store.places import TEMPORARY
+from larder.store.fs.base import TEMPORARY_FOLDER
 from store.caches import (
     IDS,
     SPEC,
@@ -49,7 +49,7 @@ def test_1_a_flipped_bit_in_any_tensor_is_noticed(tmp_path: Path) -> None:
         data = path.read_bytes()
         head = 8 + int.from_bytes(data[:8], "little")
         ends = [len(data), head]
-        for tensor in unpack(data)[0].values():
+        for tensor in unpack_container(data)[0].values():
             ends.append(ends[-1] + tensor.nbytes)
         for place in sorted({3, 20, *(end - 1 for end in ends)}):
             flipped = bytearray(data)
@@ -121,9 +121,9 @@ def test_10_another_version_is_left_in_place(tmp_path: Path) -> None:
     data = path.read_bytes().replace(b'\\"version\\":1', b'\\"version\\":2')
     assert data != path.read_bytes()
     with pytest.raises(Refused):
-        peek(data)
+        peek_metadata(data)
     path.write_bytes(data)  # as a later larder would have written it, under its own digest
-    later = tmp_path / "store" / path_of(digest_of(data))
+    later = tmp_path / "store" / blob_path(digest_of(data))
     later.parent.mkdir(exist_ok=True)
     path.rename(later)
     _point_to(store, digest_of(data), len(data))
@@ -136,7 +136,7 @@ def _point_to(store: object, digest: str, count: int) -> None:
     """Have the session's newest state refer to another blob."""
     parts = store.parts  # pyright: ignore[reportAttributeAccessIssue]
     head = load(store).record  # pyright: ignore[reportArgumentType]
-    spans = (Ref(digest, count),)
+    spans = (BlobRef(digest, count),)
     parts.heads.commit(replace(head, epoch=head.epoch + 1, spans=spans), head.epoch)
 
 
@@ -150,8 +150,8 @@ def test_a_blob_that_is_somebody_elses_is_not_used_whoever_refers_to_it(
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     [path] = cache_files(tmp_path)
-    tensors, told = unpack(path.read_bytes())
-    ref = store.parts.blobs.put(pack(tensors, told | change))
+    tensors, told = unpack_container(path.read_bytes())
+    ref = store.parts.blobs.put(pack_container(tensors, told | change))
     _point_to(store, ref.digest, ref.bytes)
     reason = {"kind": "kind"}.get(next(iter(change)), next(iter(change)))
     assert load(store).reason == reason and is_exact(load(store))
@@ -162,9 +162,9 @@ def test_a_part_that_claims_more_than_was_saved_is_not_decoded(tmp_path: Path, c
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS), codec))
     [path] = cache_files(tmp_path)
-    tensors, told = unpack(path.read_bytes())
+    tensors, told = unpack_container(path.read_bytes())
     tensors["0.extra"] = torch.zeros(10**5)
-    ref = store.parts.blobs.put(pack(tensors, told))
+    ref = store.parts.blobs.put(pack_container(tensors, told))
     _point_to(store, ref.digest, ref.bytes)
     assert load(store).reason == "damaged"
 
@@ -174,7 +174,7 @@ def test_3_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
     save(store)
     kept = set(files(tmp_path))
     store.parts.blobs.put(b"nobody refers to this")
-    store.parts.place.replace(f"{TEMPORARY}/1-half", b"half")
+    store.parts.place.replace(f"{TEMPORARY_FOLDER}/1-half", b"half")
     assert store.upkeep.sweep(grace_seconds=60.0) == 0
     assert store.upkeep.sweep(grace_seconds=-1.0) == 21 + 4
     assert set(files(tmp_path)) == kept and is_exact(load(store))

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from larder.core.errors import LarderError
-from larder.store.claims import Claims
-from larder.store.coding import same_state
+from larder.store.blobs.cache_state import same_state
+from larder.store.leases import SessionLeases
 from larder.store.store import Store
 from store.caches import IDS, WHO, asking, compressed, files, read, snapshot, store_at
 
@@ -109,7 +109,7 @@ def whole(tmp_path: Path, small_chunks: None) -> Path:
         store.sessions.save(WHO, name, IDS, snapshot(cache, codec), transcript=b"said %d" % number)
     store.sessions.save(WHO, "gone", IDS)
     store.sessions.remove(WHO, "gone")
-    Claims(store.parts).take(WHO, "raw")
+    SessionLeases(store.parts).take(WHO, "raw")
     store.sessions.save(WHO, "again", IDS, snapshot(read(IDS)))
     [record] = [record for record in store.sessions.heads(WHO) if record.name == "raw"]
     (folder / EXPORTED).write_bytes(store.exchange.export(record))
@@ -129,7 +129,7 @@ def used(folder: Path) -> None:
         store.upkeep.sweep(0.0)
         take_in(store, folder / EXPORTED)
         check(store, "raw")
-        Claims(store.parts).take(WHO, "int4")
+        SessionLeases(store.parts).take(WHO, "int4")
         longest = store.prefixes.longest(WHO, LONGER, asking().identity, asking().spec)
         if longest is not None:
             text = LONGER[: longest.next_position]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from larder.store.places import place_at
+from larder.store.fs.base import open_file_system
 from store.caches import IDS, SPEC, WHO, asking, read, save, snapshot, store_at
-from store.places import Faulty
+from store.file_systems import Faulty
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 OTHER = "somebody else"
@@ -34,7 +34,8 @@ def work(folder: Path, do: Callable[..., object], *told: object) -> list[str]:
     """Every statement and every call to the disk that something takes, in a new process's store."""
     done: list[str] = []
     place = Faulty(
-        place_at(str(folder / "store")), lambda what, path: done.append(f"{what} {path[:6]}")
+        open_file_system(str(folder / "store")),
+        lambda what, path: done.append(f"{what} {path[:6]}"),
     )
     store = store_at(folder, place)
     store.parts.manifest._database.set_trace_callback(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder.core.errors import BadParameter, BudgetError
-from larder.store.ledger import Budgets, ByteLedger, Reservation, Tier
+from larder.store.ledger import ByteBudgets, ByteLedger, Reservation, Tier
 
 TENANTS = ("a", "b")
 OPERATION = st.tuples(
@@ -24,7 +24,7 @@ OPERATION = st.tuples(
 def test_23_no_budget_is_ever_exceeded(
     operations: list[tuple[str, Tier, str, int]], total: int, own: int
 ) -> None:
-    ledger = ByteLedger(Budgets(dict.fromkeys(Tier, total), dict.fromkeys(Tier, own)))
+    ledger = ByteLedger(ByteBudgets(dict.fromkeys(Tier, total), dict.fromkeys(Tier, own)))
     open_ones: list[Reservation] = []
     kept: list[Reservation] = []
     ceiling = dict.fromkeys(Tier, total)
@@ -64,18 +64,18 @@ def test_23_no_budget_is_ever_exceeded(
 
 
 def test_a_budget_of_nothing_takes_nothing() -> None:
-    ledger = ByteLedger(Budgets({Tier.DISK: 0}))
+    ledger = ByteLedger(ByteBudgets({Tier.DISK: 0}))
     with pytest.raises(BudgetError, match="may hold 0 and hold 0"):
         ledger.reserve(Tier.DISK, "a", 1)
     ledger.reserve(Tier.DISK, "a", 0)
     with pytest.raises(BadParameter):
-        Budgets({Tier.DISK: -1})
+        ByteBudgets({Tier.DISK: -1})
     with pytest.raises(BadParameter):
         ledger.reserve(Tier.DISK, "a", -1)
 
 
 def test_one_tenant_cannot_take_the_room_of_all() -> None:
-    ledger = ByteLedger(Budgets({Tier.HOST: 100}, {Tier.HOST: 60}))
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: 100}, {Tier.HOST: 60}))
     ledger.reserve(Tier.HOST, "a", 60)
     with pytest.raises(BudgetError, match="this tenant may hold 60"):
         ledger.reserve(Tier.HOST, "a", 1)
@@ -85,7 +85,7 @@ def test_one_tenant_cannot_take_the_room_of_all() -> None:
 
 
 def test_a_budget_that_is_lowered_lets_nothing_in_until_enough_is_gone() -> None:
-    ledger = ByteLedger(Budgets({Tier.DISK: 100}))
+    ledger = ByteLedger(ByteBudgets({Tier.DISK: 100}))
     held = ledger.reserve(Tier.DISK, "a", 80)
     assert ledger.lower(Tier.DISK, 50) == 30
     with pytest.raises(BudgetError):
@@ -96,7 +96,7 @@ def test_a_budget_that_is_lowered_lets_nothing_in_until_enough_is_gone() -> None
 
 
 def test_25_who_waits_gets_what_others_give_back() -> None:
-    ledger = ByteLedger(Budgets({Tier.HOST: 10}))
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: 10}))
     first = ledger.reserve(Tier.HOST, "a", 10)
     timer = threading.Timer(0.02, first.release)
     timer.start()
@@ -108,7 +108,7 @@ def test_25_who_waits_gets_what_others_give_back() -> None:
 
 
 def test_23_threads_together_keep_to_the_budget() -> None:
-    ledger = ByteLedger(Budgets({Tier.HOST: 100}))
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: 100}))
     highest, refused = [0], [0]
 
     def work(tenant: str) -> None:
@@ -128,7 +128,7 @@ def test_23_threads_together_keep_to_the_budget() -> None:
 
 
 def test_24_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
-    ledger = ByteLedger(Budgets({Tier.HOST: 10}, {Tier.HOST: 10}))
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: 10}, {Tier.HOST: 10}))
     held = ledger.reserve(Tier.HOST, "a", 10)
     ledger.lower(Tier.HOST, 5)
     assert ledger.reserve(Tier.HOST, "a", 0).bytes == 0
@@ -139,7 +139,7 @@ def test_24_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
 
 
 def test_23_what_is_on_its_way_counts_beside_what_is_found() -> None:
-    ledger = ByteLedger(Budgets({Tier.DISK: 100}))
+    ledger = ByteLedger(ByteBudgets({Tier.DISK: 100}))
     coming, there = ledger.reserve(Tier.DISK, "a", 30), ledger.reserve(Tier.DISK, "a", 20)
     there.keep()
     ledger.reserve(Tier.HOST, "a", 5)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import Damaged, LarderError, Refused, StoreFull, Superseded
-from larder.store.holdings import Holdings
+from larder.store.blobs.blob_index import BlobIndex
 from larder.store.manifest import Manifest
-from larder.store.records import record_of, session_key, spelled
-from larder.store.tables import move_aside
-from store.places import FULL, Faulty, refusing
+from larder.store.sessions.records import decode_record, encode_record, session_key
+from larder.store.sqlite import quarantine_database
+from store.file_systems import FULL, Faulty, refusing
 from store.records import SECRET, SESSION, TENANT, a_record, a_ref, heads_at
 
 OWN = (TENANT, SESSION)
@@ -22,21 +22,21 @@ OWN = (TENANT, SESSION)
 
 def test_a_record_comes_back_and_notices_every_flipped_bit() -> None:
     record = a_record(3, spans=(a_ref("a"), a_ref("b")), transcript=a_ref("c"), made=1.5)
-    data = spelled(record, SECRET)
-    assert record_of(data, SECRET) == record
+    data = encode_record(record, SECRET)
+    assert decode_record(data, SECRET) == record
     assert set(record.refs) == {a_ref("tokens 3"), a_ref("a"), a_ref("b"), a_ref("c")}
     for place in range(0, len(data), 7):
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         with pytest.raises((Damaged, Refused)):
-            record_of(bytes(flipped), SECRET)
+            decode_record(bytes(flipped), SECRET)
     with pytest.raises(Damaged, match="another secret"):
-        record_of(data, b"t" * 32)
+        decode_record(data, b"t" * 32)
 
 
 def test_10_a_record_of_another_schema_is_refused() -> None:
     with pytest.raises(Refused, match="left as it is"):
-        record_of(spelled(a_record(1, schema=2), SECRET), SECRET)
+        decode_record(encode_record(a_record(1, schema=2), SECRET), SECRET)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "@", "Ω", "a" * 255, "con", "a/b"])
@@ -55,7 +55,7 @@ def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:
     with pytest.raises(Superseded):
         heads.commit(a_record(1), expected=0)
     assert heads.head(*OWN) == a_record(2)
-    assert Holdings(heads.manifest).live() == {a_record(n).tokens.digest for n in (1, 2)}
+    assert BlobIndex(heads.manifest).live() == {a_record(n).tokens.digest for n in (1, 2)}
 
 
 def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_20_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
 def test_a_state_that_was_written_but_not_indexed_is_found(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
-    heads._place.create(a_record(2).path, spelled(a_record(2), SECRET))
+    heads._place.create(a_record(2).path, encode_record(a_record(2), SECRET))
     assert heads.head(*OWN) == a_record(2)
 
 
@@ -119,7 +119,7 @@ def test_a_session_begins_while_others_are_forgotten(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     other = session_key(TENANT, "another")
     gone = replace(a_record(7, removed=True), session=other, name="another")
-    heads._place.create(gone.path, spelled(gone, SECRET))
+    heads._place.create(gone.path, encode_record(gone, SECRET))
     before = heads.before(TENANT, heads.newest(*OWN), None)
     heads.forget(gone)
     assert (before, heads.before(TENANT, heads.newest(*OWN), None)) == (0, 7)
@@ -202,7 +202,7 @@ def test_1_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
 def test_a_record_in_the_place_of_another_is_not_believed(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
-    heads._place.create(a_record(2).path, spelled(a_record(1), SECRET))
+    heads._place.create(a_record(2).path, encode_record(a_record(1), SECRET))
     assert heads.head(*OWN) == a_record(1)
 
 
@@ -225,7 +225,7 @@ def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage:
     path.write_bytes(bytes(data))
     with pytest.raises(LarderError):
         Manifest(path, SECRET)
-    assert move_aside(path).name == "manifest.sqlite.damaged-1"
+    assert quarantine_database(path).name == "manifest.sqlite.damaged-1"
     assert Manifest(path, SECRET).sessions() == []
 
 
@@ -233,7 +233,7 @@ def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage:
 def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema: int) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
-    holdings, path = Holdings(heads.manifest), heads.manifest.path
+    holdings, path = BlobIndex(heads.manifest), heads.manifest.path
     for number, tenant in enumerate("aab"):
         holdings.kept(a_ref("x" * (number + 1)), tenant, 0.0)
     told = holdings.totals()
@@ -245,7 +245,7 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema
     before.close()
     again = heads_at(tmp_path)
     assert again.head(*OWN) == a_record(1)
-    holdings = Holdings(again.manifest)
+    holdings = BlobIndex(again.manifest)
     assert holdings.totals() == told == {"a": 3, "b": 3}
     assert holdings.given_up(a_ref("x").digest, 0.0, 0.0, 1.0)
     assert holdings.gone(a_ref("x").digest, 1.0) == ("a", 1)

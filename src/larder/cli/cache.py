@@ -21,7 +21,7 @@ from larder.core.settings import LOCAL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from larder.store.records import Record
+    from larder.store.sessions.records import Record
     from larder.store.store import Store
 
 app = typer.Typer(
@@ -164,14 +164,14 @@ def seal(options: Output, key_file: KeyFile = None) -> None:
     from larder.core.settings import home
     from larder.server.web.archive_adoption import adopt as adopt_archive
     from larder.session.logbook import adopt as adopt_chats
-    from larder.store.sealing import key_from, sealed_by
+    from larder.store.encryption import encryption_for, read_key
 
-    key = key_from(key_file)
+    key = read_key(key_file)
     if key is None:
         raise UsageError("There is no key to seal with: give --key-file FILE.")
     archive = home() / "server" / "archive.sqlite"
-    documents = adopt_archive(archive, sealed_by(key, "archive"))
-    _say(options, {"documents": documents, "chats": adopt_chats(sealed_by(key, "chats"))})
+    documents = adopt_archive(archive, encryption_for(key, "archive"))
+    _say(options, {"documents": documents, "chats": adopt_chats(encryption_for(key, "chats"))})
 
 
 @contextmanager

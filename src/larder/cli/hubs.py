@@ -26,9 +26,9 @@ Kept = Callable[["Persisting"], "Keeper"]
 @contextmanager
 def hub_here(options: Serving) -> Iterator[Hub]:
     """One hub in this process."""
-    from larder.store.sealing import key_from
+    from larder.store.encryption import read_key
 
-    store = _store(options, url_of(options), key=key_from(options.key_file))
+    store = _store(options, url_of(options), key=read_key(options.key_file))
     try:
         with _hub(options, store, lambda keeper: keeper) as hub:
             yield hub
@@ -49,14 +49,14 @@ def hub_of_replicas(options: Serving) -> Iterator[Hub]:
     from larder.core.clusters import check_ray, join, leave
     from larder.server.cluster.hub import ClusterHub
     from larder.server.cluster.serving import RayReplicas, Wanted, check_store
-    from larder.store.sealing import key_from
-    from larder.store.secret import secret_at
+    from larder.store.encryption import read_key
+    from larder.store.secret import store_secret
 
     check_ray("'larder serve --ray'")
     check_early(options)
     replicas = REPLICAS if options.replicas is None else options.replicas
     wanted = Wanted(replicas, accelerators=int(options.device.startswith("cuda")))
-    secrets = secret_at(home()), key_from(options.key_file)
+    secrets = store_secret(home()), read_key(options.key_file)
     opened = partial(hub_in_replica, options, url_of(options), *secrets)
     machines = join()
     try:
@@ -81,10 +81,10 @@ def hub_in_replica(
         secret, key: likewise.
     """
     from larder.server.sharing import Beating, Sharing
-    from larder.store.claims import Claims
+    from larder.store.leases import SessionLeases
 
     store = _store(options, url, secret, key)
-    claims = Claims(store.parts)
+    claims = SessionLeases(store.parts)
     beating = Beating(claims)
 
     try:

@@ -51,18 +51,18 @@ def opened(url: str | None, key_file: Path | None) -> Store:
         InputError: the file is no key.
     """
     from larder.core.settings import home
-    from larder.store.sealing import key_from
+    from larder.store.encryption import read_key
     from larder.store.store import Store
 
-    key = key_from(key_file)
+    key = read_key(key_file)
     return Store(str(home() / "store") if url is None else url, home(), key=key)
 
 
 def check_codec(name: str) -> None:
     """Raises: UnknownName: there is no such codec."""
-    from larder.store.envelopes import is_lossless
+    from larder.store.blobs.payloads import is_lossless_codec
 
-    is_lossless(name)
+    is_lossless_codec(name)
 
 
 @contextmanager
@@ -74,9 +74,9 @@ def keeping(engine: Engine, url: str | None, codec: str, key_file: Path | None) 
     """
     from larder.core.settings import LOCAL
     from larder.engine.keeping import StoreKeeper, Unkept
-    from larder.store.sealing import key_from, sealed_by
+    from larder.store.encryption import encryption_for, read_key
 
-    key = key_from(key_file)
+    key = read_key(key_file)
     try:
         store = opened(url, key_file)
     except LarderError as error:
@@ -86,7 +86,7 @@ def keeping(engine: Engine, url: str | None, codec: str, key_file: Path | None) 
         yield Unkept()
         return
     try:
-        yield StoreKeeper(store, engine.loaded, LOCAL, codec, sealed_by(key, "chats"))
+        yield StoreKeeper(store, engine.loaded, LOCAL, codec, encryption_for(key, "chats"))
     finally:
         store.close()
 

@@ -22,7 +22,7 @@ from larder.core.errors import DependencyError, InputError, UsageError
 if TYPE_CHECKING:
     from larder.server.hub import Hub
     from larder.server.tenants import Door
-    from larder.store.ledger import Budgets
+    from larder.store.ledger import ByteBudgets
 
 # What the extra `serve` brings, as modules.
 EXTRA = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn")
@@ -134,11 +134,11 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
     from larder.server.web.archive import Archive
     from larder.server.web.connections import ServerConfig
     from larder.server.web.desk import Settings
-    from larder.store.sealing import key_from, sealed_by
+    from larder.store.encryption import encryption_for, read_key
 
     settings = Settings(sampling=sampling(options), max_new_tokens=options.max_new_tokens)
     try:
-        sealing = sealed_by(key_from(options.key_file), "archive")
+        sealing = encryption_for(read_key(options.key_file), "archive")
         archive = Archive(home() / "server" / "archive.sqlite", sealing=sealing)
         app = create_app(hub, door, archive, settings)
         # Whatever is loaded stays: a full collection of garbage would go through the model and
@@ -204,11 +204,11 @@ def _bound(options: Serving) -> socket.socket:
         ) from error
 
 
-def budgets_of(options: Serving) -> Budgets:
+def budgets_of(options: Serving) -> ByteBudgets:
     """Raises: UsageError: an option is no number of bytes."""
-    from larder.store.ledger import Budgets, Tier
+    from larder.store.ledger import ByteBudgets, Tier
 
-    return Budgets(
+    return ByteBudgets(
         {
             Tier.DEVICE: _bytes("--kv-budget", options.kv_budget),
             Tier.HOST: _bytes("--host-budget", options.host_budget),
@@ -216,13 +216,13 @@ def budgets_of(options: Serving) -> Budgets:
     )
 
 
-def store_budgets_of(options: Serving) -> Budgets:
+def store_budgets_of(options: Serving) -> ByteBudgets:
     """Raises: UsageError: the option is no number of bytes."""
-    from larder.store.ledger import Budgets, Tier
+    from larder.store.ledger import ByteBudgets, Tier
 
     if options.store_budget is None:
-        return Budgets()
-    return Budgets({Tier.DISK: _bytes("--store-budget", options.store_budget)})
+        return ByteBudgets()
+    return ByteBudgets({Tier.DISK: _bytes("--store-budget", options.store_budget)})
 
 
 def check_keeping(options: Serving) -> None:

@@ -8,19 +8,24 @@ from pathlib import Path
 
 from larder.core.settings import home
 from larder.models.loading import SEED, WEIGHT_PATTERNS, Loaded
-from larder.store.identity import Identity, digest_of_files, digest_of_weights, identity_of
+from larder.store.model_identity import (
+    ModelIdentity,
+    digest_of_files,
+    digest_of_weights,
+    model_identity,
+)
 
 MEMORY = "digests.json"  # of weight files, by path, size and time of change
 
 
-def identity_of_loaded(loaded: Loaded) -> Identity:
+def identity_of_loaded(loaded: Loaded) -> ModelIdentity:
     """The identity of a model and its tokenizer. Weight files are read once in their life."""
     import torch
     import transformers
 
     decoder, tokenizer = loaded.decoder, loaded.tokenizer
     template = tokenizer.chat_template or ""
-    return identity_of(
+    return model_identity(
         decoder.spec,
         decoder.module.config.to_dict(),
         _weights(loaded),

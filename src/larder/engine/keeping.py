@@ -20,12 +20,12 @@ from larder.session.memory import Memory
 from larder.session.policy import Policy
 from larder.session.reading import Desk
 from larder.session.snapshot import State, state_of, told
-from larder.store.coding import RAW
-from larder.store.sealing import Sealing, Unsealed
+from larder.store.blobs.cache_state import RAW_CODEC
+from larder.store.encryption import Encryption, NoEncryption
 from larder.store.store import Store
 
 NEW = "new"
-OPEN = Unsealed()
+OPEN = NoEncryption()
 # What a reason means to people; the store counts by the word.
 REASONS = {
     NEW: "nothing was saved",
@@ -72,7 +72,7 @@ class Keeper(ABC):
     `logs` is how the logs of chats lie.
     """
 
-    logs: Sealing = OPEN
+    logs: Encryption = OPEN
 
     @abstractmethod
     def load(self, name: str, desk: Desk, policy: Policy, log: Log) -> Resumed:
@@ -120,8 +120,8 @@ class StoreKeeper(Keeper):
         store: Store,
         loaded: Loaded,
         principal: str = LOCAL,
-        codec: str = RAW,
-        logs: Sealing = OPEN,
+        codec: str = RAW_CODEC,
+        logs: Encryption = OPEN,
     ) -> None:
         self.logs = logs
         self._store, self._principal = store, principal

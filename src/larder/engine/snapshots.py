@@ -13,11 +13,11 @@ from larder.cache.sequence import SequenceCache
 from larder.core.settings import home
 from larder.engine.identifying import identity_of_loaded
 from larder.models.loading import Loaded
-from larder.store.coding import RAW
+from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
-from larder.store.saving import Snapshot
-from larder.store.sessions import Asking
-from larder.store.sessions import Loaded as Found
+from larder.store.sessions.cache_io import CacheSnapshot
+from larder.store.sessions.session_store import CacheRequirements
+from larder.store.sessions.session_store import LoadedSession as Found
 from larder.store.store import Store
 
 
@@ -31,7 +31,7 @@ class Snapshots:
         codec: how keys and values are spelled; a file in `store/codecs`.
     """
 
-    def __init__(self, store: Store, loaded: Loaded, codec: str = RAW) -> None:
+    def __init__(self, store: Store, loaded: Loaded, codec: str = RAW_CODEC) -> None:
         self.store, self.codec = store, codec
         # Caches rest in host memory, whatever they are used on.
         self.resting = replace(loaded.decoder.spec, device=torch.device("cpu"))
@@ -39,15 +39,15 @@ class Snapshots:
 
     def of(
         self, policy: str, caches: Sequence[SequenceCache], beside: bytes | None = None
-    ) -> Snapshot:
+    ) -> CacheSnapshot:
         """A snapshot of the caches of one session.
 
         Args:
             policy: canonical spelling, sizes filled in.
-            beside: as in `Snapshot`.
+            beside: as in `CacheSnapshot`.
         """
         first, *others = caches
-        return Snapshot(first, self.identity, policy, self.codec, tuple(others), beside)
+        return CacheSnapshot(first, self.identity, policy, self.codec, tuple(others), beside)
 
     def load(
         self, principal: str, name: str, policy: str, ids: Sequence[int] | None = None
@@ -58,7 +58,7 @@ class Snapshots:
             Refused: not even the tokens can be had.
         """
         self.know(policy)
-        asking = Asking(self.identity, policy, self.resting)
+        asking = CacheRequirements(self.identity, policy, self.resting)
         found = self.store.sessions.load(principal, name, asking, ids)
         self.remember(policy)
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.errors import BudgetError
-from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
+from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Purse:
     def __init__(self, ledger: ByteLedger) -> None:
         self._ledger = ledger
         self._held: dict[int, tuple[Need, Reservation]] = {}
-        self._passing = ledger.reserve(Tier.DEVICE, NOBODY, 0)
+        self._passing = ledger.reserve(Tier.DEVICE, NO_TENANT, 0)
         self.violations = 0
         self.peak = 0
 
@@ -105,7 +105,7 @@ class Purse:
 
     def _set_aside(self, count: int) -> None:
         if count > self._passing.bytes:
-            more = self._ledger.reserve(Tier.DEVICE, NOBODY, count - self._passing.bytes)
+            more = self._ledger.reserve(Tier.DEVICE, NO_TENANT, count - self._passing.bytes)
             self._passing.bytes += more.bytes
         self._passing.shrink(count)
 

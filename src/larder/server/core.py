@@ -38,7 +38,7 @@ from larder.server.unwritten_turns import UnwrittenTurns
 from larder.server.vault import Vault
 from larder.server.waiting import Waiting
 from larder.store.eviction.base import EVICTIONS
-from larder.store.ledger import Budgets, ByteLedger, Tier
+from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
 REFRESHED = 4  # times that a request looks again where others are quicker
@@ -59,7 +59,7 @@ class Core:
     def __init__(
         self,
         engine: Engine,
-        budgets: Budgets,
+        budgets: ByteBudgets,
         eviction: str,
         rows: int,
         waiting: int,

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 from larder.core.errors import BudgetError, InputError, StoreFull, Superseded
 from larder.server.sitting import Sitting
-from larder.store.records import ROOT, Record
+from larder.store.sessions.records import ROOT_LABEL, Record
+from larder.store.sessions.turn_store import SessionTurn
 from larder.store.store import Store
-from larder.store.turns import Turn
 
 MARK = "mark"  # the label by which a write is known
 MARK_BYTES = 8
@@ -107,7 +107,7 @@ class Fencing:
         """Whether the place of a first state that may come about yet is taken; if need be by it.
 
         What takes it says nothing, and is to be removed."""
-        nothing = Turn((), b"", {ROOT: sitting.root})
+        nothing = SessionTurn((), b"", {ROOT_LABEL: sitting.root})
         try:
             self._store.turns.append(sitting.tenant, sitting.name, nothing, 0)
         except Superseded:

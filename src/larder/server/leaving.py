@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from larder.server.budget import Purse
 from larder.server.sitting import Sitting
 from larder.server.vault import Vault
-from larder.store.candidates import Candidate, Candidates
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import Candidate, CandidateColumns
+from larder.store.eviction.base import EvictionPolicy
 from larder.store.ledger import Tier
 
 FOREVER = float("inf")
@@ -23,7 +23,7 @@ class Order:
     """
 
     def __init__(
-        self, rule: Eviction, clock: Callable[[], float], purse: Purse, vault: Vault
+        self, rule: EvictionPolicy, clock: Callable[[], float], purse: Purse, vault: Vault
     ) -> None:
         self._rule, self._now, self._purse, self._vault = rule, clock, purse, vault
         self._clocks: dict[Tier, float] = {}
@@ -44,7 +44,7 @@ class Order:
         idle = [each for each in held if not (each.is_running or each.is_saving)]
         idle = [each for each in idle if each is not but]
         idle = [each for each in idle if tenant in (None, each.tenant)]
-        told = Candidates.of([self._candidate(each) for each in idle])
+        told = CandidateColumns.of([self._candidate(each) for each in idle])
         leaving = self._rule.leaving(told, self._now(), missing)
         self._clocks[tier] = max(self.clock(tier), leaving.clock)
         return [idle[row] for row in leaving.rows]

@@ -24,7 +24,7 @@ from larder.server.request import Listener, Refusal, Request, Ticket, Turn
 from larder.server.sitting import Sitting
 from larder.server.vault import Vault
 from larder.server.views import kept_of, turns_of, view_of
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 
 
 class LocalHub(Hub):
@@ -48,7 +48,7 @@ class LocalHub(Hub):
     def __init__(
         self,
         engine: Engine,
-        budgets: Budgets = Budgets(),  # noqa: B008, frozen
+        budgets: ByteBudgets = ByteBudgets(),  # noqa: B008, frozen
         *,
         eviction: str = "lru",
         rows: int = 64,

@@ -32,11 +32,11 @@ from larder.server.refusals import superseded
 from larder.server.request import Refusal, Turn, Unreadable
 from larder.server.sitting import ASSISTANT, Kept, Said, Sitting
 from larder.server.views import view_of_record
-from larder.store.digests import seal_of
-from larder.store.records import NO, PINNED, ROOT, YES, Record
+from larder.store.digests import mac_of
+from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, YES, Record
+from larder.store.sessions.turn_store import SessionTurn as Written
+from larder.store.sessions.turn_store import StagedCache
 from larder.store.store import Store
-from larder.store.turns import Prepared
-from larder.store.turns import Turn as Written
 
 FIRST = "first"  # the label of what a session began with
 KEY_DIGITS = 16
@@ -66,7 +66,7 @@ class Persisting(Keeper):
         return self._pool.submit(self._write, sitting, told, sitting.ids, noted)
 
     def attach(
-        self, sitting: Sitting, prepared: Prepared, labels: Mapping[str, str]
+        self, sitting: Sitting, prepared: StagedCache, labels: Mapping[str, str]
     ) -> Future[Record]:
         """Have a cache stand with its session. From any thread."""
 
@@ -167,12 +167,12 @@ class Persisting(Keeper):
             FIRST: first,
             WHOLE: whole,
             MODEL: self._fingerprint,
-            ROOT: told.root,
+            ROOT_LABEL: told.root,
             "turns": str(sum(len(each.turns) + 1 for each in told.said)),
             "made": str(sitting.made),
             ANSWERED: str(self._store.parts.clock()),
             **noted,
-            PINNED: YES if sitting.is_pinned else NO,
+            PINNED_LABEL: YES if sitting.is_pinned else NO,
         }
         transcript = archive.spelled(told, self._fingerprint)
 
@@ -203,7 +203,7 @@ class Persisting(Keeper):
         ones are compared before they count."""
         key = FIRST
         for turn in turns:
-            key = seal_of(self._store.parts.secret, key, turn.role, turn.text)[:KEY_DIGITS]
+            key = mac_of(self._store.parts.secret, key, turn.role, turn.text)[:KEY_DIGITS]
             yield key
 
     def _pin(self, sitting: Sitting) -> None:
@@ -211,7 +211,7 @@ class Persisting(Keeper):
         own, said = (sitting.tenant, sitting.name), YES if sitting.is_pinned else NO
 
         def labeled(epoch: int, mark: Mapping[str, str]) -> Record:
-            return self._store.turns.label(*own, {PINNED: said, **mark}, epoch)
+            return self._store.turns.label(*own, {PINNED_LABEL: said, **mark}, epoch)
 
         try:
             if sitting.written or self._fencing.catches_up(sitting):  # else the first turn says so

@@ -17,7 +17,7 @@ from larder.server.request import Refusal, Request, Unreadable
 from larder.server.rule import Rule
 from larder.server.sessions import Sessions
 from larder.server.sitting import Sitting
-from larder.store.records import PINNED, YES
+from larder.store.sessions.records import PINNED_LABEL, YES
 
 LOG = logging.getLogger(__name__)
 Lookup = Callable[[str, str], Recalled | None]
@@ -122,7 +122,7 @@ class Recalling:
         sitting.made = float(found.labels.get("made", sitting.made))
         sitting.answered = float(found.labels.get(ANSWERED, 0.0))
         sitting.pauses.extend(map(float, found.labels.get(PAUSES, "").split()))
-        sitting.is_pinned = found.labels.get(PINNED) == YES
+        sitting.is_pinned = found.labels.get(PINNED_LABEL) == YES
         for rule in self._rules:
             if found.kept is not None and str(rule.policy) == found.policy:
                 sitting.rule, sitting.kept = rule, found.kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from larder.core.errors import InputError, LarderError, StoreSlow
 from larder.core.session_name import check
 from larder.server.request import Refusal
-from larder.store.refusals import reason_of
+from larder.store.failures import failure_reason
 
 SOON_SECONDS = 1.0
 
@@ -77,7 +77,8 @@ def busy(name: str) -> Refusal:
 def not_durable(error: LarderError) -> Refusal:
     """The store did not take the turn, and nothing is to be answered that it does not have."""
     return Refusal(
-        f"The server's store did not take the turn ({reason_of(error)}), so there is none: the "
+        f"The server's store did not take the turn ({failure_reason(error)}), so there is none: "
+        "the "
         "session is as it was before. Tell whoever runs the server, and ask again.",
         503,
         "store_full",

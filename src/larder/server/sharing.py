@@ -19,7 +19,7 @@ from larder.server.keeper import Keeper, Recalled
 from larder.server.refusals import held, superseded
 from larder.server.request import Turn
 from larder.server.sitting import Said, Sitting
-from larder.store.claims import BEAT_SECONDS, Claim, Claims, Held
+from larder.store.leases import HEARTBEAT_SECONDS, LeaseConflict, SessionLease, SessionLeases
 from larder.store.store import Store
 
 LOG = logging.getLogger(__name__)
@@ -37,9 +37,9 @@ class Sharing(Keeper):
     `failed` counts what could not be asked of the store, by kind of error.
     """
 
-    def __init__(self, keeper: Keeper, store: Store, claims: Claims) -> None:
+    def __init__(self, keeper: Keeper, store: Store, claims: SessionLeases) -> None:
         self._keeper, self._claims, self._fencing = keeper, claims, Fencing(store)
-        self._held: dict[int, Claim] = {}
+        self._held: dict[int, SessionLease] = {}
         self.failed: Counter[str] = Counter()
 
     def commit(self, sitting: Sitting, said: Said) -> Future[LarderError | None] | None:
@@ -99,7 +99,7 @@ class Sharing(Keeper):
     def claim(self, sitting: Sitting) -> None:
         try:
             self._held[sitting.key] = self._claims.take(sitting.tenant, sitting.name)
-        except Held as error:
+        except LeaseConflict as error:
             raise held(sitting.name, error.seconds) from error
         except StoreError as error:
             self._note(error)
@@ -121,7 +121,7 @@ class Sharing(Keeper):
 class Beating:
     """Says every other second that a server is alive, until it is closed."""
 
-    def __init__(self, claims: Claims, seconds: float = BEAT_SECONDS) -> None:
+    def __init__(self, claims: SessionLeases, seconds: float = HEARTBEAT_SECONDS) -> None:
         self._claims, self._seconds = claims, seconds
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="larder alive", daemon=True)

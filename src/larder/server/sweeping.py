@@ -9,9 +9,9 @@ from types import TracebackType
 
 from larder.core.errors import LarderError
 from larder.server.trimming import trim
-from larder.store.shelves import GRACE_SECONDS
+from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
+from larder.store.maintenance import TOMBSTONE_SECONDS
 from larder.store.store import Store
-from larder.store.upkeep import REMOVED_SECONDS
 
 
 class Sweeping:
@@ -27,7 +27,7 @@ class Sweeping:
     def __init__(
         self,
         store: Store,
-        seconds: float = REMOVED_SECONDS / 2,
+        seconds: float = TOMBSTONE_SECONDS / 2,
         sweep_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._store, self._seconds, self._sweep_seconds = store, seconds, sweep_seconds

@@ -25,8 +25,8 @@ from larder.server.sitting import ID, Kept, Sitting
 from larder.server.stowing import COPIES, Stowing, take_in, writing_bytes
 from larder.server.vault import Fetched, Vault
 from larder.session.shelf import park
-from larder.store.eviction.base import Eviction
-from larder.store.ledger import NOBODY, ByteLedger, Reservation, Tier
+from larder.store.eviction.base import EvictionPolicy
+from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
 
 class Tiers:
@@ -45,7 +45,7 @@ class Tiers:
         self,
         ledger: ByteLedger,
         purse: Purse,
-        rule: Eviction,
+        rule: EvictionPolicy,
         clock: Callable[[], float],
         vault: Vault,
         news: News,
@@ -221,7 +221,7 @@ class Tiers:
 
         Where all tenants together have room, only the tenant's own need leave.
         """
-        is_own = not self._purse.missing(sitting.key, NOBODY, need)
+        is_own = not self._purse.missing(sitting.key, NO_TENANT, need)
         whose = sitting.tenant if is_own else None
         wanted = self.on_device.values(), sitting, missing, whose
         left = [self._left(each) for each in self._order.first(Tier.DEVICE, *wanted)]

@@ -20,7 +20,7 @@ from larder.server.keeper import Durability, Keeper
 from larder.server.news import News
 from larder.server.refusals import not_durable
 from larder.server.sitting import Sitting
-from larder.store.refusals import reason_of
+from larder.store.failures import failure_reason
 
 RETRY_SECONDS = 5.0
 DEGRADED_SECONDS = 60.0  # after a write failed whose turn was taken back
@@ -81,7 +81,7 @@ class UnwrittenTurns:
             return None, None
         error = done.exception()
         if error is None and self._is_strict and (why := done.result()) is not None:
-            self.counts[reason_of(why)] += 1
+            self.counts[failure_reason(why)] += 1
             self._failing_until = self._clock() + DEGRADED_SECONDS
             return not_durable(why), False
         self.note(sitting, done)
@@ -94,7 +94,7 @@ class UnwrittenTurns:
             return
         why = done.result()
         if why is not None:
-            self.counts[reason_of(why)] += 1
+            self.counts[failure_reason(why)] += 1
             self._held[sitting.key] = sitting
         else:
             self._held.pop(sitting.key, None)

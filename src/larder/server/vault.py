@@ -13,7 +13,7 @@ from larder.server.keeper import Durability
 from larder.server.persisting import Persisting, kept_in
 from larder.server.sitting import Kept, Sitting
 from larder.server.views import view_of
-from larder.store.envelopes import is_lossless
+from larder.store.blobs.payloads import is_lossless_codec
 from larder.store.ledger import UNLIMITED, Tier
 
 LOADS = 2  # caches that are read from the store at a time
@@ -107,7 +107,7 @@ class StoreVault(Vault):
         self, sitting: Sitting, caches: Sequence[SequenceCache], beside: bytes | None
     ) -> Future[Kept]:
         ids, policy = tuple(sitting.read), str(sitting.rule.policy)
-        is_coded = sitting.is_coded or not is_lossless(self._snapshots.codec)
+        is_coded = sitting.is_coded or not is_lossless_codec(self._snapshots.codec)
         is_whole = sitting.is_lossless and not is_coded
         view = view_of(sitting)
         labels = {

@@ -7,7 +7,7 @@ from larder.server.hub import EpisodeView, Kept, SessionTurns, SessionView
 from larder.server.request import Turn
 from larder.server.sitting import ASSISTANT, Sitting
 from larder.server.spots import Spots
-from larder.store.records import Record
+from larder.store.sessions.records import Record
 
 
 def state_of(sitting: Sitting) -> str:

@@ -21,7 +21,7 @@ from larder.core.settings import LOCAL, home
 from larder.session.log import Log
 from larder.session.log_format import log_of, record_of
 from larder.store.digests import key_of
-from larder.store.sealing import Sealing, Unsealed
+from larder.store.encryption import Encryption, NoEncryption
 
 SCHEMA = 1
 SEALED = b"larder sealed 1\n"  # what a file begins with that is under a key
@@ -84,7 +84,7 @@ class SessionFile(Logbook):
         InputError: the name is none.
     """
 
-    def __init__(self, name: str, sealing: Sealing = Unsealed()) -> None:  # noqa: B008, no state
+    def __init__(self, name: str, sealing: Encryption = NoEncryption()) -> None:  # noqa: B008, no state
         self.path, self._sealing = session_path(name), sealing
         self._seen: tuple[int, int, int] | None = None
 
@@ -168,7 +168,7 @@ def session_path(name: str) -> Path:
     return home() / "sessions" / f"{plain}.json"
 
 
-def adopt(sealing: Sealing) -> int:
+def adopt(sealing: Encryption) -> int:
     """Seal the files of chats that lie open, as they stand; how many there were.
 
     Raises:
@@ -186,7 +186,7 @@ def adopt(sealing: Sealing) -> int:
     return count
 
 
-def _closed(sealing: Sealing, data: bytes, name: str) -> bytes:
+def _closed(sealing: Encryption, data: bytes, name: str) -> bytes:
     closed = sealing.closed(LOCAL, data, name)
     return SEALED + closed if sealing.is_sealed else closed
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-MOST = 8
+MAX_PARALLEL_CALLS = 8
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+CallResult = TypeVar("CallResult")
 
 
-def at_once(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def parallel_map(function: Callable[[Item], CallResult], items: Iterable[Item]) -> list[CallResult]:
     """What a function returns for each item; where it raises for one, all others are done first."""
     told = list(items)
     if len(told) < 2:
         return [function(each) for each in told]
-    with ThreadPoolExecutor(min(MOST, len(told))) as pool:
+    with ThreadPoolExecutor(min(MAX_PARALLEL_CALLS, len(told))) as pool:
         futures = [pool.submit(function, each) for each in told]
     return [future.result() for future in futures]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from larder.core.errors import Damaged
-from larder.store.wording import spelled
+from larder.store.wording import token_bytes
 
 
-class Behind:
+class PrefixDigest:
     """A place in a text. Its digest, as `chunks.prefix_of` makes it, grows as the place moves on.
 
     `start` is the true position of the next token.
@@ -31,12 +31,12 @@ class Behind:
         """
         try:
             digest = self._digest.copy()
-            digest.update(spelled(tokens))
+            digest.update(token_bytes(tokens))
         except (OverflowError, TypeError, ValueError) as error:
             raise Damaged("A chunk of the saved cache has tokens that are none.") from error
         return digest.hexdigest()
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Go on behind them."""
-        self._digest.update(spelled(tokens))
+        self._digest.update(token_bytes(tokens))
         self.start += len(tokens)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from larder.core.errors import BadParameter
 
-Numbers = NDArray[np.float64]
-Counts = NDArray[np.int64]
-Marks = NDArray[np.bool_]
-QUANTILES = 8  # of a pause, as columns hold it
-NONE = -1  # the code of no session and no parent
+FloatColumn = NDArray[np.float64]
+IntColumn = NDArray[np.int64]
+BoolColumn = NDArray[np.bool_]
+NUM_QUANTILES = 8  # of a pause, as columns hold it
+NO_CODE = -1  # the code of no session and no parent
 
 
 @dataclass(frozen=True)
@@ -65,34 +65,34 @@ class Candidate:
 
 
 @dataclass
-class Candidates:
+class CandidateColumns:
     """The same of many, a row each.
 
     Args:
-        codes, sessions, parents: numbers that stand for names; `NONE` for no session, no parent.
+        codes, sessions, parents: numbers that stand for names; `NO_CODE` for no session, no parent.
         children: how many other rows continue this one.
         pauses: [N, QUANTILES]; infinite where nothing is known.
     """
 
-    codes: Counts
-    bytes: Counts
-    seconds: Numbers
-    last_used: Numbers
-    uses: Counts
-    clock: Numbers
-    sessions: Counts
-    superseded: Marks
-    pinned_until: Numbers
-    steps: Numbers
-    pauses: Numbers
-    parents: Counts
-    children: Counts
+    codes: IntColumn
+    bytes: IntColumn
+    seconds: FloatColumn
+    last_used: FloatColumn
+    uses: IntColumn
+    clock: FloatColumn
+    sessions: IntColumn
+    superseded: BoolColumn
+    pinned_until: FloatColumn
+    steps: FloatColumn
+    pauses: FloatColumn
+    parents: IntColumn
+    children: IntColumn
 
     def __len__(self) -> int:
         return len(self.codes)
 
     @staticmethod
-    def of(told: Sequence[Candidate]) -> Candidates:
+    def of(told: Sequence[Candidate]) -> CandidateColumns:
         """Columns of candidates, in their order.
 
         Raises:
@@ -107,7 +107,7 @@ class Candidates:
         for parent in parents.tolist():
             if parent in held:
                 children[held[parent]] += 1
-        return Candidates(
+        return CandidateColumns(
             codes=np.array(codes, np.int64),
             bytes=np.array([one.bytes for one in told], np.int64),
             seconds=np.array([one.seconds for one in told], np.float64),
@@ -118,22 +118,24 @@ class Candidates:
             superseded=np.array([one.superseded for one in told], np.bool_),
             pinned_until=np.array([one.pinned_until for one in told], np.float64),
             steps=np.array([one.steps for one in told], np.float64),
-            pauses=np.array([quantiles(one.pauses) for one in told]).reshape(-1, QUANTILES),
+            pauses=np.array([pause_quantiles(one.pauses) for one in told]).reshape(
+                -1, NUM_QUANTILES
+            ),
             parents=parents,
             children=children,
         )
 
     @staticmethod
-    def blank(rows: int) -> Candidates:
+    def blank(rows: int) -> CandidateColumns:
         """Rows to be filled in."""
-        columns = Candidates.of([Candidate("", 1, 0.0, 0.0)])
-        return Candidates(
+        columns = CandidateColumns.of([Candidate("", 1, 0.0, 0.0)])
+        return CandidateColumns(
             **{f.name: np.repeat(getattr(columns, f.name), rows, 0) for f in fields(columns)}
         )
 
-    def first(self, rows: int) -> Candidates:
+    def first(self, rows: int) -> CandidateColumns:
         """The first rows, in the same memory."""
-        return Candidates(**{name: column[:rows] for name, column in vars(self).items()})
+        return CandidateColumns(**{name: column[:rows] for name, column in vars(self).items()})
 
     def move(self, source: int, target: int) -> None:
         """Write one row over another."""
@@ -141,16 +143,20 @@ class Candidates:
             column[target] = column[source]
 
 
-def quantiles(pauses: Sequence[float]) -> Numbers:
-    """Pauses at `QUANTILES` equal shares; of fewer or more that are known, the next higher one."""
+def pause_quantiles(pauses: Sequence[float]) -> FloatColumn:
+    """Pauses at `NUM_QUANTILES` equal shares; of fewer or more that are known, the next higher
+    one.
+    """
     if not pauses:
-        return np.full(QUANTILES, np.inf)
+        return np.full(NUM_QUANTILES, np.inf)
     ordered = np.sort(np.asarray(pauses, np.float64))
-    places = np.ceil(np.arange(1, QUANTILES + 1) * len(ordered) / QUANTILES).astype(np.int64) - 1
+    places = (
+        np.ceil(np.arange(1, NUM_QUANTILES + 1) * len(ordered) / NUM_QUANTILES).astype(np.int64) - 1
+    )
     return ordered[places]
 
 
 def _code(name: str) -> int:
     if not name:
-        return NONE
+        return NO_CODE
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from larder.store.blobs import FOLDER as BLOBS
-from larder.store.places import ASIDE, TEMPORARY, Entry, Place
+from larder.store.blobs.blob_store import BLOBS_FOLDER as BLOBS
+from larder.store.fs.base import QUARANTINE_FOLDER, TEMPORARY_FOLDER, FileInfo, FileSystem
 
-_OTHERS = (f"{BLOBS}/", f"{ASIDE}/", f"{TEMPORARY}/")
+_OTHERS = (f"{BLOBS}/", f"{QUARANTINE_FOLDER}/", f"{TEMPORARY_FOLDER}/")
 
 
-class Counted(Place):
+class CountingFileSystem(FileSystem):
     """Counts what is written and removed beside the blobs. Safe from threads.
 
     `beside_bytes` and `written_bytes`, blobs included, are since it was opened, by this process.
     """
 
-    def __init__(self, inner: Place) -> None:
+    def __init__(self, inner: FileSystem) -> None:
         self.inner, self.url = inner, inner.url
         self.beside_bytes = self.written_bytes = 0
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Counted(Place):
     def set_aside(self, path: str) -> None:
         self.inner.set_aside(path)
 
-    def listing(self, folder: str) -> Iterator[Entry]:
+    def listing(self, folder: str) -> Iterator[FileInfo]:
         return self.inner.listing(folder)
 
     def _count(self, path: str, count: int, written: int = 0) -> None:

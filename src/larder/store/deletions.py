@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from larder.core.errors import StoreError, StoreSlow
-from larder.store.blobs import Blobs
-from larder.store.holdings import LEAVING_SECONDS, Holdings
+from larder.store.blobs.blob_index import DELETION_LEASE_SECONDS, BlobIndex
+from larder.store.blobs.blob_store import BlobStore
 
-LOOK_SECONDS = 0.01  # between two looks whether a deletion is over
+POLL_SECONDS = 0.01  # between two looks whether a deletion is over
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Deletion:
 
 
 @dataclass(frozen=True)
-class Deleted:
+class DeletionResult:
     """What became of a blob.
 
     Args:
@@ -53,7 +53,7 @@ class Deleted:
     kept: tuple[str, int] | None
 
 
-class Deletions:
+class PendingDeletions:
     """Carries out what the index was told of. Safe from threads.
 
     Args:
@@ -61,14 +61,14 @@ class Deletions:
     """
 
     def __init__(
-        self, blobs: Blobs, holdings: Holdings, clock: Callable[[], float], seconds: float
+        self, blobs: BlobStore, holdings: BlobIndex, clock: Callable[[], float], seconds: float
     ) -> None:
         self._blobs, self._holdings = blobs, holdings
         self._clock, self._seconds = clock, seconds
         self._lock = threading.Lock()
         self._under_way: list[_Deletion] = []
 
-    def delete(self, digest: str, noted: float) -> Deleted:
+    def delete(self, digest: str, noted: float) -> DeletionResult:
         """Delete a blob, and tell the index when that is over.
 
         Args:
@@ -90,7 +90,7 @@ class Deletions:
             with suppress(StoreError):  # it is told later
                 self.settle()
             raise
-        return Deleted(freed, is_aside, kept)
+        return DeletionResult(freed, is_aside, kept)
 
     def settle(self) -> None:
         """Tell the index of deletions that have ended since, and of those that still have not."""
@@ -100,7 +100,7 @@ class Deletions:
                 if one.is_left and one.over.is_set():
                     self._holdings.remains(one.digest, one.noted)
                     self._under_way.remove(one)
-                elif one.noted <= now - LEAVING_SECONDS / 2:
+                elif one.noted <= now - DELETION_LEASE_SECONDS / 2:
                     self._holdings.still_leaves(one.digest, one.noted, now)
                     one.noted = now
 
@@ -117,4 +117,4 @@ class Deletions:
                     f"Blob {digest[:12]} was being deleted for {self._seconds:g} s, and cannot be "
                     "written before that is over: try again, and see whether the disk is well."
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)

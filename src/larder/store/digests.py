@@ -21,15 +21,15 @@ def digest_of(*parts: bytes | bytearray | memoryview) -> str:
 
 def key_of(*parts: str | bytes) -> str:
     """Hexadecimal blake3 of a list: as no other list is spelled, however it is cut."""
-    return digest_of(*_spelled(parts))
+    return digest_of(*_length_prefixed(parts))
 
 
-def seal_of(secret: bytes, *parts: str | bytes) -> str:
+def mac_of(secret: bytes, *parts: str | bytes) -> str:
     """As `key_of`, but only who knows the 32 bytes of the secret can make it."""
     from blake3 import blake3
 
     hasher = blake3(key=secret)
-    for part in _spelled(parts):
+    for part in _length_prefixed(parts):
         hasher.update(part)
     return hasher.hexdigest()
 
@@ -47,12 +47,12 @@ def is_digest(text: str) -> bool:
     return _DIGEST.fullmatch(text) is not None
 
 
-def same(left: str, right: str) -> bool:
+def digests_equal(left: str, right: str) -> bool:
     """Compare digests in a time that tells nothing of where they differ."""
     return hmac.compare_digest(left.encode(), right.encode())
 
 
-def _spelled(parts: Iterable[str | bytes]) -> Iterable[bytes]:
+def _length_prefixed(parts: Iterable[str | bytes]) -> Iterable[bytes]:
     """Each part behind its length."""
     for part in parts:
         told = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")

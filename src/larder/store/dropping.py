@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import groupby
 
-from larder.store.at_once import at_once
-from larder.store.chunk_notes import Chunk
-from larder.store.chunks import Chunks
-from larder.store.records import Record
-from larder.store.shelves import Shelves
+from larder.store.at_once import parallel_map
+from larder.store.blobs.budgeted_blobs import BudgetedBlobs
+from larder.store.prefix.chunk_index import ChunkIndex
+from larder.store.prefix.chunk_records import PrefixChunk
+from larder.store.sessions.records import Record
 
 
-class Dropping:
+class GarbageCollection:
     """Safe from threads and processes."""
 
-    def __init__(self, chunks: Chunks, shelves: Shelves) -> None:
+    def __init__(self, chunks: ChunkIndex, shelves: BudgetedBlobs) -> None:
         self._chunks, self._shelves = chunks, shelves
 
     def states(self, dropped: Iterable[Record]) -> int:
@@ -32,7 +32,7 @@ class Dropping:
         for tenant, records in groupby(told, key=lambda record: record.tenant):
             refs = list(dict.fromkeys(ref for record in records for ref in record.refs))
             unused = self._chunks.unused(tenant, refs)
-            free = at_once(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
+            free = parallel_map(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
             self._chunks.leave(tenant, (c for c, goes in zip(unused, free, strict=True) if goes))
             freed += self._shelves.drop(refs)
         return freed
@@ -54,5 +54,5 @@ class Dropping:
             self._chunks.leave(tenant, free)
         return {digest for digest in kept.values() if digest}
 
-    def _is_free(self, chunk: Chunk, tenant: str) -> bool:
+    def _is_free(self, chunk: PrefixChunk, tenant: str) -> bool:
         return not self._shelves.is_wanted(chunk.ref) and not self._chunks.stays(chunk, tenant)

@@ -2,8 +2,8 @@
 
     families/<tenant>/<root>/<branch>.json
 
-A session whose label `ROOT` names another one is noted here before its first state is written, and
-forgotten when it is removed.
+A session whose label `ROOT_LABEL` names another one is noted here before its first state is
+written, and forgotten when it is removed.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused
-from larder.store.container import canonical, parsed
-from larder.store.deadline import Guard
-from larder.store.digests import same, seal_of
-from larder.store.places import Entry, Place
-from larder.store.records import ROOT, Record, session_key
+from larder.store.blobs.container import canonical_json, parse_json
+from larder.store.digests import digests_equal, mac_of
+from larder.store.fs.base import FileInfo, FileSystem
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.sessions.records import ROOT_LABEL, Record, session_key
 
-FOLDER = "families"
+BRANCHES_FOLDER = "families"
 
 
-class Families:
+class BranchNotes:
     """Safe from threads and processes.
 
     Args:
         place: where notes lie.
     """
 
-    def __init__(self, place: Place, guard: Guard, secret: bytes) -> None:
+    def __init__(self, place: FileSystem, guard: DeadlineExecutor, secret: bytes) -> None:
         self._place, self._guard, self._secret = place, guard, secret
 
     def note(self, record: Record) -> None:
         """Note a session, if it is a branch."""
-        path = _path(record)
+        path = _branch_path(record)
         if path is None:
             return
-        data = canonical({"name": record.name, "seal": self._seal(path, record.name)}).encode()
+        data = canonical_json({"name": record.name, "seal": self._seal(path, record.name)}).encode()
         with suppress(FileExistsError):
             self._guard.call(self._place.create, path, data)
 
     def note_all(self, records: Iterable[Record]) -> None:
         """The same for many, most of which are noted."""
-        noted = {None, *(entry.path for entry in self._guard.call(self._listed, FOLDER))}
+        noted = {None, *(entry.path for entry in self._guard.call(self._listed, BRANCHES_FOLDER))}
         for record in records:
-            if _path(record) not in noted:
+            if _branch_path(record) not in noted:
                 self.note(record)
 
     def forget(self, record: Record) -> None:
         """Note a session no more."""
-        path = _path(record)
+        path = _branch_path(record)
         if path is not None:
             self._guard.call(self._place.remove, path)
 
@@ -58,7 +58,7 @@ class Families:
 
         Some may never have been written; what is damaged is passed over.
         """
-        folder = f"{FOLDER}/{tenant}/{session_key(tenant, root)}"
+        folder = f"{BRANCHES_FOLDER}/{tenant}/{session_key(tenant, root)}"
         found = sorted(self._guard.call(self._listed, folder), key=lambda each: each.modified)
         names = (self._read(entry.path) for entry in found)
         return [name for name in names if name]
@@ -70,7 +70,7 @@ class Families:
             there: tenant and key of each session that is written.
             before: seconds since 1970; what was noted since then may be about to be written.
         """
-        for entry in self._guard.call(self._listed, FOLDER):
+        for entry in self._guard.call(self._listed, BRANCHES_FOLDER):
             words = entry.path.split("/")
             if len(words) != 4 or not words[3].endswith(".json"):
                 continue  # nothing of ours
@@ -80,21 +80,21 @@ class Families:
 
     def _read(self, path: str) -> str:
         try:
-            told = parsed(self._guard.call(self._place.read, path))
+            told = parse_json(self._guard.call(self._place.read, path))
             name = str(told["name"])
-            return name if same(self._seal(path, name), str(told["seal"])) else ""
+            return name if digests_equal(self._seal(path, name), str(told["seal"])) else ""
         except (FileNotFoundError, Damaged, Refused, KeyError, TypeError):
             return ""
 
     def _seal(self, path: str, name: str) -> str:
-        return seal_of(self._secret, path, name)
+        return mac_of(self._secret, path, name)
 
-    def _listed(self, folder: str) -> list[Entry]:
+    def _listed(self, folder: str) -> list[FileInfo]:
         return list(self._place.listing(folder))
 
 
-def _path(record: Record) -> str | None:
-    root = record.labels.get(ROOT, record.name)
+def _branch_path(record: Record) -> str | None:
+    root = record.labels.get(ROOT_LABEL, record.name)
     if root == record.name:
         return None
-    return f"{FOLDER}/{record.tenant}/{session_key(record.tenant, root)}/{record.session}.json"
+    return f"{BRANCHES_FOLDER}/{record.tenant}/{session_key(record.tenant, root)}/{record.session}.json"

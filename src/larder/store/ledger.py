@@ -16,7 +16,7 @@ from types import MappingProxyType, TracebackType
 from larder.core.errors import BadParameter, BudgetError
 
 UNLIMITED = 2**62
-NOBODY = ""  # whose an index is, and what belongs to nobody who is known
+NO_TENANT = ""  # whose an index is, and what belongs to nobody who is known
 
 
 class Tier(Enum):
@@ -31,7 +31,7 @@ class Tier(Enum):
 
 
 @dataclass(frozen=True)
-class Budgets:
+class ByteBudgets:
     """Bytes that may be held.
 
     Args:
@@ -96,7 +96,7 @@ class Reservation:
 class ByteLedger:
     """The accounts of all tiers. Safe from threads; other processes have their own."""
 
-    def __init__(self, budgets: Budgets = Budgets()) -> None:  # noqa: B008, frozen
+    def __init__(self, budgets: ByteBudgets = ByteBudgets()) -> None:  # noqa: B008, frozen
         self.lock = threading.RLock()
         self._total = dict(budgets.total)
         self._tenant = dict(budgets.tenant)
@@ -179,8 +179,8 @@ class ByteLedger:
         return self._total.get(tier, UNLIMITED)
 
     def tenant_limit(self, tier: Tier, tenant: str) -> int:
-        """Bytes of it that may be one tenant's; `NOBODY` has a limit with all others alone."""
-        return UNLIMITED if tenant == NOBODY else self._tenant.get(tier, UNLIMITED)
+        """Bytes of it that may be one tenant's; `NO_TENANT` has a limit with all others alone."""
+        return UNLIMITED if tenant == NO_TENANT else self._tenant.get(tier, UNLIMITED)
 
     def used(self, tier: Tier, tenant: str | None = None) -> int:
         """Bytes that are held or on their way, a tenant's or all."""

@@ -15,30 +15,30 @@ from larder.cache.layers import Form, Makeup
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
-from larder.store.behind import Behind
-from larder.store.chunk_notes import Shared
-from larder.store.container import peek
-from larder.store.envelopes import CHUNK, SNAPSHOT, opened
-from larder.store.identity import Identity
+from larder.store.behind import PrefixDigest
+from larder.store.blobs.container import peek_metadata
+from larder.store.blobs.payloads import CHUNK_KIND, SNAPSHOT_KIND, decode_cache_blob
+from larder.store.blobs.tenant_blobs import TenantBlobs
 from larder.store.ledger import ByteLedger, Tier
-from larder.store.pieces import check_fits, joined
-from larder.store.rates import Rates
-from larder.store.records import Record
-from larder.store.vault import Vault
+from larder.store.model_identity import ModelIdentity
+from larder.store.pieces import check_fits, join_chunks
+from larder.store.prefix.chunk_records import ChunkMatch
+from larder.store.sessions.records import Record
+from larder.store.throughput import ThroughputEstimates
 
-Pieces = dict[str, Tensor]
-READERS = 4  # blobs that are read and verified at once
-AHEAD = 8  # blobs in memory, the one that is used included
+CacheTensors = dict[str, Tensor]
+READ_THREADS = 4  # blobs that are read and verified at once
+MAX_PREFETCHED_BLOBS = 8  # blobs in memory, the one that is used included
 
 
-class Reader:
+class CacheReader:
     """Reads caches from blobs. Safe from threads."""
 
-    def __init__(self, vault: Vault, ledger: ByteLedger, rates: Rates) -> None:
+    def __init__(self, vault: TenantBlobs, ledger: ByteLedger, rates: ThroughputEstimates) -> None:
         self._vault, self._ledger, self._rates = vault, ledger, rates
 
     def caches(
-        self, record: Record, ids: Sequence[int], identity: Identity, spec: ModelSpec
+        self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
     ) -> list[SequenceCache]:
         """The caches that a record tells of.
 
@@ -57,8 +57,8 @@ class Reader:
             found: list[SequenceCache] = []
             for each in record.each:
                 chunks, rest = self._spans(each, ids, identity)
-                state = joined(chunks, rest, spec, len(ids)) if chunks else rest
-                found.append(restored(spec, state, each.cache))
+                state = join_chunks(chunks, rest, spec, len(ids)) if chunks else rest
+                found.append(restore_cache(spec, state, each.cache))
         longest = max(cache.next_position for cache in found)
         if longest > len(ids) or (len(found) == 1 and longest < len(ids)):
             raise Damaged(f"The saved cache has read {longest} tokens, its log has {len(ids)}.")
@@ -68,11 +68,11 @@ class Reader:
     def prefix(
         self,
         tenant: str,
-        shared: Sequence[Shared],
+        shared: Sequence[ChunkMatch],
         ids: Sequence[int],
-        identity: Identity,
+        identity: ModelIdentity,
         spec: ModelSpec,
-        unusable: Callable[[Shared, LarderError], None],
+        unusable: Callable[[ChunkMatch, LarderError], None],
     ) -> SequenceCache | None:
         """The cache of the longest beginning of a text whose chunks are whole; None of nothing.
 
@@ -86,12 +86,12 @@ class Reader:
         stored = sum(each.chunk.ref.bytes for each in shared)
         begun = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, tenant, 3 * stored):
-            pieces: list[Pieces] = []
-            behind = Behind(ids)
+            pieces: list[CacheTensors] = []
+            behind = PrefixDigest(ids)
             for each in shared:
                 try:
                     data = self._vault.get(each.chunk.ref, tenant)
-                    pieces.append(_chunk(data, tenant, identity, behind, each.tokens))
+                    pieces.append(_chunk_tensors(data, tenant, identity, behind, each.tokens))
                 except LarderError as error:
                     unusable(each, error)
                     break
@@ -99,23 +99,25 @@ class Reader:
             if not pieces:
                 return None
             meta = Makeup(Form.DENSE).meta() | {"next_position": str(length)}
-            cache = restored(spec, joined(pieces, {}, spec, length), meta)
+            cache = restore_cache(spec, join_chunks(pieces, {}, spec, length), meta)
         self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
         return cache
 
     def _spans(
-        self, record: Record, ids: Sequence[int], identity: Identity
-    ) -> tuple[list[Pieces], Pieces]:
+        self, record: Record, ids: Sequence[int], identity: ModelIdentity
+    ) -> tuple[list[CacheTensors], CacheTensors]:
         """Chunks in their order, and what is the session's alone."""
-        chunks: list[Pieces] = []
-        rest: Pieces = {}
-        behind = Behind(ids)
+        chunks: list[CacheTensors] = []
+        rest: CacheTensors = {}
+        behind = PrefixDigest(ids)
         for data in self._each(record):
-            told = peek(data)
-            if told.get("kind") == CHUNK:
-                chunks.append(_chunk(data, record.tenant, identity, behind, _count(told)))
+            told = peek_metadata(data)
+            if told.get("kind") == CHUNK_KIND:
+                chunks.append(
+                    _chunk_tensors(data, record.tenant, identity, behind, _chunk_len(told))
+                )
             else:
-                part = _part(data, record, identity)
+                part = _snapshot_tensors(data, record, identity)
                 if rest.keys() & part.keys():
                     raise Damaged("Two parts of the saved cache hold the same tensor.")
                 rest |= part
@@ -123,12 +125,12 @@ class Reader:
 
     def _each(self, record: Record) -> Iterator[bytes]:
         """Blobs in their order; the next ones are read and verified meanwhile."""
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(READ_THREADS) as pool:
             later = iter(record.spans)
             coming = deque[Future[bytes]]()
             try:
                 while True:
-                    for ref in islice(later, AHEAD - len(coming)):
+                    for ref in islice(later, MAX_PREFETCHED_BLOBS - len(coming)):
                         coming.append(pool.submit(self._vault.get, ref, record.tenant))
                     if not coming:
                         return
@@ -137,7 +139,7 @@ class Reader:
                 pool.shutdown(cancel_futures=True)
 
 
-def restored(spec: ModelSpec, state: Pieces, meta: Mapping[str, str]) -> SequenceCache:
+def restore_cache(spec: ModelSpec, state: CacheTensors, meta: Mapping[str, str]) -> SequenceCache:
     """A cache of a state that was read.
 
     Raises:
@@ -152,21 +154,25 @@ def restored(spec: ModelSpec, state: Pieces, meta: Mapping[str, str]) -> Sequenc
         raise Damaged(f"The saved cache cannot be put together ({error}).") from error
 
 
-def _part(data: bytes, record: Record, identity: Identity) -> Pieces:
-    tensors, told = opened(data, SNAPSHOT, record.tenant, identity, record.cache_bytes)
+def _snapshot_tensors(data: bytes, record: Record, identity: ModelIdentity) -> CacheTensors:
+    tensors, told = decode_cache_blob(
+        data, SNAPSHOT_KIND, record.tenant, identity, record.cache_bytes
+    )
     if told.get("policy") != {"name": record.policy}:
         raise Refused("A part of the saved cache was made by another policy.", "policy")
     return tensors
 
 
-def _chunk(data: bytes, tenant: str, identity: Identity, behind: Behind, count: int) -> Pieces:
+def _chunk_tensors(
+    data: bytes, tenant: str, identity: ModelIdentity, behind: PrefixDigest, count: int
+) -> CacheTensors:
     """A chunk's tensors, once it is known to stand behind these tokens and to begin with the rest.
 
     Args:
         behind: where it should stand; goes on behind it.
         count: tokens that are wanted of it.
     """
-    tensors, told = opened(data, CHUNK, tenant, identity, 2 * len(data))
+    tensors, told = decode_cache_blob(data, CHUNK_KIND, tenant, identity, 2 * len(data))
     span, start = told.get("span"), behind.start
     wanted = list(behind.ids[start : start + count])
     tokens = span.get("tokens") if isinstance(span, dict) else None
@@ -179,7 +185,7 @@ def _chunk(data: bytes, tenant: str, identity: Identity, behind: Behind, count: 
     return {name: tensor[:, : len(wanted)] for name, tensor in tensors.items()}
 
 
-def _count(told: Mapping[str, Any]) -> int:
+def _chunk_len(told: Mapping[str, Any]) -> int:
     span = told.get("span")
     count = span.get("n_tokens") if isinstance(span, dict) else None
     if type(count) is not int or count < 1:

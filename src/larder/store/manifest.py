@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from larder.core.errors import Damaged, Refused, StoreSlow, Superseded
-from larder.store.deadline import Breaker, Patience
-from larder.store.records import Record, record_of, spelled
-from larder.store.sealing import Sealing, Unsealed
-from larder.store.tables import BUSY_SECONDS, errors, is_built, make_private, mark_built, prepare
+from larder.store.encryption import Encryption, NoEncryption
+from larder.store.fs.deadline import CallLimits, CircuitBreaker
+from larder.store.sessions.records import Record, decode_record, encode_record
+from larder.store.sqlite import (
+    BUSY_SECONDS,
+    is_index_complete,
+    make_private,
+    mark_index_complete,
+    prepare_schema,
+    translate_errors,
+)
 
 LOG_BYTES = 320 * 1024  # that the log beside the database reaches, checkpoints and all
-PLACE = "manifest"  # where sealed records lie, as sealing wants to know it
+MANIFEST_CONTEXT = "manifest"  # where sealed records lie, as sealing wants to know it
 
 
 class Manifest:
@@ -40,21 +47,21 @@ class Manifest:
         path: Path,
         secret: bytes,
         clock: Callable[[], float] = time.time,
-        sealing: Sealing = Unsealed(),  # noqa: B008, without state
-        patience: Patience = Patience(BUSY_SECONDS, failures=1, rest_seconds=BUSY_SECONDS),  # noqa: B008
+        sealing: Encryption = NoEncryption(),  # noqa: B008, without state
+        patience: CallLimits = CallLimits(BUSY_SECONDS, failures=1, rest_seconds=BUSY_SECONDS),  # noqa: B008
     ) -> None:
         self.path, self.clock, self._patience = path, clock, patience
-        self._breaker = Breaker(patience)
+        self._breaker = CircuitBreaker(patience)
         self._secret, self._sealing = secret, sealing
         self._lock = threading.RLock()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private(path)
-        with errors(path):
+        with translate_errors(path):
             self._database = sqlite3.connect(
                 path, timeout=patience.seconds, isolation_level=None, check_same_thread=False
             )
             try:
-                prepare(self._database, path)
+                prepare_schema(self._database, path)
             except BaseException:
                 self._database.close()
                 raise
@@ -68,12 +75,12 @@ class Manifest:
     def is_built(self) -> bool:
         """Whether all that lies beside the blobs was indexed once."""
         with self.reading() as rows:
-            return is_built(rows)
+            return is_index_complete(rows)
 
     def mark_built(self) -> None:
         """All that lies beside the blobs is indexed."""
         with self.writing() as rows:
-            mark_built(rows)
+            mark_index_complete(rows)
 
     def head(self, tenant: str, session: str) -> Record | None:
         """The newest state of a session; None where there is none.
@@ -115,7 +122,7 @@ class Manifest:
             found = rows("SELECT head FROM sessions WHERE tenant = ? AND session = ?", own)
             head = found[0][0] if found else expected  # who is not there yet may begin anywhere
             if head != expected:
-                raise superseded(record.name, expected, head)
+                raise superseded_error(record.name, expected, head)
             self._insert(rows, record)
             now = self.clock()
             rows(
@@ -264,7 +271,7 @@ class Manifest:
             self._breaker.failed()
             raise StoreSlow(f"{self.path} was held for {self._patience.seconds:g} s.")
         try:
-            with errors(self.path, self._patience.seconds):
+            with translate_errors(self.path, self._patience.seconds):
                 yield
             self._breaker.succeeded()
         except StoreSlow:
@@ -277,7 +284,12 @@ class Manifest:
         own = record.tenant, record.session, record.epoch
         rows(
             "INSERT OR REPLACE INTO epochs VALUES (?, ?, ?, ?)",
-            (*own, self._sealing.closed(record.tenant, spelled(record, self._secret), PLACE)),
+            (
+                *own,
+                self._sealing.closed(
+                    record.tenant, encode_record(record, self._secret), MANIFEST_CONTEXT
+                ),
+            ),
         )
         for ref in record.refs:
             rows("INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?)", (ref.digest, *own))
@@ -285,14 +297,14 @@ class Manifest:
     def _record(self, data: bytes | None, tenant: str, session: str, epoch: int) -> Record:
         if data is None:
             raise Damaged(f"The manifest lacks epoch {epoch} of a session.")
-        opened = self._sealing.opened(tenant, bytes(data), PLACE)
-        record = record_of(opened, self._secret)
+        opened = self._sealing.opened(tenant, bytes(data), MANIFEST_CONTEXT)
+        record = decode_record(opened, self._secret)
         if (record.tenant, record.session, record.epoch) != (tenant, session, epoch):
             raise Damaged("The manifest has another session's record in the place of this one's.")
         return record
 
 
-def superseded(name: str, expected: int, head: int) -> Superseded:
+def superseded_error(name: str, expected: int, head: int) -> Superseded:
     """What to say to who comes too late."""
     return Superseded(
         f"Session {name!r} is at epoch {head}, not {expected} any more: load it again, and repeat "

@@ -11,12 +11,12 @@ from larder.cache.latest import TAIL
 from larder.cache.sequence import Form, SequenceCache
 from larder.core.errors import Damaged
 from larder.core.spec import ModelSpec
-from larder.store.coding import layer_of, nbytes
+from larder.store.blobs.cache_state import layer_in_name, state_nbytes
 
-PART_BYTES = 32 * 2**20  # of a snapshot's blob, unless a single layer has more
+SNAPSHOT_PART_BYTES = 32 * 2**20  # of a snapshot's blob, unless a single layer has more
 
 
-def is_whole(cache: SequenceCache) -> bool:
+def is_lossless_cache(cache: SequenceCache) -> bool:
     """Whether everything that was read is held as it was made, in every layer.
 
     Only of such a cache a beginning is the cache of the beginning: what a policy keeps of a text
@@ -28,17 +28,17 @@ def is_whole(cache: SequenceCache) -> bool:
     return plain and not windows and lengths <= {cache.next_position}
 
 
-def chunk_of(state: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+def slice_chunk(state: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
     """Keys and values of true positions [start, stop) of a whole cache."""
     named = {"keys": "k", "values": "v"}
     return {
-        f"L{layer_of(name)}.{named[what]}": tensor[:, start:stop].contiguous()
+        f"L{layer_in_name(name)}.{named[what]}": tensor[:, start:stop].contiguous()
         for name, tensor in state.items()
         if (what := name.partition(".")[2]) in named
     }
 
 
-def rest_of(state: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
+def slice_rest(state: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
     """What a whole cache has behind its chunks."""
     return {
         name: tensor
@@ -50,7 +50,7 @@ def rest_of(state: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
     }
 
 
-def joined(
+def join_chunks(
     chunks: Sequence[Mapping[str, Tensor]], rest: Mapping[str, Tensor], spec: ModelSpec, length: int
 ) -> dict[str, Tensor]:
     """The state of a whole cache of `length` tokens: chunks, then what is behind them.
@@ -63,7 +63,7 @@ def joined(
         for what, short in (("keys", "k"), ("values", "v")):
             parts = [chunk.get(f"L{layer.index}.{short}") for chunk in chunks]
             parts += [rest[name]] if (name := f"{layer.index}.{what}") in rest else []
-            whole = _along(parts, what)[:, :length]
+            whole = _concatenate(parts, what)[:, :length]
             if whole.shape != (layer.kv_heads, length, layer.head_dim):
                 raise Damaged(
                     f"The pieces of layer {layer.index} make {what} of {tuple(whole.shape)}, but "
@@ -74,12 +74,12 @@ def joined(
     return state
 
 
-def parts_of(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def split_layers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """A state in parts of whole layers; a layer that did not change makes the same part again."""
     part: dict[str, Tensor] = {}
-    for layer in sorted({layer_of(name) for name in state}):
-        own = {name: tensor for name, tensor in state.items() if layer_of(name) == layer}
-        if part and nbytes(part) + nbytes(own) > PART_BYTES:
+    for layer in sorted({layer_in_name(name) for name in state}):
+        own = {name: tensor for name, tensor in state.items() if layer_in_name(name) == layer}
+        if part and state_nbytes(part) + state_nbytes(own) > SNAPSHOT_PART_BYTES:
             yield part
             part = {}
         part |= own
@@ -105,7 +105,7 @@ def check_fits(state: Mapping[str, Tensor], spec: ModelSpec) -> None:
                 )
 
 
-def _along(parts: Sequence[Tensor | None], what: str) -> Tensor:
+def _concatenate(parts: Sequence[Tensor | None], what: str) -> Tensor:
     found = [part for part in parts if part is not None]
     shapes = {(part.ndim, part.shape[0], part.shape[-1]) for part in found}
     if len(found) < len(parts) or len(shapes) != 1 or found[0].ndim != 3:

@@ -8,23 +8,23 @@ from pathlib import Path
 
 from larder.core.errors import StoreError
 
-NAME = "secret"
-BYTES = 32
+SECRET_FILE = "secret"
+SECRET_BYTES = 32
 
 
-def secret_at(home: Path) -> bytes:
+def store_secret(home: Path) -> bytes:
     """The secret of a home folder, made when first asked for; nobody else may read its file.
 
     Raises:
         StoreError: the file is no secret.
     """
-    path = home / NAME
+    path = home / SECRET_FILE
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        temporary = home / f".{NAME}-{os.getpid()}-{secrets.token_hex(4)}"
+        temporary = home / f".{SECRET_FILE}-{os.getpid()}-{secrets.token_hex(4)}"
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with open(handle, "wb") as file:
-            file.write(secrets.token_bytes(BYTES))
+            file.write(secrets.token_bytes(SECRET_BYTES))
             file.flush()
             os.fsync(file.fileno())
         try:
@@ -34,9 +34,10 @@ def secret_at(home: Path) -> bytes:
         finally:
             temporary.unlink()
     found = path.read_bytes()
-    if len(found) != BYTES:
+    if len(found) != SECRET_BYTES:
         raise StoreError(
-            f"{path} has {len(found)} bytes instead of {BYTES}: put the right file back, or take "
+            f"{path} has {len(found)} bytes instead of {SECRET_BYTES}: put the right file back, "
+            "or take "
             "another LARDER_HOME; without it what was saved cannot be read."
         )
     return found

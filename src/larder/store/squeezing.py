@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from larder.core.errors import Damaged
 
-LEVEL = 1  # entropy coding alone finds nearly all there is; higher levels are slower for nothing
+ZSTD_LEVEL = (
+    1  # entropy coding alone finds nearly all there is; higher levels are slower for nothing
+)
 
 
-def squeezed(data: bytes | memoryview) -> bytes:
-    """Fewer bytes that `released` makes these of."""
+def compress(data: bytes | memoryview) -> bytes:
+    """Fewer bytes that `decompress` makes these of."""
     import zstandard
 
-    return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True).compress(data)
 
 
-def released(data: bytes | memoryview, size: int) -> bytes:
+def decompress(data: bytes | memoryview, size: int) -> bytes:
     """The bytes again.
 
     Args:

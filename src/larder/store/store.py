@@ -5,29 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from larder.store.exporting import Exchange
-from larder.store.parts import Parts
-from larder.store.places import Place
-from larder.store.prefixes import Prefixes
-from larder.store.sessions import Sessions
-from larder.store.turns import Turns
-from larder.store.upkeep import Upkeep
+from larder.store.components import StoreComponents
+from larder.store.fs.base import FileSystem
+from larder.store.maintenance import StoreMaintenance
+from larder.store.prefix.prefix_store import PrefixStore
+from larder.store.sessions.export import SessionExporter
+from larder.store.sessions.session_store import SessionStore
+from larder.store.sessions.turn_store import TurnStore
 
 
 class Store:
     """Sessions and beginnings of texts. Safe from threads and processes.
 
     Args:
-        url, home, options: as `Parts` takes them.
+        url, home, options: as `StoreComponents` takes them.
     """
 
-    def __init__(self, url: str | Place, home: Path, **options: Any) -> None:
-        self.parts = Parts(url, home, **options)
-        self.sessions = Sessions(self.parts)
-        self.turns = Turns(self.parts)
-        self.prefixes = Prefixes(self.parts)
-        self.upkeep = Upkeep(self.parts)
-        self.exchange = Exchange(self.parts)
+    def __init__(self, url: str | FileSystem, home: Path, **options: Any) -> None:
+        self.parts = StoreComponents(url, home, **options)
+        self.sessions = SessionStore(self.parts)
+        self.turns = TurnStore(self.parts)
+        self.prefixes = PrefixStore(self.parts)
+        self.upkeep = StoreMaintenance(self.parts)
+        self.exchange = SessionExporter(self.parts)
 
     def close(self) -> None:
         """Give the index back."""

@@ -11,7 +11,7 @@ import numpy as np
 from larder.store.digests import key_of
 
 
-def spelled(ids: Sequence[Any]) -> bytes:
+def token_bytes(ids: Sequence[Any]) -> bytes:
     """Token ids as bytes whose order is that of the ids.
 
     Raises:
@@ -20,12 +20,12 @@ def spelled(ids: Sequence[Any]) -> bytes:
     return np.asarray(ids, dtype=">u4").tobytes()
 
 
-def ids_of(tokens: bytes) -> list[int]:
-    """The token ids that `spelled` spelled."""
+def token_ids_from_bytes(tokens: bytes) -> list[int]:
+    """The token ids that `token_bytes` spelled."""
     return np.frombuffer(tokens, dtype=">u4").tolist()
 
 
-def common(left: bytes, right: bytes) -> int:
+def common_prefix_len(left: bytes, right: bytes) -> int:
     """How many tokens two texts have in common from their beginning."""
     pair = [np.frombuffer(each, dtype=">u4") for each in (left, right)]
     length = min(map(len, pair))
@@ -38,6 +38,6 @@ def chunk_key(tenant: str, identity: str, parent: str, tokens: bytes) -> str:
     return key_of("chunk", tenant, identity, parent, tokens)
 
 
-def prefix_of(ids: Sequence[int]) -> str:
+def prefix_digest(ids: Sequence[int]) -> str:
     """Digest of a text, of another kind than keys: both would have to collide."""
-    return hashlib.sha256(spelled(ids)).hexdigest()
+    return hashlib.sha256(token_bytes(ids)).hexdigest()

@@ -292,8 +292,8 @@ def _print_estimate(running: StudyRunner, cells: int, options: BenchOptions) -> 
 
 
 def _print_tables(running: StudyRunner, rows: list[Row]) -> None:
-    from larder_bench.reports.paper_comparison import comparison_markdown
     from larder_bench.cli.study_document import comparable_groups
+    from larder_bench.reports.paper_comparison import comparison_markdown
     from larder_bench.results.policy_labels import label_legend, policy_labels, relabel_rows
     from larder_bench.results.tables import markdown_report
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.store.candidates import QUANTILES, Candidate
+from larder.store.candidates import NUM_QUANTILES, Candidate
 
 
 def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
@@ -14,11 +14,11 @@ def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
 
 def worth(part: Any, one: Candidate, now: float, share: float) -> float:
     best, until = 0.0, one.last_used
-    for number in range(1, QUANTILES + 1):
+    for number in range(1, NUM_QUANTILES + 1):
         if not one.pauses:
             break
-        time = after(sorted(one.pauses), number / QUANTILES)
-        gain = number / QUANTILES * one.seconds - time * share * part.load
+        time = after(sorted(one.pauses), number / NUM_QUANTILES)
+        gain = number / NUM_QUANTILES * one.seconds - time * share * part.load
         if gain > best:
             best, until = gain, one.last_used + time
     return best / one.bytes if now < until else one.last_used - now

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from larder.store.candidates import Candidate
-from larder.store.eviction.base import Eviction, Superseded
+from larder.store.eviction.base import EvictionPolicy, SupersededOrder
 
 
 def leaving(
-    part: Eviction, told: list[Candidate], worths: list[float], now: float, wanted_bytes: int
+    part: EvictionPolicy, told: list[Candidate], worths: list[float], now: float, wanted_bytes: int
 ) -> list[str]:
     line = queue(part, told, worths, now)
     gone: list[Candidate] = []
@@ -20,20 +20,20 @@ def leaving(
 
 
 def queue(
-    part: Eviction, told: list[Candidate], worths: list[float], now: float
+    part: EvictionPolicy, told: list[Candidate], worths: list[float], now: float
 ) -> list[Candidate]:
     """All of them, who should go first first, whatever continues them."""
     worth = {one.name: own for one, own in zip(told, worths, strict=True)}
     fate = part.superseded
     for one in told:
-        if one.superseded and fate is Superseded.INSIDE:
+        if one.superseded and fate is SupersededOrder.INSIDE:
             newest = [worth[o.name] for o in told if o.session == one.session and not o.superseded]
             worth[one.name] = min([worth[one.name], *newest])
 
     def place(one: Candidate) -> tuple[float, ...]:
-        if fate is Superseded.FIRST:
+        if fate is SupersededOrder.FIRST:
             return (not one.superseded, worth[one.name], one.last_used)
-        if fate is Superseded.INSIDE and any(o.superseded for o in told):
+        if fate is SupersededOrder.INSIDE and any(o.superseded for o in told):
             return (worth[one.name], not one.superseded, one.last_used)
         return (worth[one.name], one.last_used)
 

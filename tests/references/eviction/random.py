@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from larder.store.candidates import Candidate, Candidates
+from larder.store.candidates import Candidate, CandidateColumns
 
 ALL = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -14,7 +14,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
     (bits,) = struct.unpack("<Q", struct.pack("<d", now))
     start = mixed((bits + part.seed * GOLDEN) % ALL)
-    codes = Candidates.of(told).codes.tolist()
+    codes = CandidateColumns.of(told).codes.tolist()
     return [(mixed((code * GOLDEN + start) % ALL) >> 11) / 2**53 for code in codes]
 
 

@@ -17,7 +17,7 @@ from larder.server.local_hub import LocalHub
 from larder.server.persisting import Persisting
 from larder.server.request import Request
 from larder.server.sharing import Sharing
-from larder.store.claims import Claims
+from larder.store.leases import SessionLeases
 from larder.store.store import Store
 
 SECRET = b"s" * 32
@@ -82,7 +82,7 @@ class Near(Replicas):
 
 @contextmanager
 def _hub(loaded: Loaded, store: Store) -> Iterator[Hub]:
-    keeper = Sharing(Persisting(store, loaded.decoder.spec), store, Claims(store.parts))
+    keeper = Sharing(Persisting(store, loaded.decoder.spec), store, SessionLeases(store.parts))
     hub = LocalHub(Engine(loaded, "full"), keeper=keeper)
     try:
         yield hub

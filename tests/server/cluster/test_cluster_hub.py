@@ -159,9 +159,9 @@ def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
 def test_a_session_that_is_held_is_waited_for(front: Front) -> None:
     turns = [*told(1), Turn("assistant", front.ask(told(1)).text), user("Why?")]
     other = front.replicas.stores[1 - front.replicas.went[-1]]
-    from larder.store.claims import Claims
+    from larder.store.leases import SessionLeases
 
-    claims = Claims(other.parts)
+    claims = SessionLeases(other.parts)
     claim = claims.take("a", "x")
     threading.Timer(0.3, claims.release, [claim]).start()
     assert front.ask(turns).report is not None

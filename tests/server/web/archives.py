@@ -8,7 +8,7 @@ from typing import Any
 
 from larder.server.request import Turn
 from larder.server.web.archive import ANSWERED, CONVERSATION, RESPONSE, Archive, Item
-from larder.store.sealing import sealed_by
+from larder.store.encryption import encryption_for
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 ANNE, BOB = "anne-the-tenant", "bob-the-tenant"
@@ -16,7 +16,7 @@ ONE, TWO = "conv_0123456789abcdef", "conv_fedcba9876543210"
 
 
 def opened(folder: Path, key: bytes | None = KEY) -> closing[Archive]:
-    return closing(Archive(folder / "archive.sqlite", sealing=sealed_by(key, "archive")))
+    return closing(Archive(folder / "archive.sqlite", sealing=encryption_for(key, "archive")))
 
 
 def item(name: str, text: str, role: str = "user") -> Item:

@@ -15,7 +15,7 @@ from larder.core.errors import Damaged, StoreError
 from larder.server.web.archive import RESPONSE, Archive
 from larder.server.web.archive_adoption import adopt
 from larder.server.web.archive_rows import TABLE
-from larder.store.sealing import Sealed, Sealing, Unsealed, sealed_by
+from larder.store.encryption import AesGcmEncryption, Encryption, NoEncryption, encryption_for
 from server.web.archives import ANNE, KEY, ONE, OTHER, fill, opened, told
 
 pytest.importorskip("cryptography")
@@ -26,9 +26,9 @@ def in_the_open_at(folder: Path) -> None:
         fill(archive)
 
 
-def of_the_first_version(folder: Path, sealing: Sealing | None = None) -> None:
+def of_the_first_version(folder: Path, sealing: Encryption | None = None) -> None:
     """Bodies sealed, and tenants, ids, parents and order in the open."""
-    sealing = sealing or sealed_by(KEY, "archive")
+    sealing = sealing or encryption_for(KEY, "archive")
     with closing(Archive()) as before, closing(sqlite3.connect(folder / "archive.sqlite")) as base:
         fill(before)
         base.executescript(TABLE)
@@ -46,7 +46,7 @@ def test_what_was_written_before_is_refused_until_it_is_adopted(
     tmp_path: Path, written: Callable[[Path], None]
 ) -> None:
     written(tmp_path)
-    path, sealing = tmp_path / "archive.sqlite", sealed_by(KEY, "archive")
+    path, sealing = tmp_path / "archive.sqlite", encryption_for(KEY, "archive")
     with pytest.raises(StoreError, match="larder cache seal"), opened(tmp_path):
         pass
     assert adopt(path, sealing) == 20 and adopt(path, sealing) == 0
@@ -70,7 +70,7 @@ def test_an_adoption_that_is_interrupted_changes_nothing(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(step, fail)
-        adopt(path, sealed_by(KEY, "archive"))
+        adopt(path, encryption_for(KEY, "archive"))
     assert [file.name for file in tmp_path.iterdir()] == ["archive.sqlite"]
     with opened(tmp_path, None) as archive:
         assert len(archive.items(ANNE, ONE)) == 3
@@ -82,12 +82,12 @@ def test_an_archive_that_is_in_use_or_of_another_key_is_not_adopted(tmp_path: Pa
     with opened(tmp_path / "used", None) as archive:
         archive.get(ANNE, RESPONSE, "resp_1")
         with pytest.raises(StoreError, match="stop the server"):
-            adopt(tmp_path / "used" / "archive.sqlite", sealed_by(KEY, "archive"))
+            adopt(tmp_path / "used" / "archive.sqlite", encryption_for(KEY, "archive"))
         assert len(archive.items(ANNE, ONE)) == 3
-    of_the_first_version(tmp_path, Sealed(OTHER, b"larder archive"))
+    of_the_first_version(tmp_path, AesGcmEncryption(OTHER, b"larder archive"))
     with pytest.raises(Damaged, match="does not open with this key"):
-        adopt(tmp_path / "archive.sqlite", sealed_by(KEY, "archive"))
-    assert adopt(tmp_path / "none.sqlite", Unsealed()) == 0
+        adopt(tmp_path / "archive.sqlite", encryption_for(KEY, "archive"))
+    assert adopt(tmp_path / "none.sqlite", NoEncryption()) == 0
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])

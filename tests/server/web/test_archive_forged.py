@@ -14,7 +14,7 @@ import pytest
 from larder.core.errors import Damaged, StoreError
 from larder.server.tenants import Loopback
 from larder.server.web.archive import CONVERSATION, RESPONSE, Archive
-from larder.store.sealing import sealed_by
+from larder.store.encryption import encryption_for
 from server.web.archives import ANNE, BOB, KEY, ONE, OTHER, TWO, fill, item, opened, told
 from server.web.places import running
 
@@ -207,7 +207,7 @@ def test_a_message_that_was_deleted_cannot_be_put_back(
 
 
 def test_clients_are_told_and_can_delete_what_was_forged(tmp_path: Path) -> None:
-    archive = Archive(tmp_path / "archive.sqlite", sealing=sealed_by(KEY, "archive"))
+    archive = Archive(tmp_path / "archive.sqlite", sealing=encryption_for(KEY, "archive"))
     with running(Loopback(), archive=archive) as served, httpx2.Client(base_url=served.url) as http:
         items = {"items": [{"role": "user", "content": "one"}]}
         place = f"/v1/conversations/{http.post('/v1/conversations', json=items).json()['id']}"

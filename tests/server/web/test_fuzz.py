@@ -19,7 +19,7 @@ from larder.server.local_hub import LocalHub
 from larder.server.tenants import Door, Principal
 from larder.server.web.archive import Archive
 from larder.server.web.desk import Settings
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 from server.fake_hub import FakeHub
 
 FIELDS = {"message", "type", "param", "code"}
@@ -51,7 +51,7 @@ def test_every_endpoint_stands_much_that_is_made_up(mode: str) -> None:
 @pytest.mark.stress
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_stands_behind_every_endpoint(mode: str, small: Loaded) -> None:
-    budgets = Budgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
+    budgets = ByteBudgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
     hub = LocalHub(Engine(small, "full"), budgets)
     try:
         assert attempts(app(hub), mode, 40, is_same=False) > 400

@@ -27,7 +27,7 @@ from larder.server.web.chat import ChatAsked
 from larder.server.web.desk import Settings
 from larder.server.web.json_route import JsonRequest
 from larder.server.web.shapes import decoded
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 from server.fake_hub import NAME
 from server.web.conftest import ANNE, BOB, KEYS
 from server.web.places import Running, awaited, connected, listening, running
@@ -42,7 +42,7 @@ KEYED = f"Authorization: Bearer {BOB}\r\n"
 def modelled(small: Loaded) -> Iterator[str]:
     """A server over a model; its address. As `larder serve` does, it has the garbage collector
     pass over what was loaded before."""
-    hub = LocalHub(Engine(small, "full"), Budgets({Tier.DEVICE: 1 << 24, Tier.HOST: 1 << 24}))
+    hub = LocalHub(Engine(small, "full"), ByteBudgets({Tier.DEVICE: 1 << 24, Tier.HOST: 1 << 24}))
     gc.collect()
     gc.freeze()
     try:

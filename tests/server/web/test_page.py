@@ -19,7 +19,7 @@ from larder.server.web import guarding
 from larder.server.web.archive import Archive
 from larder.server.web.desk import Settings
 from larder.session.policy import Policy
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 from server.fake_hub import NAME
 from server.web.browser import CHROMIUM, browser
 from server.web.places import Running, listening, running
@@ -86,7 +86,7 @@ def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_one_talks_to_a_model_and_sees_what_it_keeps(tmp_path: Path, seed_model: Loaded) -> None:
     engine = Engine(seed_model, Policy.parse("keydiff"), "96")
-    hub = LocalHub(engine, Budgets({Tier.DEVICE: 8 << 20}))
+    hub = LocalHub(engine, ByteBudgets({Tier.DEVICE: 8 << 20}))
     app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=8))
     with listening(app) as url, browser(tmp_path) as page:
         page.open(url)

@@ -17,7 +17,7 @@ from larder.server.tenants import Loopback
 from larder.server.web.archive import Archive
 from larder.server.web.desk import Settings
 from larder.session.policy import Policy
-from larder.store.ledger import Budgets, Tier
+from larder.store.ledger import ByteBudgets, Tier
 from server.web.places import listening
 
 SAID = ("My cat is called Mira.", "My dog is called Rex.", "What is my cat called?")
@@ -25,7 +25,7 @@ SAID = ("My cat is called Mira.", "My dog is called Rex.", "What is my cat calle
 
 @pytest.fixture(scope="module")
 def url(seed_model: Loaded) -> Iterator[str]:
-    hub = LocalHub(Engine(seed_model, Policy.parse("full")), Budgets({Tier.DEVICE: 8 << 20}))
+    hub = LocalHub(Engine(seed_model, Policy.parse("full")), ByteBudgets({Tier.DEVICE: 8 << 20}))
     app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=8))
     with listening(app) as found:
         yield found

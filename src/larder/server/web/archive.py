@@ -13,8 +13,8 @@ from typing import Any
 from larder.core.errors import Damaged, StoreError, StoreFull
 from larder.server.request import Refusal, Turn
 from larder.server.web.archive_rows import CONVERSATION, TABLE, Rows
-from larder.store.sealing import Sealing, Unsealed
-from larder.store.tables import make_private
+from larder.store.encryption import Encryption, NoEncryption
+from larder.store.sqlite import make_private
 
 __all__ = ["ANSWERED", "CONVERSATION", "RESPONSE", "Archive", "Item"]
 
@@ -53,7 +53,7 @@ class Archive:
         self,
         path: Path | None = None,
         limit_bytes: int = 256 << 20,
-        sealing: Sealing = Unsealed(),  # noqa: B008, without state
+        sealing: Encryption = NoEncryption(),  # noqa: B008, without state
     ) -> None:
         self._rows = Rows(sealing)
         if path is not None:

@@ -12,8 +12,8 @@ from larder.core.errors import Damaged, StoreError
 from larder.server.request import Turn
 from larder.server.web.archive import Archive, Item
 from larder.server.web.archive_rows import ITEM, KEY, NOBODY
-from larder.store.sealing import Sealing
-from larder.store.tables import BESIDE
+from larder.store.encryption import Encryption
+from larder.store.sqlite import DATABASE_SUFFIXES
 
 ORDERED = (
     "SELECT tenant, kind, id, parent, made, body FROM documents "
@@ -21,7 +21,7 @@ ORDERED = (
 )
 
 
-def adopt(path: Path, sealing: Sealing) -> int:
+def adopt(path: Path, sealing: Encryption) -> int:
     """Seal an archive as it stands, in a new file that takes the place of the old one.
 
     Whose documents they are, and in which order, is believed: whoever could write the old file may
@@ -58,7 +58,7 @@ def adopt(path: Path, sealing: Sealing) -> int:
     return count
 
 
-def _copied(old: sqlite3.Connection, path: Path, sealing: Sealing) -> int:
+def _copied(old: sqlite3.Connection, path: Path, sealing: Encryption) -> int:
     count = 0
     with closing(Archive(path, limit_bytes=1 << 62, sealing=sealing)) as archive:
         with archive.together():
@@ -75,5 +75,5 @@ def _copied(old: sqlite3.Connection, path: Path, sealing: Sealing) -> int:
 
 
 def _remove(path: Path) -> None:
-    for suffix in BESIDE:
+    for suffix in DATABASE_SUFFIXES:
         path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from larder.core.errors import Damaged, StoreError
 from larder.store.digests import digest_of, key_of
-from larder.store.sealing import Sealing
+from larder.store.encryption import Encryption
 
 TABLE = """
 CREATE TABLE IF NOT EXISTS documents (
@@ -66,7 +66,7 @@ class Rows:
         sealing: how they are hidden.
     """
 
-    def __init__(self, sealing: Sealing) -> None:
+    def __init__(self, sealing: Encryption) -> None:
         self._sealing = sealing
 
     def check(self, base: sqlite3.Connection) -> None:

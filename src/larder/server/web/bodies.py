@@ -13,7 +13,7 @@ from larder.core.errors import BudgetError, LarderError
 from larder.server.archive import IMPORT_BYTES
 from larder.server.request import Refusal
 from larder.server.web.shapes import Body, decoded
-from larder.store.ledger import Budgets, ByteLedger, Reservation, Tier
+from larder.store.ledger import ByteBudgets, ByteLedger, Reservation, Tier
 
 SHORT_BYTES = 32 << 10  # of a body that is decoded in less time than a thread takes to begin
 JSON_GROWTH = 16  # bytes that a byte of JSON decodes to, at most
@@ -35,7 +35,7 @@ class Bodies:
 
     def __init__(self, budget_bytes: int) -> None:
         self._ledger = ByteLedger(
-            Budgets({Tier.HOST: budget_bytes}, {Tier.HOST: budget_bytes // 2})
+            ByteBudgets({Tier.HOST: budget_bytes}, {Tier.HOST: budget_bytes // 2})
         )
         self._decoding, self._importing = CapacityLimiter(1), CapacityLimiter(1)
 

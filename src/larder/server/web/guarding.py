@@ -10,7 +10,7 @@ from larder.server.tenants import Door
 from larder.server.web import refusing
 from larder.server.web.bodies import Bodies
 from larder.server.web.desk import Settings
-from larder.store.ledger import NOBODY, Reservation
+from larder.store.ledger import NO_TENANT, Reservation
 
 SCRIPTS = ("talk", "map", "turns", "list", "page", "start")
 ASSETS = frozenset({"/page.css", *(f"/{name}.js" for name in SCRIPTS)})
@@ -55,7 +55,7 @@ class Guard:
         if len(scope["headers"]) > limit:
             said = f"The request has more than {limit} headers: send fewer."
             raise Refusal(said, 431, "request_header_fields_too_large")
-        headers, tenant = Headers(scope=scope), NOBODY
+        headers, tenant = Headers(scope=scope), NO_TENANT
         if scope["path"] not in OPEN:
             client = scope.get("client")
             admitted = self._door.admit(headers, None if client is None else client[0])

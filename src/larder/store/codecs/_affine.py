@@ -16,27 +16,29 @@ from torch import Tensor
 
 from larder.core.errors import Damaged
 from larder.ops.quantization import check_range, codes_of, grid, numbers_of, packed, unpacked
-from larder.store.codecs.base import Codec, Role, Rows
+from larder.store.codecs.base import RowLayout, StorageCodec, TensorRole
 
 GROUP = 64  # tokens, or channels, that share an offset and a scale
 
 
-class Affine(Codec):
+class AffineCodec(StorageCodec):
     """Codes of some bits."""
 
     bits: ClassVar[int]
 
-    def encode(self, numbers: Float[Tensor, "T D"], rows: Rows) -> dict[str, Tensor]:
+    def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
         check_range(numbers)
         exact = numbers.float()
         lows, highs = (_over_groups(exact, rows, side) for side in ("amin", "amax"))
         offsets, scales = grid(lows, highs, self.bits)
-        codes = codes_of(exact, _each(offsets, rows), _each(scales, rows), self.bits)
+        codes = codes_of(
+            exact, _repeat_groups(offsets, rows), _repeat_groups(scales, rows), self.bits
+        )
         return {"codes": packed(codes, self.bits), "offsets": offsets, "scales": scales}
 
-    def decode(self, coded: Mapping[str, Tensor], rows: Rows) -> Float[Tensor, "T D"]:
+    def decode(self, coded: Mapping[str, Tensor], rows: RowLayout) -> Float[Tensor, "T D"]:
         codes = unpacked(coded["codes"], self.bits, rows.head_dim)
-        offsets, scales = (_each(coded[name], rows) for name in ("offsets", "scales"))
+        offsets, scales = (_repeat_groups(coded[name], rows) for name in ("offsets", "scales"))
         if not codes.shape == offsets.shape == scales.shape:
             raise Damaged(
                 f"Codes of the shape {tuple(codes.shape)} have offsets of {tuple(offsets.shape)}."
@@ -44,9 +46,9 @@ class Affine(Codec):
         return numbers_of(codes, offsets, scales)
 
 
-def _over_groups(numbers: Float[Tensor, "T D"], rows: Rows, side: str) -> Float[Tensor, "N W"]:
+def _over_groups(numbers: Float[Tensor, "T D"], rows: RowLayout, side: str) -> Float[Tensor, "N W"]:
     """The least or the largest number of each group."""
-    if rows.role is Role.VALUES:
+    if rows.role is TensorRole.VALUES:
         pieces = [getattr(piece, side)(1) for piece in numbers.split(GROUP, 1)]
         return torch.stack(pieces, 1)
     groups = [
@@ -58,9 +60,9 @@ def _over_groups(numbers: Float[Tensor, "T D"], rows: Rows, side: str) -> Float[
     return torch.stack(groups) if groups else numbers.new_empty(0, rows.head_dim)
 
 
-def _each(shared: Float[Tensor, "N W"], rows: Rows) -> Float[Tensor, "T D"]:
+def _repeat_groups(shared: Float[Tensor, "N W"], rows: RowLayout) -> Float[Tensor, "T D"]:
     """What groups share, once for every number."""
-    if rows.role is Role.VALUES:
+    if rows.role is TensorRole.VALUES:
         return shared.repeat_interleave(GROUP, 1)[:, : rows.head_dim]
     counts = [
         min(GROUP, length - start) for length in rows.lengths for start in range(0, length, GROUP)

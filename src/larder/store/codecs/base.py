@@ -17,7 +17,7 @@ from larder.core.family import Family
 CODECS = Family("codec", "larder.store.codecs")
 
 
-class Role(Enum):
+class TensorRole(Enum):
     """What is coded: keys have channels of their own size, values do not."""
 
     KEYS = "keys"
@@ -25,7 +25,7 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLayout:
     """What is known of the rows of a layer before they are decoded.
 
     Args:
@@ -38,7 +38,7 @@ class Rows:
     lengths: tuple[int, ...]
     head_dim: int
     depth: float
-    role: Role
+    role: TensorRole
 
     def heads(self) -> list[slice]:
         """Where the rows of each head are."""
@@ -46,13 +46,13 @@ class Rows:
         return [slice(stop - n, stop) for stop, n in zip(stops, self.lengths, strict=True)]
 
 
-class Codec(ABC):
+class StorageCodec(ABC):
     """A way to spell the keys or values of a layer in fewer bytes. Has no state."""
 
     lossless: ClassVar[bool] = False
 
     @abstractmethod
-    def encode(self, numbers: Float[Tensor, "T D"], rows: Rows) -> dict[str, Tensor]:
+    def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
         """Tensors by short names that `decode` makes the numbers of.
 
         Raises:
@@ -60,7 +60,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, coded: Mapping[str, Tensor], rows: Rows) -> Float[Tensor, "T D"]:
+    def decode(self, coded: Mapping[str, Tensor], rows: RowLayout) -> Float[Tensor, "T D"]:
         """The numbers, in float32 unless they were kept as they are.
 
         Raises:
@@ -69,7 +69,7 @@ class Codec(ABC):
         """
 
 
-def codec_named(name: str) -> Codec:
+def codec_named(name: str) -> StorageCodec:
     """A codec by its name.
 
     Raises:

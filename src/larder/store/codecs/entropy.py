@@ -8,7 +8,7 @@ told by their difference from it, in steps of 0.5, 1 or 1.5 units in the first, 
 third of the layers.
 
 What differs: a unit is the standard deviation of the differences of a channel of a head, times
-`FINENESS`, since steps of whole deviations lose too much on small models; differences are taken
+`STEP_SCALE`, since steps of whole deviations lose too much on small models; differences are taken
 from the anchor as it will be decoded, so that no error adds up; and the entropy coder is zstd's
 instead of an arithmetic coder per channel and layer: a range coder makes such steps some 3% smaller
 and opens them many times as slowly.
@@ -24,21 +24,21 @@ from torch import Tensor
 
 from larder.core.errors import Damaged
 from larder.ops.quantization import check_range, codes_of, grid, numbers_of
-from larder.store.codecs.base import Codec, Rows
-from larder.store.container import raw_bytes
-from larder.store.squeezing import released, squeezed
+from larder.store.blobs.container import raw_bytes
+from larder.store.codecs.base import RowLayout, StorageCodec
+from larder.store.squeezing import compress, decompress
 
 GROUP = 10  # tokens; the first one is the anchor
 STEPS = (0.5, 1.0, 1.5)  # of the thirds of the layers, in units
-FINENESS = 0.5
+STEP_SCALE = 0.5
 ANCHOR_BITS = 8
-MOST = 2**15 - 1  # steps that a difference can be
+MAX_STEPS = 2**15 - 1  # steps that a difference can be
 
 
-class Entropy(Codec):
+class Entropy(StorageCodec):
     """CacheGen's differences and layer-wise steps, behind zstd."""
 
-    def encode(self, numbers: Float[Tensor, "T D"], rows: Rows) -> dict[str, Tensor]:
+    def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
         check_range(numbers)
         told: dict[str, list[Tensor]] = {name: [] for name in ("lows", "scales", "steps")}
         anchors, differences = [], []
@@ -50,23 +50,25 @@ class Entropy(Codec):
             decoded = numbers_of(codes, *_spread(lows, scales, first))
             left = own[others] - decoded[others // GROUP]
             steps = _steps(left, rows)
-            counts = (left / steps.float()).round().clamp(-MOST, MOST)
+            counts = (left / steps.float()).round().clamp(-MAX_STEPS, MAX_STEPS)
             anchors.append(codes)
             differences.append(counts.to(torch.int16))
             for name, tensor in (("lows", lows), ("scales", scales), ("steps", steps)):
                 told[name].append(tensor)
         shared = {name: torch.stack(parts) for name, parts in told.items()}
         return shared | {
-            "anchors": _tensor(squeezed(raw_bytes(torch.cat(anchors)))),
-            "differences": _tensor(squeezed(_planes(torch.cat(differences)))),
+            "anchors": _tensor(compress(raw_bytes(torch.cat(anchors)))),
+            "differences": _tensor(compress(_planes(torch.cat(differences)))),
         }
 
-    def decode(self, coded: Mapping[str, Tensor], rows: Rows) -> Float[Tensor, "T D"]:
+    def decode(self, coded: Mapping[str, Tensor], rows: RowLayout) -> Float[Tensor, "T D"]:
         counts = [-(-length // GROUP) for length in rows.lengths]
         wide = rows.head_dim
-        anchors = _opened(coded["anchors"], sum(counts) * wide).reshape(-1, wide)
+        anchors = _decompress(coded["anchors"], sum(counts) * wide).reshape(-1, wide)
         rest = sum(rows.lengths) - sum(counts)
-        differences = _joined(_opened(coded["differences"], 2 * rest * wide)).reshape(-1, wide)
+        differences = _join_planes(_decompress(coded["differences"], 2 * rest * wide)).reshape(
+            -1, wide
+        )
         numbers = torch.empty(sum(rows.lengths), wide)
         parts = zip(
             rows.heads(),
@@ -101,13 +103,13 @@ def _spread(lows: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
     return lows.expand(len(rows), -1), scales.expand(len(rows), -1)
 
 
-def _steps(left: Float[Tensor, "N D"], rows: Rows) -> Tensor:
+def _steps(left: Float[Tensor, "N D"], rows: RowLayout) -> Tensor:
     """How large a step is in each channel; large enough for the largest difference."""
-    size = STEPS[min(int(rows.depth * len(STEPS)), len(STEPS) - 1)] * FINENESS
+    size = STEPS[min(int(rows.depth * len(STEPS)), len(STEPS) - 1)] * STEP_SCALE
     if not len(left):
         return torch.ones(left.shape[1], dtype=torch.float16)
     usual = left.square().mean(0).sqrt() * size
-    least = left.abs().amax(0) / (MOST - 1)
+    least = left.abs().amax(0) / (MAX_STEPS - 1)
     tiniest = torch.finfo(torch.float16).tiny
     return torch.maximum(usual, least).clamp_min(tiniest).to(torch.float16)
 
@@ -122,7 +124,7 @@ def _planes(counts: Int16[Tensor, "N D"]) -> bytes:
     return bytes(raw_bytes(torch.stack([folded & 255, folded >> 8]).to(torch.uint8)))
 
 
-def _joined(planes: Tensor) -> Int[Tensor, " N"]:
+def _join_planes(planes: Tensor) -> Int[Tensor, " N"]:
     low, high = planes.int().reshape(2, -1)
     folded = low + 256 * high
     return torch.where(folded % 2 == 1, -(folded + 1) // 2, folded // 2)
@@ -132,10 +134,10 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _opened(part: Tensor, size: int) -> Tensor:
+def _decompress(part: Tensor, size: int) -> Tensor:
     if part.dtype is not torch.uint8:
         raise Damaged("A compressed part is not made of bytes.")
-    data = bytearray(released(raw_bytes(part), size))
+    data = bytearray(decompress(raw_bytes(part), size))
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

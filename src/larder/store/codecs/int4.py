@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from larder.store.codecs._affine import Affine
+from larder.store.codecs._affine import AffineCodec
 
 
-class Int4(Affine):
+class Int4(AffineCodec):
     """Two numbers per byte, and an offset and a scale for every 64."""
 
     bits: ClassVar[int] = 4

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from larder.store.codecs._affine import Affine
+from larder.store.codecs._affine import AffineCodec
 
 
-class Int8(Affine):
+class Int8(AffineCodec):
     """One byte per number, and an offset and a scale for every 64."""
 
     bits: ClassVar[int] = 8

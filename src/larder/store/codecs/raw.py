@@ -8,19 +8,19 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.store.codecs.base import Codec, Rows
+from larder.store.codecs.base import RowLayout, StorageCodec
 
 
-class Raw(Codec):
+class Raw(StorageCodec):
     """Keeps every bit."""
 
     lossless: ClassVar[bool] = True
 
-    def encode(self, numbers: Float[Tensor, "T D"], rows: Rows) -> dict[str, Tensor]:
+    def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
         del rows
         return {"numbers": numbers}
 
-    def decode(self, coded: Mapping[str, Tensor], rows: Rows) -> Float[Tensor, "T D"]:
+    def decode(self, coded: Mapping[str, Tensor], rows: RowLayout) -> Float[Tensor, "T D"]:
         return coded["numbers"].reshape(sum(rows.lengths), rows.head_dim)
 
 

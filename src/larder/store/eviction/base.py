@@ -2,7 +2,8 @@
 
 Three things hold whatever the rule says of worth:
 
-- What a newer state of its session replaces goes before all others (`Superseded` has other fates).
+- What a newer state of its session replaces goes before all others (`SupersededOrder` has other
+fates).
 - A pin is soft. A pinned candidate stands behind all that are not; when its time is over it comes
   forward through the queue, half of the way in each half-life. What is pinned goes when nothing
   else is left, so that a tier is never full of wishes.
@@ -24,12 +25,12 @@ import numpy as np
 from larder.core.errors import BadParameter
 from larder.core.family import Family
 from larder.core.spelling import name_of
-from larder.store.candidates import Candidate, Candidates, Numbers
+from larder.store.candidates import Candidate, CandidateColumns, FloatColumn
 
 EVICTIONS = Family("eviction", "larder.store.eviction")
 
 
-class Superseded(Enum):
+class SupersededOrder(Enum):
     """When states go that a newer one of their session replaces.
 
     FIRST: before everything else.
@@ -43,7 +44,7 @@ class Superseded(Enum):
 
 
 @dataclass(frozen=True)
-class Leaving:
+class EvictionOrder:
     """Who goes.
 
     Args:
@@ -56,7 +57,7 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Eviction(ABC):
+class EvictionPolicy(ABC):
     """A rule for who leaves a tier that is full.
 
     Args:
@@ -64,7 +65,7 @@ class Eviction(ABC):
         half_life: seconds in which a pin loses half of its strength once its time is over.
     """
 
-    superseded: Superseded = Superseded.FIRST
+    superseded: SupersededOrder = SupersededOrder.FIRST
     half_life: float = 600.0
 
     def __post_init__(self) -> None:
@@ -75,11 +76,11 @@ class Eviction(ABC):
             )
 
     @abstractmethod
-    def worth(self, held: Candidates, now: float) -> Numbers:
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         """What keeping each is worth [N], in any unit: the least goes first, of equals who was
         used longest ago."""
 
-    def clock(self, gone: Numbers) -> float:
+    def clock(self, gone: FloatColumn) -> float:
         """The tier's clock after some have gone: what these were worth, without those who went
         because others replace them."""
         del gone
@@ -87,39 +88,39 @@ class Eviction(ABC):
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """All of them, who goes first first."""
-        held = Candidates.of(candidates)
+        held = CandidateColumns.of(candidates)
         return [candidates[row] for row in self.leaving(held, now, int(held.bytes.sum())).rows]
 
-    def leaving(self, held: Candidates, now: float, wanted_bytes: int) -> Leaving:
+    def leaving(self, held: CandidateColumns, now: float, wanted_bytes: int) -> EvictionOrder:
         """Those who must go for so many bytes; all who can if these are too few."""
         if not len(held):
-            return Leaving(())
+            return EvictionOrder(())
         worth = self.worth(held, now)
         keys = self._keys(held, worth, now)
         children, stays = held.children.copy(), np.ones(len(held), np.bool_)
         rows: list[int] = []
         freed = 0
         while freed < wanted_bytes and len(free := np.flatnonzero(stays & (children == 0))):
-            row = _least(keys, free)
+            row = _least_row(keys, free)
             rows.append(row)
             stays[row] = False
             freed += int(held.bytes[row])
             if (parent := held.parents[row]) >= 0:
                 children[held.codes == parent] -= 1
-        return Leaving(tuple(rows), self.clock(self._judged(held, worth, rows)))
+        return EvictionOrder(tuple(rows), self.clock(self._judged(held, worth, rows)))
 
-    def _judged(self, held: Candidates, worth: Numbers, rows: list[int]) -> Numbers:
-        if self.superseded is not Superseded.ALIKE:
+    def _judged(self, held: CandidateColumns, worth: FloatColumn, rows: list[int]) -> FloatColumn:
+        if self.superseded is not SupersededOrder.ALIKE:
             rows = [row for row in rows if not held.superseded[row]]
         return worth[rows]
 
-    def _keys(self, held: Candidates, worth: Numbers, now: float) -> list[Numbers]:
+    def _keys(self, held: CandidateColumns, worth: FloatColumn, now: float) -> list[FloatColumn]:
         """What decides, the most important first; the least goes."""
         newest, replaced = (~held.superseded).astype(np.float64), held.superseded
-        if self.superseded is Superseded.INSIDE and replaced.any():
+        if self.superseded is SupersededOrder.INSIDE and replaced.any():
             worth = np.where(replaced, np.minimum(worth, _least_of_sessions(held, worth)), worth)
             keys = [worth, newest, held.last_used]
-        elif self.superseded is Superseded.FIRST and replaced.any():
+        elif self.superseded is SupersededOrder.FIRST and replaced.any():
             keys = [newest, worth, held.last_used]
         else:
             keys = [worth, held.last_used]
@@ -131,13 +132,13 @@ class Eviction(ABC):
         places[order] = np.arange(len(held)) / len(held)
         return [places + pins]
 
-    def _pins(self, held: Candidates, now: float) -> Numbers:
+    def _pins(self, held: CandidateColumns, now: float) -> FloatColumn:
         """How much of the queue each is behind its place: 1 while it is pinned, then less."""
         over = np.maximum(now - held.pinned_until, 0.0)
         return np.exp2(-over / self.half_life)
 
 
-def _least(keys: Sequence[Numbers], rows: np.ndarray) -> int:
+def _least_row(keys: Sequence[FloatColumn], rows: np.ndarray) -> int:
     for key in keys:
         values = key[rows]
         rows = rows[values == values.min()]
@@ -146,7 +147,7 @@ def _least(keys: Sequence[Numbers], rows: np.ndarray) -> int:
     return int(rows[0])
 
 
-def _least_of_sessions(held: Candidates, worth: Numbers) -> Numbers:
+def _least_of_sessions(held: CandidateColumns, worth: FloatColumn) -> FloatColumn:
     """By row, the least that a state of its session is worth which nothing replaces."""
     sessions, places = np.unique(held.sessions, return_inverse=True)
     least = np.full(len(sessions), np.inf)

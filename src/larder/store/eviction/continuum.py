@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from larder.core.errors import BadParameter
-from larder.store.candidates import QUANTILES, Candidates, Numbers
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import NUM_QUANTILES, CandidateColumns, FloatColumn
+from larder.store.eviction.base import EvictionPolicy
 
-SHARES = np.arange(1, QUANTILES + 1) / QUANTILES
+QUANTILE_SHARES = np.arange(1, NUM_QUANTILES + 1) / NUM_QUANTILES
 
 
 @dataclass(frozen=True)
-class Continuum(Eviction):
+class Continuum(EvictionPolicy):
     """Time to live by predicted pauses.
 
     Args:
@@ -41,7 +41,7 @@ class Continuum(Eviction):
         if not self.load >= 0:
             raise BadParameter(f"continuum.load must be 0 or more, got {self.load}.")
 
-    def worth(self, held: Candidates, now: float) -> Numbers:
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         worth = held.last_used - now  # at most 0
         longest = held.pauses[:, -1]
         known = np.flatnonzero((now < held.last_used + longest) & np.isfinite(longest))
@@ -49,7 +49,7 @@ class Continuum(Eviction):
             return worth
         rent = self.load * held.bytes[known] / held.bytes.sum()
         pauses = held.pauses[known]
-        gains = SHARES * held.seconds[known, None] - pauses * rent[:, None]
+        gains = QUANTILE_SHARES * held.seconds[known, None] - pauses * rent[:, None]
         best = gains.argmax(1)[:, None]
         gain = np.take_along_axis(gains, best, 1)[:, 0]
         until = held.last_used[known] + np.take_along_axis(pauses, best, 1)[:, 0]

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.store.candidates import Candidates, Numbers
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import CandidateColumns, FloatColumn
+from larder.store.eviction.base import EvictionPolicy
 
 
 @dataclass(frozen=True)
-class Gdsf(Eviction):
+class Gdsf(EvictionPolicy):
     """Frequency times cost by size, above the clock."""
 
-    def worth(self, held: Candidates, now: float) -> Numbers:
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now
         return held.clock + held.uses * held.seconds / held.bytes
 
-    def clock(self, gone: Numbers) -> float:
+    def clock(self, gone: FloatColumn) -> float:
         return float(gone.max(initial=0.0))
 
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.store.candidates import Candidates, Numbers
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import CandidateColumns, FloatColumn
+from larder.store.eviction.base import EvictionPolicy
 
 
 @dataclass(frozen=True)
-class Kvflow(Eviction):
+class Kvflow(EvictionPolicy):
     """By steps to execution; without hints it is `lru`."""
 
-    def worth(self, held: Candidates, now: float) -> Numbers:
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now
         return -held.steps
 

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from larder.core.errors import BadParameter
-from larder.store.candidates import Candidates, Numbers
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import CandidateColumns, FloatColumn
+from larder.store.eviction.base import EvictionPolicy
 
-SHORTEST = 1.0  # seconds
+MIN_IDLE_SECONDS = 1.0  # seconds
 
 
 @dataclass(frozen=True)
-class Marconi(Eviction):
+class Marconi(EvictionPolicy):
     """Recency and operations per byte.
 
     Args:
@@ -44,12 +44,12 @@ class Marconi(Eviction):
         if not self.alpha >= 0:
             raise BadParameter(f"marconi.alpha must be 0 or more, got {self.alpha}.")
 
-    def worth(self, held: Candidates, now: float) -> Numbers:
-        recent = 1 / np.maximum(now - held.last_used, SHORTEST)
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
+        recent = 1 / np.maximum(now - held.last_used, MIN_IDLE_SECONDS)
         return _scaled(recent) + self.alpha * _scaled(held.seconds / held.bytes)
 
 
-def _scaled(values: Numbers) -> Numbers:
+def _scaled(values: FloatColumn) -> FloatColumn:
     """From 0 for the least to 1 for the most; all 0 where they are equal."""
     low, high = values.min(), values.max()
     return (values - low) / (high - low) if high > low else np.zeros_like(values)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.store.candidates import Candidates, Numbers
-from larder.store.eviction.base import Eviction
+from larder.store.candidates import CandidateColumns, FloatColumn
+from larder.store.eviction.base import EvictionPolicy
 
 # Constants of the mixing function SplitMix64 (Steele, Lea and Flood, 2014); products wrap.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Random(Eviction):
+class Random(EvictionPolicy):
     """A uniform number for each.
 
     Args:
@@ -29,14 +29,14 @@ class Random(Eviction):
 
     seed: int = 0
 
-    def worth(self, held: Candidates, now: float) -> Numbers:
+    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         draw = int(np.float64(now).view(np.uint64)) + self.seed * _GOLDEN
-        start = np.uint64(int(_mixed(np.array([draw & _MASK], np.uint64))[0]))
-        mixed = _mixed(held.codes.astype(np.uint64) * np.uint64(_GOLDEN) + start)
+        start = np.uint64(int(_splitmix64(np.array([draw & _MASK], np.uint64))[0]))
+        mixed = _splitmix64(held.codes.astype(np.uint64) * np.uint64(_GOLDEN) + start)
         return (mixed >> np.uint64(11)).astype(np.float64) / (1 << 53)
 
 
-def _mixed(words: np.ndarray) -> np.ndarray:
+def _splitmix64(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> _SHIFTS[0])) * _MIX_1
     words = (words ^ (words >> _SHIFTS[1])) * _MIX_2
     return words ^ (words >> _SHIFTS[2])

@@ -1,0 +1,215 @@
+"""Which blobs there are, in whose name, and what needs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from larder.core.errors import BudgetError
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.manifest import Manifest
+from larder.store.sessions.records import Record
+
+DELETION_LEASE_SECONDS = (
+    120.0  # for which it is believed that a blob is being deleted, until said again
+)
+REFERENCED_QUERY = (
+    "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks WHERE digest = ?"
+)
+
+
+class BlobIndex:
+    """The manifest's word on blobs. Safe from threads and processes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def kept(self, ref: BlobRef, tenant: str, now: float, room: int | None = None) -> int:
+        """A blob is there, or is about to be; the bytes that are new in the tenant's account.
+
+        Args:
+            now: as in `touched`.
+            room: bytes that all blobs of all processes may come to; None for any number.
+
+        Raises:
+            BudgetError: others have taken the room meanwhile; nothing has changed.
+        """
+        with self._manifest.writing() as rows:
+            before = self._total(rows)
+            rows(
+                "INSERT INTO blobs VALUES (?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET written = excluded.written",
+                (ref.digest, ref.bytes, tenant, now),
+            )
+            after = self._total(rows)
+            if room is not None and after > room and after > before:
+                raise BudgetError(
+                    f"{ref.bytes} bytes more do not fit on the disk, where another process has "
+                    "taken the room: remove sessions, or raise the budget."
+                )
+        return after - before
+
+    def totals(self) -> dict[str, int]:
+        """Bytes of blobs that are kept in the name of each tenant, by any process."""
+        with self._manifest.reading() as rows:
+            return dict(rows("SELECT tenant, bytes FROM totals"))
+
+    def prune(self, there: Collection[str], before: float) -> None:
+        """Forget blobs that are not there and were to be long ago."""
+        with self._manifest.writing() as rows:
+            known = rows("SELECT digest FROM blobs WHERE written <= ?", (before,))
+            for (digest,) in known:
+                if digest not in there:
+                    rows("DELETE FROM blobs WHERE digest = ?", (digest,))
+            rows(
+                "DELETE FROM leaving WHERE since <= ?",
+                (self._manifest.clock() - DELETION_LEASE_SECONDS,),
+            )
+
+    def live(self, since: float = math.inf) -> set[str]:
+        """Digests of every blob that something needs, or that somebody has put since then."""
+        with self._manifest.reading() as rows:
+            found = rows(
+                "SELECT digest FROM spans UNION SELECT digest FROM chunks "
+                "UNION SELECT digest FROM blobs WHERE written > ?",
+                (since,),
+            )
+        return {digest for (digest,) in found}
+
+    def release(self, refs: Iterable[BlobRef]) -> None:
+        """Have no session need these any more, though its records name them."""
+        with self._manifest.writing() as rows:
+            for ref in refs:
+                rows("DELETE FROM spans WHERE digest = ?", (ref.digest,))
+
+    def has_left(self, record: Record) -> bool:
+        """Whether a part of a session's state was released."""
+        with self._manifest.reading() as rows:
+            [(count,)] = rows(
+                "SELECT count(*) FROM spans WHERE tenant = ? AND session = ? AND epoch = ?",
+                (record.tenant, record.session, record.epoch),
+            )
+        return count < len({ref.digest for ref in record.refs})
+
+    def needed(self, digest: str) -> bool:
+        """Whether anything needs a blob."""
+        with self._manifest.reading() as rows:
+            return bool(rows(REFERENCED_QUERY, (digest, digest)))
+
+    def touched(self, digest: str, now: float) -> bool:
+        """A blob that is there is about to be needed; False where it is being deleted.
+
+        One that another machine has written has no place in this index, and is given none.
+
+        Args:
+            now: by which who says it knows later whether somebody else has said so since.
+        """
+        with self._manifest.writing() as rows:
+            if _is_being_deleted(rows, digest, now - DELETION_LEASE_SECONDS):
+                return False
+            rows("DELETE FROM leaving WHERE digest = ?", (digest,))  # of a process that is no more
+            rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
+        return True
+
+    def given_up(self, digest: str, own: float, before: float, now: float) -> bool:
+        """Note that a blob is about to be deleted: from then on it counts as not there.
+
+        False where that must not be: something needs it, or somebody else has put it since. Its
+        bytes count until `gone` is told.
+
+        Args:
+            own: when who asks has put it.
+            before: what others have put until then is in the making no more.
+            now: what the note is known by.
+        """
+        asked = "SELECT 1 FROM blobs WHERE digest = ? AND (written = ? OR written <= ?)"
+        return self._leaves(digest, now, now - DELETION_LEASE_SECONDS, asked, (digest, own, before))
+
+    def orphaned(self, digest: str, since: float, now: float) -> bool:
+        """As `given_up`, of a blob that nobody has put since then, whoever has put it before.
+
+        Nor was it noted since then that somebody else deletes it.
+        """
+        asked = "SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE digest = ? AND written > ?)"
+        noted = max(since, now - DELETION_LEASE_SECONDS)
+        return self._leaves(digest, now, noted, asked, (digest, since))
+
+    def gone(self, digest: str, noted: float) -> tuple[str, int] | None:
+        """A blob is deleted; in whose name it was kept and its bytes, if this machine has put it.
+
+        Args:
+            noted: when that was to be.
+        """
+        with self._manifest.writing() as rows:
+            if not self._over(rows, digest, noted):
+                return None  # it took so long that somebody else has settled it
+            found = rows("DELETE FROM blobs WHERE digest = ? RETURNING tenant, bytes", (digest,))
+        return found[0] if found else None
+
+    def remains(self, digest: str, noted: float) -> None:
+        """A deletion is over, whatever has become of the blob."""
+        with self._manifest.writing() as rows:
+            self._over(rows, digest, noted)
+
+    def still_leaves(self, digest: str, noted: float, now: float) -> None:
+        """A deletion that was noted is not over yet."""
+        with self._manifest.writing() as rows:
+            rows(
+                "UPDATE leaving SET since = ? WHERE digest = ? AND since = ?", (now, digest, noted)
+            )
+
+    def _leaves(
+        self, digest: str, now: float, noted: float, asked: str, given: tuple[Any, ...]
+    ) -> bool:
+        with self._manifest.writing() as rows:
+            is_needed = rows(REFERENCED_QUERY, (digest, digest))
+            if is_needed or _is_being_deleted(rows, digest, noted) or not rows(asked, given):
+                return False
+            rows("INSERT OR REPLACE INTO leaving VALUES (?, ?)", (digest, now))
+        return True
+
+    def _over(self, rows: Callable[..., list[Any]], digest: str, noted: float) -> bool:
+        own = "DELETE FROM leaving WHERE digest = ? AND since = ? RETURNING 1"
+        return bool(rows(own, (digest, noted)))
+
+    def put_at(self, digest: str) -> float | None:
+        """When a process of this machine has put a blob last; None where none has, or it leaves."""
+        with self._manifest.reading() as rows:
+            found = rows(
+                "SELECT written FROM blobs WHERE digest = ? AND NOT EXISTS "
+                "(SELECT 1 FROM leaving WHERE leaving.digest = blobs.digest)",
+                (digest,),
+            )
+        return found[0][0] if found else None
+
+    def put_since(self, since: float) -> set[str]:
+        """Digests of blobs that processes of this machine have put since then."""
+        with self._manifest.reading() as rows:
+            return {
+                digest for (digest,) in rows("SELECT digest FROM blobs WHERE written > ?", (since,))
+            }
+
+    def _total(self, rows: Callable[..., list[Any]]) -> int:
+        [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")
+        return total
+
+    def owners(self) -> dict[str, str]:
+        """In whose name each blob was kept, by digest."""
+        with self._manifest.reading() as rows:
+            return dict(rows("SELECT digest, tenant FROM blobs"))
+
+    def spend(self, day: int, count: int, limit: int | None) -> int | None:
+        """Count bytes written on a day; where that is too many, what was written before."""
+        with self._manifest.writing() as rows:
+            found = rows("SELECT bytes FROM written WHERE day = ?", (day,))
+            written = found[0][0] if found else 0
+            if limit is not None and written + count > limit:
+                return written
+            rows("DELETE FROM written WHERE day < ?", (day,))
+            rows("INSERT OR REPLACE INTO written VALUES (?, ?)", (day, written + count))
+        return None
+
+
+def _is_being_deleted(rows: Callable[..., list[Any]], digest: str, since: float) -> bool:
+    return bool(rows("SELECT 1 FROM leaving WHERE digest = ? AND since > ?", (digest, since)))

@@ -1,0 +1,177 @@
+"""Immutable objects that are called by the digest of their bytes.
+
+    blobs/<aa>/<digest>.safetensors
+
+What was written once is never written differently, so a reader sees a blob whole or not at all and
+two writers of the same one cannot hurt each other. What does not match its name is set aside when
+it is read, and can be written anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from larder.core.errors import Damaged, StoreError
+from larder.store.digests import digest_of, digests_equal, is_digest
+from larder.store.fs.base import QUARANTINE_FOLDER, TEMPORARY_FOLDER, FileInfo, FileSystem
+from larder.store.fs.deadline import DeadlineExecutor, no_op
+
+BLOBS_FOLDER = "blobs"
+BLOB_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class BlobRef:
+    """Where bytes are kept.
+
+    Args:
+        digest: of them.
+        bytes: how many there are.
+    """
+
+    digest: str
+    bytes: int
+
+
+class BlobStore:
+    """Bytes by digest. Safe from threads and processes.
+
+    Args:
+        place: where they are.
+        guard: carries out every call to it.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, place: FileSystem, guard: DeadlineExecutor, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.place, self._guard, self._clock = place, guard, clock
+
+    def put(self, data: bytes, ended: Callable[[], None] = no_op) -> BlobRef:
+        """Keep bytes; those that are kept already are not written again.
+
+        Args:
+            ended: as in `Guard.call`.
+
+        Raises:
+            StoreFull, StoreError: the disk takes no more, or fails.
+            StoreSlow: it took too long; the bytes may be there later.
+        """
+        ref = BlobRef(digest_of(data), len(data))
+        self._guard.call(self._put, blob_path(ref.digest), data, ended=ended)
+        return ref
+
+    def get(self, ref: BlobRef) -> bytes:
+        """The bytes, verified.
+
+        Raises:
+            Damaged: they are missing, or not what was written; these are set aside.
+            StoreSlow: it took too long.
+            StoreError: the disk fails.
+        """
+        path = blob_path(ref.digest)
+        try:
+            data = self._guard.call(self.place.read, path)
+        except FileNotFoundError as error:
+            raise Damaged(
+                f"Blob {ref.digest[:12]} is missing: what it held must be computed again."
+            ) from error
+        if digests_equal(digest_of(data), ref.digest):
+            return data
+        self._set_aside(path)
+        raise Damaged(
+            f"Blob {ref.digest[:12]} has {len(data)} bytes that are not the {ref.bytes} written: "
+            "it is set aside, and what it held must be computed again."
+        )
+
+    def has(self, ref: BlobRef) -> bool:
+        """Whether there is a blob of that name and size; its bytes are not looked at."""
+        return self.size(ref.digest) == ref.bytes
+
+    def size(self, digest: str) -> int | None:
+        """Bytes of what lies under a blob's name; None where nothing does."""
+        return self._guard.call(self.place.size, blob_path(digest))
+
+    def delete(self, digest: str, ended: Callable[[], None] = no_op) -> tuple[int, bool]:
+        """Remove a blob; its bytes, and whether a damaged one lies out of the way instead.
+
+        Args:
+            ended: as in `Guard.call`.
+
+        Raises:
+            StoreSlow: it took too long; the blob may go later.
+            StoreError: the disk fails.
+        """
+        return self._guard.call(self._remove, blob_path(digest), ended=ended)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every blob by digest."""
+        entries = self._guard.call(self._listed, BLOBS_FOLDER)
+        return {digest: entry.bytes for entry in entries if (digest := digest_in_path(entry.path))}
+
+    def sweep(
+        self,
+        live: Collection[str],
+        grace_seconds: float,
+        delete: Callable[[BlobRef], int] | None = None,
+    ) -> int:
+        """Remove blobs that nothing refers to, and temporary files; the bytes that are freed.
+
+        Args:
+            live: digests that are referred to.
+            grace_seconds: how long what is not yet referred to may be in the making.
+            delete: by which blobs go that may go, and what that frees; None for any.
+        """
+        keep, before, freed = frozenset(live), self._clock() - grace_seconds, 0
+        for entry in self._guard.call(self._listed, BLOBS_FOLDER, TEMPORARY_FOLDER):
+            digest = digest_in_path(entry.path)
+            if digest in keep or entry.modified > before:
+                continue
+            if digest and delete is not None:
+                freed += delete(BlobRef(digest, entry.bytes))
+            else:
+                self._guard.call(self.place.remove, entry.path)
+                freed += entry.bytes
+        return freed
+
+    def _put(self, path: str, data: bytes) -> None:
+        if self.place.size(path) == len(data):
+            self.place.touch(path, data)  # so that a sweep leaves it until it is referred to
+        else:
+            self.place.replace(path, data)
+
+    def _remove(self, path: str) -> tuple[int, bool]:
+        there = self.place.size(path)
+        if there is None:
+            aside = f"{QUARANTINE_FOLDER}/{path.rpartition('/')[2]}"
+            return 0, self.place.size(aside) is not None
+        self.place.remove(path)
+        return there, False
+
+    def _listed(self, *folders: str) -> list[FileInfo]:
+        return [entry for folder in folders for entry in self.place.listing(folder)]
+
+    def _set_aside(self, path: str) -> None:
+        try:
+            self._guard.call(self.place.set_aside, path)
+        except StoreError:
+            return  # a disk that takes no writing: what is damaged is refused again next time
+
+
+def blob_path(digest: str) -> str:
+    """Where a blob lies.
+
+    Raises:
+        Damaged: this is no digest.
+    """
+    if not is_digest(digest):
+        raise Damaged(f"{digest[:80]!r} is no digest: what refers to it is damaged.")
+    return f"{BLOBS_FOLDER}/{digest[:2]}/{digest}{BLOB_SUFFIX}"
+
+
+def digest_in_path(path: str) -> str:
+    """The digest in a blob's path; empty where it is no blob's."""
+    name = path.rpartition("/")[2].removesuffix(BLOB_SUFFIX)
+    return name if is_digest(name) and path == blob_path(name) else ""

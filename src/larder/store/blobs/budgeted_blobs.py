@@ -1,0 +1,296 @@
+"""Blobs under the disk's budget: counted before they are written, until they are gone."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from larder.core.errors import BudgetError, StoreError
+from larder.store.at_once import parallel_map
+from larder.store.blobs.blob_index import BlobIndex
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.blobs.disk_usage import DiskUsage
+from larder.store.blobs.tenant_blobs import TenantBlobs
+from larder.store.counted import CountingFileSystem
+from larder.store.deletions import PendingDeletions
+from larder.store.digests import digest_of
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
+from larder.store.manifest import Manifest
+from larder.store.sqlite import BUSY_SECONDS
+
+DAY_SECONDS = 86400
+NEVER_WRITTEN = float("-inf")
+GRACE_SECONDS = 600.0  # how long what another process writes may be in the making
+# By how much index and records grow when a session is saved, and for each chunk of it, at most.
+SESSION_METADATA_BYTES = 64 * 1024
+CHUNK_METADATA_BYTES = 8 * 1024
+
+
+class BudgetedBlobs:
+    """What a store holds on its disk. Safe from threads and processes.
+
+    Args:
+        written_bytes: that may be written in a day; None for no limit.
+    """
+
+    def __init__(
+        self,
+        vault: TenantBlobs,
+        place: CountingFileSystem,
+        guard: DeadlineExecutor,
+        manifest: Manifest,
+        ledger: ByteLedger,
+        written_bytes: int | None = None,
+    ) -> None:
+        self.vault, self.blobs, self.ledger = vault, vault.blobs, ledger
+        self.holdings = BlobIndex(manifest)
+        self._manifest = manifest
+        self._account = DiskUsage(place, guard, manifest, self.holdings, ledger)
+        waits = min(guard.patience.seconds, BUSY_SECONDS)
+        self._deletions = PendingDeletions(self.blobs, self.holdings, manifest.clock, waits)
+        self.make_room: Callable[[str, int], None] = lambda tenant, count: None
+        self._written_bytes = written_bytes
+        self._lock = threading.RLock()
+        self._making: Counter[str] = Counter()  # digests that are not to be deleted now
+        self._landed: deque[str] = deque()  # of those, what is written by now
+        self._own: dict[str, float] = {}  # when this process has put what
+        self._count()
+
+    @contextmanager
+    def saving(self, tenant: str) -> Iterator[BlobTransaction]:
+        """While something is saved: what it has put stays; if it fails, what is in vain goes."""
+        made = BlobTransaction(self, tenant)
+        try:
+            yield made
+        finally:
+            with self._lock:
+                self._making.subtract(ref.digest for ref in made.refs)
+                self._making = +self._making
+            self._drop_quietly(made.refs)
+
+    @contextmanager
+    def indexing(self, chunks: int = 0) -> Iterator[None]:
+        """While something is written down of so many new chunks at most, and of a session.
+
+        Raises:
+            BudgetError: there is no room for that, also not by having others leave.
+        """
+        with self.reserved(NO_TENANT, SESSION_METADATA_BYTES + CHUNK_METADATA_BYTES * chunks):
+            yield
+        self.settle()
+
+    def settle(self) -> None:
+        """Count what index and records have become."""
+        self._deletions.settle()
+        self._account.settle()
+
+    def reserved(self, tenant: str, count: int) -> Reservation:
+        """Room on the disk; others leave for it, if that helps.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        self._account.learn()
+        try:
+            return self.ledger.reserve(Tier.DISK, tenant, count)
+        except BudgetError:
+            self.make_room(tenant, count)
+        return self.ledger.reserve(Tier.DISK, tenant, count)
+
+    def drop(self, refs: Iterable[BlobRef]) -> int:
+        """Delete what nothing needs any more, if nobody is about to; the bytes that are freed.
+
+        What other machines have put they may need, too: a sweep knows that, which looks at all.
+        """
+        return sum(parallel_map(self._drop, dict.fromkeys(refs)))
+
+    def evict(self, refs: Iterable[BlobRef]) -> None:
+        """Delete caches that have made room, whoever has put them: their texts are read again."""
+        for ref in dict.fromkeys(refs):
+            if not self._drop(ref) and self.blobs.has(ref):
+                self._drop_orphan(ref, NEVER_WRITTEN)
+
+    def sweep(self, live: Iterable[str], grace_seconds: float = GRACE_SECONDS) -> int:
+        """Delete what nothing refers to, found by looking at every blob.
+
+        Args:
+            live: digests that something refers to; what the manifest needs is added.
+        """
+        with self._lock:
+            self._land()
+            before = self._manifest.clock() - max(grace_seconds, GRACE_SECONDS)
+            self._own = {digest: at for digest, at in self._own.items() if at > before}
+            since = self._manifest.clock() - grace_seconds
+            keep = {*live, *self.holdings.live(since), *self._making}
+        freed = self.blobs.sweep(keep, grace_seconds, lambda ref: self._drop_orphan(ref, since))
+        with self._lock:
+            self._count(grace_seconds)
+        return freed
+
+    def hold(self, ref: BlobRef, tenant: str, data: bytes) -> None:
+        """Write a blob, under its budget, unless it is there."""
+        self._deletions.await_end(ref.digest, self.touch)
+        if self.blobs.has(ref):
+            self.blobs.put(data)
+            return
+        with self.reserved(tenant, ref.bytes) as reservation:
+            self._spend(ref.bytes)
+            with self._lock:
+                now = self._manifest.clock()
+                self._account.comes(ref, tenant, now)
+                self._own[ref.digest] = now
+                reservation.keep()  # from now on the index has it, whatever becomes of the writing
+        self.pin(ref.digest)
+        self.blobs.put(data, lambda: self._landed.append(ref.digest))
+
+    def pin(self, digest: str) -> None:
+        """Have a blob stay until the saving that puts it is over."""
+        with self._lock:
+            self._making[digest] += 1
+
+    def touch(self, digest: str) -> bool:
+        """A blob is about to be needed: others are not to drop it meanwhile.
+
+        To be said before it is looked at: then who drops it has done so, or cannot any more. False
+        while it is being deleted: then it is not there, whatever the disk says.
+        """
+        with self._lock:
+            now, own = self._manifest.clock(), self._own.get(digest, NEVER_WRITTEN)
+            if own > now - GRACE_SECONDS / 2 and self.holdings.put_at(digest) == own:
+                return True
+            self._deletions.settle()
+            is_free = self.holdings.touched(digest, now)
+            if is_free:
+                self._own[digest] = now
+        return is_free
+
+    def disown(self, refs: Iterable[BlobRef]) -> None:
+        """Leave blobs to a sweep that this process has put."""
+        with self._lock:
+            for ref in refs:
+                self._own.pop(ref.digest, None)
+
+    def is_wanted(self, ref: BlobRef) -> bool:
+        """Whether somebody of this machine is about to need a blob, or lately was."""
+        with self._lock:
+            self._land()
+            put, own = self.holdings.put_at(ref.digest), self._own.get(ref.digest, NEVER_WRITTEN)
+            is_others = put not in (None, own) and put > self._manifest.clock() - GRACE_SECONDS
+            return bool(self._making[ref.digest]) or is_others
+
+    def in_making(self, since: float) -> set[str]:
+        """Digests of all that somebody has put since then, or is about to need."""
+        with self._lock:
+            return {*self._making, *self.holdings.put_since(since)}
+
+    def _drop(self, ref: BlobRef) -> int:
+        with self._lock:
+            now, own = self._manifest.clock(), self._own.get(ref.digest, NEVER_WRITTEN)
+            if self._is_needed(ref) or not self.holdings.given_up(
+                ref.digest, own, now - GRACE_SECONDS, now
+            ):
+                return 0
+        return self._delete(ref, now)
+
+    def _drop_orphan(self, ref: BlobRef, since: float) -> int:
+        """The same, whoever has put it, if nobody of this machine has since then."""
+        with self._lock:
+            now = self._manifest.clock()
+            if self._is_needed(ref) or not self.holdings.orphaned(ref.digest, since, now):
+                return 0
+        return self._delete(ref, now)
+
+    def _delete(self, ref: BlobRef, noted: float) -> int:
+        """Delete a blob that is noted to leave, while others go on; the bytes that are freed."""
+        own = self._own.get(ref.digest)
+        told = self._deletions.delete(ref.digest, noted)
+        with self._lock:
+            if self._own.get(ref.digest) == own:  # else it was put anew
+                self._own.pop(ref.digest, None)
+            if told.kept is None:
+                self._account.goes_of_others(ref)
+            else:
+                whose, counted = told.kept
+                self._account.goes(whose, counted, counted if told.is_aside else 0)  # as much there
+        return told.freed
+
+    def _is_needed(self, ref: BlobRef) -> bool:
+        self._land()
+        return bool(self._making[ref.digest]) or self.holdings.needed(ref.digest)
+
+    def _land(self) -> None:
+        """What has ended, be it long after its time limit, holds nothing any more."""
+        self._deletions.settle()
+        while self._landed:
+            self._making[self._landed.popleft()] -= 1
+        self._making = +self._making
+
+    def _drop_quietly(self, refs: Iterable[BlobRef]) -> None:
+        """After a failure: a disk that takes nothing gives nothing back either; a sweep does."""
+        try:
+            self.drop(ref for ref in refs if not self.holdings.needed(ref.digest))
+        except StoreError:
+            return
+
+    def _count(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        self._account.count(self._making, self._manifest.clock() - grace_seconds)
+
+    def _spend(self, count: int) -> None:
+        """Count what is written today.
+
+        Raises:
+            BudgetError: it is too much for the disk's wear.
+        """
+        day = int(self._manifest.clock() // DAY_SECONDS)
+        written = self.holdings.spend(day, count, self._written_bytes)
+        if written is not None:
+            raise BudgetError(
+                f"{count} bytes more were to be written, but today's writes are {written} of "
+                f"{self._written_bytes}: save less often or in fewer bits, or raise the budget of "
+                "writes."
+            )
+
+
+class BlobTransaction:
+    """What is being saved for one tenant."""
+
+    def __init__(self, shelves: BudgetedBlobs, tenant: str) -> None:
+        self._shelves, self._tenant = shelves, tenant
+        self.refs: list[BlobRef] = []
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """While a record is written that names all of this.
+
+        Where that fails it may come about later, long after its time limit: what it names stays
+        until a sweep, which sees whether it has.
+        """
+        try:
+            yield
+        except StoreError:
+            self._shelves.disown(self.refs)
+            raise
+
+    def put(self, data: bytes) -> BlobRef:
+        """Keep bytes.
+
+        Raises:
+            BudgetError: there is no room, also not by having others leave; or too much was
+                written today.
+            StoreFull, StoreSlow: the disk takes no more, or does not answer.
+        """
+        data = self._shelves.vault.closed(data, self._tenant)
+        ref = BlobRef(digest_of(data), len(data))
+        self._shelves.pin(ref.digest)
+        self.refs.append(ref)
+        self._shelves.hold(ref, self._tenant, data)
+        return ref
+
+    def stays(self, ref: BlobRef) -> bool:
+        """Whether a blob is there; it stays until the saving is over."""
+        self._shelves.pin(ref.digest)
+        self.refs.append(ref)
+        return self._shelves.touch(ref.digest) and self._shelves.blobs.has(ref)

@@ -1,0 +1,142 @@
+"""A cache's state in the spelling of a codec: keys and values coded, everything else as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from larder.core.errors import CacheError, Damaged
+from larder.store.blobs.container import DTYPE_NAMES, DTYPES
+from larder.store.codecs.base import RowLayout, StorageCodec, TensorRole, codec_named
+
+RAW_CODEC = "raw"
+# What of a layer's state is coded, and where the lengths of its heads stand.
+_ENCODED_TENSORS = {
+    "keys": (TensorRole.KEYS, "lengths"),
+    "values": (TensorRole.VALUES, "lengths"),
+    "slow.keys": (TensorRole.KEYS, "slow.lengths"),
+    "slow.values": (TensorRole.VALUES, "slow.lengths"),
+}
+
+EncodedState = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def encode_state(
+    state: Mapping[str, Tensor], codec: StorageCodec, name: str, layers: int
+) -> EncodedState:
+    """Tensors to be kept, and how they are read again, as JSON can say it.
+
+    Numbers that the codec cannot hold, because one is not finite, are kept as they are.
+
+    Args:
+        state: as `SequenceCache.state` has it, all of it or some layers.
+        name: the codec's.
+        layers: that the model has.
+    """
+    tensors: dict[str, Tensor] = {}
+    told: dict[str, Any] = {}
+    for key, tensor in state.items():
+        layer, _, part = key.partition(".")
+        if codec.lossless or part not in _ENCODED_TENSORS or not tensor.is_floating_point():
+            tensors[key] = tensor
+            continue
+        role, lengths = _ENCODED_TENSORS[part]
+        rows = _row_layout(tensor, state.get(f"{layer}.{lengths}"), role, int(layer), layers)
+        try:
+            made = codec.encode(tensor.reshape(-1, rows.head_dim).cpu(), rows)
+        except CacheError:
+            tensors[key] = tensor
+            continue
+        tensors |= {f"{key}:{short}": part for short, part in made.items()}
+        told[key] = {
+            "codec": name,
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "lengths": list(rows.lengths),
+            "depth": rows.depth,
+        }
+    return tensors, told
+
+
+def decode_state(
+    tensors: Mapping[str, Tensor], told: Mapping[str, Any], max_bytes: int
+) -> dict[str, Tensor]:
+    """The state again.
+
+    Args:
+        max_bytes: that it may take; what claims more is not decoded.
+
+    Raises:
+        Damaged: codes and what is told of them do not fit.
+    """
+    state = {key: tensor for key, tensor in tensors.items() if ":" not in key}
+    room = max_bytes - sum(tensor.nbytes for tensor in state.values())
+    if room < 0:
+        raise Damaged("A part of the saved cache is larger than all of it was.")
+    for key, how in told.items():
+        try:
+            part = key.partition(".")[2]
+            room -= math.prod(how["shape"]) * DTYPES[how["dtype"]].itemsize
+            if room < 0:
+                raise Damaged(
+                    f"{key} claims the shape {how['shape']}, which is not what was saved."
+                )
+            state[key] = _decode_tensor(key, _ENCODED_TENSORS[part][0], tensors, how)
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise Damaged(f"{key} of a saved cache cannot be decoded ({error}).") from error
+    return state
+
+
+def _decode_tensor(
+    key: str, role: TensorRole, tensors: Mapping[str, Tensor], how: Mapping[str, Any]
+) -> Tensor:
+    shape, lengths = tuple(how["shape"]), tuple(how["lengths"])
+    rows = RowLayout(lengths, shape[-1], float(how["depth"]), role)
+    if sum(lengths) != math.prod(shape[:-1]) or min(lengths, default=0) < 0:
+        raise Damaged(f"{key} of the shape {shape} cannot have heads of {lengths} entries.")
+    own = {
+        name.removeprefix(f"{key}:"): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(f"{key}:")
+    }
+    numbers = codec_named(how["codec"]).decode(own, rows)
+    return numbers.to(DTYPES[how["dtype"]]).reshape(shape)
+
+
+def _row_layout(
+    tensor: Tensor, lengths: Tensor | None, role: TensorRole, layer: int, layers: int
+) -> RowLayout:
+    """A dense layer has the same entries in every head, and says so by three dimensions."""
+    if tensor.ndim == 3:
+        counts: list[int] = [tensor.shape[1]] * tensor.shape[0]
+    else:
+        counts = [len(tensor)] if lengths is None else lengths.tolist()
+    return RowLayout(tuple(counts), tensor.shape[-1], layer / max(layers, 1), role)
+
+
+def state_nbytes(state: Mapping[str, Tensor]) -> int:
+    """Bytes of tensors, without slack."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
+
+
+def layer_in_name(name: str) -> int:
+    """The layer that a tensor of a state belongs to; -1 for what belongs to none."""
+    head = name.partition(".")[0]
+    return int(head) if head.isdecimal() else -1
+
+
+def same_state(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Whether two states are equal to the bit."""
+    return left.keys() == right.keys() and all(
+        t.dtype is right[n].dtype
+        and t.shape == right[n].shape
+        and torch.equal(
+            t.contiguous().reshape(-1).view(torch.uint8),
+            right[n].contiguous().reshape(-1).view(torch.uint8),
+        )
+        for n, t in left.items()
+    )

@@ -1,0 +1,219 @@
+"""Tensors and what is told of them in one piece of bytes: a safetensors file, format KVM 1.
+
+`__metadata__` holds `kvm`, canonical JSON of what is told, and `kvm_digest`, blake3 over it and
+over every tensor's name, type, shape and bytes in the order of names: safetensors itself notices no
+flipped bit. Any safetensors reader reads these files. They are laid out here and not by its
+writer, which puts `__metadata__` in another order in every process: equal content must be equal
+bytes, or nothing would be kept once.
+
+Reading checks the header before anything is made of it, and runs no code from the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from larder.core.errors import Damaged, Refused
+from larder.store.digests import digest_of, digests_equal, key_of
+
+CONTAINER_FORMAT, CONTAINER_VERSION = "kvm", 1
+METADATA_KEY = "__metadata__"
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_TENSORS = 2**14
+MAX_NAME = 255
+MAX_DIMS = 8
+ALIGNMENT_BYTES = 8  # bytes: where tensors begin
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+@dataclass(frozen=True)
+class _TensorHeader:
+    """A tensor as a header tells of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def pack_container(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> bytes:
+    """Bytes that `unpack_container` takes apart; the same for the same content, in any process.
+
+    Args:
+        told: anything that JSON can say; format and version are added.
+    """
+    spelled = canonical_json({**told, "format": CONTAINER_FORMAT, "version": CONTAINER_VERSION})
+    # The widest numbers come first, so that each tensor begins where its numbers may.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    parts = {name: raw_bytes(tensors[name]) for name in order}
+    fields: dict[str, _TensorHeader] = {}
+    stop = 0
+    for name, data in parts.items():
+        start, stop = stop, stop + len(data)
+        fields[name] = _TensorHeader(
+            DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape), start, stop
+        )
+    digest = _digest(spelled, fields, parts)
+    header: dict[str, Any] = {METADATA_KEY: {"kvm": spelled, "kvm_digest": digest}}
+    for name, field in fields.items():
+        offsets = [field.start, field.stop]
+        header[name] = {"dtype": field.dtype, "shape": field.shape, "data_offsets": offsets}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % ALIGNMENT_BYTES)
+    return b"".join([len(head).to_bytes(8, "little"), head, *parts.values()])
+
+
+def unpack_container(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, which are views of `data` and not to be written to, and what is told of them.
+
+    Raises:
+        Damaged: this is not what was packed.
+        Refused: it is of another version.
+    """
+    fields, metadata, body = _parse_header(data)
+    spelled = _text(metadata.get("kvm"), "kvm")
+    told = _parse_metadata(spelled)
+    parts = {name: body[field.start : field.stop] for name, field in fields.items()}
+    if not digests_equal(
+        _digest(spelled, fields, parts), _text(metadata.get("kvm_digest"), "kvm_digest")
+    ):
+        raise Damaged("The bytes of a saved cache do not match their digest.")
+    return {name: _tensor(fields[name], part) for name, part in parts.items()}, told
+
+
+def peek_metadata(data: bytes) -> dict[str, Any]:
+    """What is told of the tensors; they are not looked at, and may be damaged."""
+    return _parse_metadata(_text(_parse_header(data)[1].get("kvm"), "kvm"))
+
+
+def canonical_json(told: Any) -> str:
+    """JSON with one spelling for one content."""
+    return json.dumps(told, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        Damaged: it is none.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"What is told of a saved cache is not JSON ({error}).") from error
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The numbers of a tensor as they lie in memory, row by row."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data)
+
+
+def _digest(
+    spelled: str, fields: Mapping[str, _TensorHeader], parts: Mapping[str, memoryview]
+) -> str:
+    heads = [f"{name}:{fields[name].dtype}:{fields[name].shape}" for name in sorted(fields)]
+    return digest_of(key_of(spelled, *heads).encode(), *(parts[name] for name in sorted(parts)))
+
+
+def _parse_metadata(spelled: str) -> dict[str, Any]:
+    told = parse_json(spelled)
+    if not isinstance(told, dict) or told.get("format") != CONTAINER_FORMAT:
+        raise Damaged("This safetensors file tells of no saved cache.")
+    if told.get("version") != CONTAINER_VERSION:
+        raise Refused(
+            f"The saved cache is of version {str(told.get('version'))[:20]}, this larder reads "
+            f"version {CONTAINER_VERSION}: it is left as it is, for the larder that wrote it.",
+            "format",
+        )
+    return told
+
+
+def _parse_header(data: bytes) -> tuple[dict[str, _TensorHeader], dict[str, Any], memoryview]:
+    """Fields in the order of their names, metadata, and the bytes behind the header."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):
+        raise Damaged(
+            f"A saved cache of {len(data)} bytes claims a header of {length}; it can have "
+            f"{MAX_HEADER_BYTES} at most."
+        )
+    header = parse_json(data[8 : 8 + length])
+    if not isinstance(header, dict) or len(header) > MAX_TENSORS:
+        raise Damaged(f"The header of a saved cache is not a list of up to {MAX_TENSORS} tensors.")
+    metadata = header.pop(METADATA_KEY, None)
+    if not isinstance(metadata, dict):
+        raise Damaged("This safetensors file tells of no saved cache.")
+    body = memoryview(data)[8 + length :]
+    fields = {name: _tensor_header(name, header[name]) for name in sorted(header)}
+    _check_cover(fields.values(), len(body))
+    return fields, metadata, body
+
+
+def _tensor_header(name: str, told: Any) -> _TensorHeader:
+    """Raises: Damaged: this describes no tensor."""
+    if len(name) > MAX_NAME or not isinstance(told, dict):
+        raise Damaged(f"The header of a saved cache has no tensor at {name[:40]!r}.")
+    dtype, shape, offsets = told.get("dtype"), _counts(told, "shape"), _counts(told, "data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise Damaged(f"Tensor {name!r} is of the unknown type {str(dtype)[:20]!r}.")
+    if len(shape) > MAX_DIMS or len(offsets) != 2:
+        raise Damaged(f"Tensor {name!r} has {len(shape)} dimensions and {len(offsets)} offsets.")
+    field = _TensorHeader(dtype, shape, *offsets)
+    if field.stop - field.start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise Damaged(f"Tensor {name!r} of shape {field.shape} has not the bytes for it.")
+    return field
+
+
+def _counts(told: dict[str, Any], key: str) -> tuple[int, ...]:
+    value = told.get(key)
+    if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**62 for n in value):
+        raise Damaged(f"A tensor of a saved cache has no {key}.")
+    return tuple(value)
+
+
+def _check_cover(fields: Iterable[_TensorHeader], length: int) -> None:
+    """Raises: Damaged: tensors overlap, leave gaps, or end before or behind the bytes."""
+    stop = 0
+    for field in sorted(fields, key=lambda field: (field.start, field.stop)):
+        if field.start != stop:
+            raise Damaged("The tensors of a saved cache overlap or leave gaps.")
+        stop = field.stop
+    if stop != length:
+        raise Damaged(f"The tensors of a saved cache take {stop} bytes, but it has {length}.")
+
+
+def _tensor(field: _TensorHeader, part: memoryview) -> Tensor:
+    dtype = DTYPES[field.dtype]
+    if not len(part):
+        return torch.empty(field.shape, dtype=dtype)
+    # Copied once, because rows must begin where numbers of their type may.
+    return torch.frombuffer(bytearray(part), dtype=dtype).reshape(field.shape)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise Damaged(f"A saved cache lacks its {name}.")
+    return value

@@ -1,0 +1,119 @@
+"""What a store's disk holds, by tenant: the index's word on blobs, carried over to the ledger."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+
+from larder.store.blobs.blob_index import BlobIndex
+from larder.store.blobs.blob_store import BLOBS_FOLDER as BLOBS
+from larder.store.blobs.blob_store import BlobRef, digest_in_path
+from larder.store.counted import CountingFileSystem
+from larder.store.fs.base import TEMPORARY_FOLDER, FileInfo
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.ledger import NO_TENANT, ByteLedger, Tier
+from larder.store.manifest import Manifest
+
+
+class DiskUsage:
+    """The disk's part of a ledger. Safe from threads.
+
+    Processes of one machine have one account of blobs, in the index, and none exceeds the budget by
+    what another has written. Of the others' records, some kilobytes each, it learns when it opens;
+    so of blobs that other machines have put, which count as nobody's.
+    """
+
+    def __init__(
+        self,
+        place: CountingFileSystem,
+        guard: DeadlineExecutor,
+        manifest: Manifest,
+        holdings: BlobIndex,
+        ledger: ByteLedger,
+    ) -> None:
+        self._place, self._guard, self._manifest = place, guard, manifest
+        self._holdings, self._ledger = holdings, ledger
+        self._lock = threading.RLock()
+        self._known: Counter[str] = Counter()  # bytes of blobs that the ledger counts, by tenant
+        self._foreign: set[str] = set()  # digests of those that it counts as nobody's
+        self._index_bytes = 0
+
+    def settle(self) -> None:
+        """Count what index and records have become."""
+        with self._lock:
+            now = self._index()
+            self._ledger.charge(Tier.DISK, NO_TENANT, now - self._index_bytes)
+            self._index_bytes = now
+
+    def learn(self) -> None:
+        """Count what other processes have written and deleted since."""
+        with self._lock:
+            now = Counter(self._holdings.totals())
+            for tenant in now.keys() | self._known.keys():
+                change = now[tenant] - self._known[tenant]
+                if change:
+                    self._ledger.charge(Tier.DISK, tenant, change)
+            self._known = now
+
+    def comes(self, ref: BlobRef, tenant: str, now: float) -> None:
+        """A blob, for which its tenant has room, is about to be written.
+
+        Raises:
+            BudgetError: others have taken the room meanwhile; nothing has changed.
+        """
+        with self._lock:
+            beside = self._ledger.used(Tier.DISK) - self._known.total() - ref.bytes
+            room = self._ledger.limit(Tier.DISK) - beside
+            self._known[tenant] += self._holdings.kept(ref, tenant, now, room)
+            self.goes_of_others(ref)
+
+    def goes(self, tenant: str, count: int, left: int = 0) -> None:
+        """So many bytes of a blob are named by the index no more, and gone but for what is left."""
+        with self._lock:
+            self._known[tenant] -= count
+            self._ledger.discharge(Tier.DISK, tenant, count - left)
+
+    def goes_of_others(self, ref: BlobRef) -> None:
+        """A blob is nobody's any more; one that came after the last counting never was."""
+        with self._lock:
+            if ref.digest in self._foreign:
+                self._foreign.remove(ref.digest)
+                self._ledger.discharge(Tier.DISK, NO_TENANT, ref.bytes)
+
+    def count(self, making: Iterable[str], before: float) -> None:
+        """Count everything that is there or on its way, and set the accounts to that.
+
+        A blob that the index names counts in full, also while its file is still in the making.
+
+        Args:
+            making: digests of blobs that may not be there yet.
+            before: as in `Holdings.prune`.
+        """
+        with self._lock:
+            index = self._index()
+            entries = self._guard.call(self._everything)
+            blobs = {digest: each.bytes for each in entries if (digest := _blob_digest(each))}
+            self._holdings.prune({*blobs, *making}, before)
+            owners, self._known = self._holdings.owners(), Counter(self._holdings.totals())
+            self._index_bytes = min(index, self._index())  # what comes meanwhile may count twice
+            owned = sum(count for digest, count in blobs.items() if digest in owners)
+            made = sum(
+                each.bytes for each in entries if each.path.startswith(f"{TEMPORARY_FOLDER}/")
+            )
+            unmade = max(self._known.total() - owned, 0)  # of which temporary files are a part
+            beside = sum(each.bytes for each in entries) - owned - min(made, unmade)
+            self._foreign = {digest for digest in blobs if digest not in owners}
+            counts = self._known + Counter({NO_TENANT: self._manifest.nbytes + beside})
+            self._ledger.set(Tier.DISK, counts)
+
+    def _index(self) -> int:
+        return self._manifest.nbytes + self._place.beside_bytes
+
+    def _everything(self) -> list[FileInfo]:
+        return list(self._place.listing(""))
+
+
+def _blob_digest(entry: FileInfo) -> str:
+    """The digest of a blob; empty for everything else."""
+    return digest_in_path(entry.path) if entry.path.startswith(BLOBS) else ""

@@ -1,0 +1,147 @@
+"""What the blobs of a store hold: logs of tokens, chunks, parts of snapshots; and who may read.
+
+Every blob tells whose it is, and a blob of a cache what made it. It is read by nobody else,
+whatever refers to it: that a blob is found does not mean that it is meant. So no two tenants ever
+have a blob in common, and nobody sees by what is written whether another has said the same.
+
+What a session cannot do without, its tokens and its transcript, is its own down to the bytes: of
+two machines with one store neither knows what the other's sessions need. Caches may be shared: what
+is gone of them is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+import larder
+from larder.core.errors import Damaged, Refused
+from larder.store.blobs.cache_state import RAW_CODEC, decode_state, encode_state, layer_in_name
+from larder.store.blobs.container import pack_container, unpack_container
+from larder.store.codecs.base import codec_named
+from larder.store.digests import key_of
+from larder.store.model_identity import ModelIdentity
+from larder.store.squeezing import compress, decompress
+
+CHUNK_KIND, SNAPSHOT_KIND = "prefix_chunk", "session_snapshot"
+_ID_BYTES = 4
+
+
+def add_owner(data: bytes, *owner: str) -> bytes:
+    """Bytes as the bytes of a blob of a tenant's, or of a tenant's session's."""
+    return _owner_prefix(owner) + data
+
+
+def strip_owner(data: bytes, tenant: str, *session: str) -> bytes:
+    """The bytes again; a session may also have what its tenant has, as earlier larders wrote it.
+
+    Raises:
+        Refused: they are somebody else's.
+    """
+    for owner in ((tenant, *session), (tenant,)):
+        spelled = _owner_prefix(owner)
+        if data[: len(spelled)] == spelled:
+            return data[len(spelled) :]
+    raise Refused("What was kept is another tenant's.", "tenant")
+
+
+def encode_token_log(ids: Sequence[int], tenant: str, session: str) -> bytes:
+    """Token ids as the bytes of a session's blob."""
+    return add_owner(compress(np.asarray(ids, dtype="<i4").tobytes()), tenant, session)
+
+
+def decode_token_log(data: bytes, count: int, tenant: str, session: str) -> tuple[int, ...]:
+    """So many token ids again.
+
+    Raises:
+        Damaged: this is no log of so many.
+        Refused: it is somebody else's.
+    """
+    told = decompress(strip_owner(data, tenant, session), _ID_BYTES * count)
+    ids = np.frombuffer(told, dtype="<i4")
+    if len(ids) and int(ids.min()) < 0:
+        raise Damaged("A token log has ids below 0.")
+    return tuple(ids.tolist())
+
+
+def encode_chunk(
+    tensors: Mapping[str, Tensor], tenant: str, identity: ModelIdentity, span: Mapping[str, Any]
+) -> bytes:
+    """Keys and values of some tokens, to be shared inside a tenant.
+
+    Args:
+        span: `start`, `n_tokens`, `tokens` and `prefix`, which says what they stand behind.
+    """
+    return pack_container(tensors, _metadata(CHUNK_KIND, tenant, identity) | {"span": dict(span)})
+
+
+def encode_snapshot(
+    state: Mapping[str, Tensor],
+    tenant: str,
+    identity: ModelIdentity,
+    policy: str,
+    codec: str,
+    layers: int,
+) -> bytes:
+    """A part of a session's cache, in the spelling of a codec.
+
+    Args:
+        layers: that the model has.
+    """
+    tensors, how = encode_state(state, codec_named(codec), codec, layers)
+    told = _metadata(SNAPSHOT_KIND, tenant, identity) | {"policy": {"name": policy}, "coded": how}
+    told["codec"] = {"name": codec, "lossless": codec_named(codec).lossless}
+    return pack_container(tensors, told)
+
+
+def decode_cache_blob(
+    data: bytes, kind: str, tenant: str, identity: ModelIdentity, max_bytes: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a blob, decoded, and what it tells.
+
+    Args:
+        max_bytes: that they may take.
+
+    Raises:
+        Damaged: it is not what was written.
+        Refused: it is somebody else's, another model's, or of another kind.
+    """
+    tensors, told = unpack_container(data)
+    if told.get("kind") != kind:
+        raise Refused(f"A {told.get('kind')} stands where a {kind} should.", "kind")
+    if told.get("tenant") != tenant:
+        raise Refused("A saved cache is another tenant's.", "tenant")
+    if told.get("identity") != identity.key:
+        raise Refused("A saved cache was made by another model.", "identity")
+    how = told.get("coded", {})
+    if not isinstance(how, dict):
+        raise Damaged("A saved cache does not tell how it is coded.")
+    return decode_state(tensors, how, max_bytes), told
+
+
+def layers_in(state: Mapping[str, Tensor]) -> set[int]:
+    """The layers that a part of a snapshot holds."""
+    return {layer_in_name(name) for name in state}
+
+
+def is_lossless_codec(codec: str) -> bool:
+    """Whether caches come back to the bit."""
+    return codec == RAW_CODEC or codec_named(codec).lossless
+
+
+def _owner_prefix(owner: Sequence[str]) -> bytes:
+    return bytes.fromhex(key_of("owner", *owner))
+
+
+def _metadata(kind: str, tenant: str, identity: ModelIdentity) -> dict[str, Any]:
+    """What every blob tells. Nothing of when it was made: equal content must be equal bytes."""
+    return {
+        "kind": kind,
+        "tenant": tenant,
+        "identity": identity.key,
+        "model": identity.told(),
+        "writer": f"larder/{larder.__version__}",
+    }

@@ -1,0 +1,160 @@
+"""Room on a full disk: saved caches leave, their sessions' tokens stay.
+
+What leaves is read again from its tokens when it is asked for. A chunk leaves after all that
+continue it, and with it go the caches of sessions that are made of it. What a pinned session is
+made of leaves last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from larder.core.errors import LarderError
+from larder.store.blobs.blob_index import BlobIndex
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.blobs.budgeted_blobs import BudgetedBlobs
+from larder.store.candidates import Candidate, CandidateColumns
+from larder.store.eviction.base import EvictionPolicy
+from larder.store.ledger import Tier
+from larder.store.manifest import Manifest
+from larder.store.prefix.chunk_index import ChunkIndex
+from larder.store.prefix.chunk_records import PrefixChunk
+from larder.store.sessions.epochs import SessionEpochs
+from larder.store.sessions.records import Record
+
+PINNED_FOREVER, NOT_PINNED = math.inf, -math.inf
+
+
+@dataclass(frozen=True)
+class _Victim:
+    """What goes together.
+
+    Args:
+        refs: blobs that nobody else has.
+        chunk: what the index must forget; None for a session's state.
+    """
+
+    tenant: str
+    refs: tuple[BlobRef, ...]
+    chunk: PrefixChunk | None = None
+
+
+class DiskEviction:
+    """Has others leave when room is wanted. Safe from threads.
+
+    Args:
+        rule: who goes first.
+    """
+
+    def __init__(
+        self,
+        rule: EvictionPolicy,
+        manifest: Manifest,
+        heads: SessionEpochs,
+        chunks: ChunkIndex,
+        shelves: BudgetedBlobs,
+    ) -> None:
+        self._rule, self._manifest, self._heads = rule, manifest, heads
+        self._chunks, self._shelves = chunks, shelves
+        self._holdings = BlobIndex(manifest)
+        self._clock = 0.0
+        self._clocks: dict[str, tuple[float, float]] = {}  # by name, at what last use
+        shelves.make_room = self.make_room
+
+    def make_room(self, tenant: str, count: int) -> None:
+        """Have caches leave until so many bytes can be reserved for a tenant, or none are left.
+
+        Where all tenants together have room, only the tenant's own leave.
+        """
+        ledger = self._shelves.ledger
+        wanted = count - ledger.room(Tier.DISK, tenant)
+        if wanted <= 0 or count > ledger.limit(Tier.DISK):
+            return
+        is_own = ledger.limit(Tier.DISK) - ledger.used(Tier.DISK) >= count
+        found = self._candidates(tenant if is_own else None)
+        told = [candidate for candidate, _ in found]
+        order = self._rule.leaving(CandidateColumns.of(told), self._manifest.clock(), wanted)
+        self._clock = max(self._clock, order.clock)
+        for row in order.rows:
+            self._leave(found[row][1])
+
+    def _candidates(self, tenant: str | None) -> list[tuple[Candidate, _Victim]]:
+        chunks, states = self._chunks.all(), self._states()
+        held = {(r.tenant, r.session, ref.digest) for r, *_ in states for ref in r.cache_refs}
+        holders = Counter(digest for *_, digest in held)  # sessions, each of which may go alone
+        shared = {chunk.ref.digest for _, chunk, *_ in chunks}
+        wished = [record for record, is_head, *_ in states if is_head and record.is_pinned]
+        pinned = {ref.digest for record in wished for ref in record.spans}
+        found: list[tuple[Candidate, _Victim]] = []
+        for whose, chunk, last_used, uses in chunks:
+            name = f"chunk {chunk.row}"
+            one = Candidate(
+                name=name,
+                bytes=chunk.ref.bytes,
+                seconds=float(chunk.stop - chunk.start),
+                last_used=last_used,
+                uses=uses,
+                clock=self._clock_of(name, last_used),
+                pinned_until=PINNED_FOREVER if chunk.ref.digest in pinned else NOT_PINNED,
+                parent=f"chunk {chunk.parent}" if chunk.parent else "",
+            )
+            found.append((one, _Victim(whose, (chunk.ref,), chunk)))
+        taken: set[str] = set()  # by a newer state of the same session
+        for record, is_head, last_used, uses in states:
+            own = [
+                ref
+                for ref in dict.fromkeys(record.cache_refs)
+                if holders[ref.digest] == 1 and ref.digest not in shared and ref.digest not in taken
+            ]
+            if not own:
+                continue
+            taken |= {ref.digest for ref in own}
+            name = f"state {record.session} {record.epoch}"
+            one = Candidate(
+                name=name,
+                bytes=max(sum(ref.bytes for ref in own), 1),
+                seconds=float(record.num_tokens),
+                last_used=last_used,
+                uses=uses,
+                clock=self._clock_of(name, last_used),
+                session=record.session,
+                superseded=not is_head,
+                pinned_until=PINNED_FOREVER if is_head and record.is_pinned else NOT_PINNED,
+            )
+            found.append((one, _Victim(record.tenant, tuple(own))))
+        there = {candidate.name for candidate, _ in found}
+        self._clocks = {name: told for name, told in self._clocks.items() if name in there}
+        return [pair for pair in found if tenant in (None, pair[1].tenant)]
+
+    def _clock_of(self, name: str, last_used: float) -> float:
+        """The tier's clock when a candidate was last used, as far as that was seen."""
+        known = self._clocks.get(name)
+        if known is None or known[0] != last_used:
+            known = self._clocks[name] = last_used, self._clock
+        return known[1]
+
+    def _states(self) -> list[tuple[Record, bool, float, int]]:
+        """Every state whose cache is kept, newer ones first, whether it is the newest, and its
+        session's use."""
+        with self._manifest.reading() as rows:
+            found = rows(
+                "SELECT tenant, session, epoch, epoch = head, last_used, uses "
+                "FROM epochs JOIN sessions USING (tenant, session) ORDER BY epoch DESC"
+            )
+        states = []
+        for tenant, session, epoch, is_head, last_used, uses in found:
+            try:
+                record = self._heads.epoch(tenant, session, epoch)
+            except LarderError:
+                continue
+            if record is not None and record.spans and not self._holdings.has_left(record):
+                states.append((record, bool(is_head), last_used, uses))
+        return states
+
+    def _leave(self, leaving: _Victim) -> None:
+        if leaving.chunk is not None:
+            self._chunks.drop(leaving.chunk, leaving.tenant)
+        self._holdings.release(leaving.refs)
+        self._shelves.evict(leaving.refs)

@@ -1,0 +1,149 @@
+"""What a store consists of, opened together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from larder.core.errors import Damaged, StoreError
+from larder.store.blobs.blob_store import BlobStore
+from larder.store.blobs.budgeted_blobs import BudgetedBlobs
+from larder.store.blobs.reclamation import DiskEviction
+from larder.store.blobs.tenant_blobs import EncryptedFileSystem, TenantBlobs, open_encryption
+from larder.store.counted import CountingFileSystem
+from larder.store.digests import key_of, tenant_of
+from larder.store.dropping import GarbageCollection
+from larder.store.eviction.base import EvictionPolicy
+from larder.store.eviction.lru import Lru
+from larder.store.failures import FailureCounter
+from larder.store.families import BranchNotes
+from larder.store.fs.base import FileSystem, open_file_system
+from larder.store.fs.deadline import CallLimits, DeadlineExecutor
+from larder.store.ledger import ByteBudgets, ByteLedger
+from larder.store.loading import CacheReader
+from larder.store.manifest import Manifest
+from larder.store.prefix.chunk_index import ChunkIndex
+from larder.store.secret import store_secret
+from larder.store.sessions.cache_io import CacheWriter
+from larder.store.sessions.epochs import KEPT_EPOCHS, SessionEpochs
+from larder.store.sqlite import BUSY_SECONDS, OWNER_PRAGMA, claim_owner, quarantine_database
+from larder.store.throughput import ThroughputEstimates
+
+MANIFEST_FILE = "manifest.sqlite"  # of the store that a home knew first
+
+
+class StoreComponents:
+    """The parts of a store. Safe from threads and processes, as each of them is.
+
+    A damaged or foreign index is moved aside and built again from what lies beside the blobs, and
+    one that lacks something of that learns of it.
+
+    Args:
+        url: a folder, or any address that fsspec knows; or a place.
+        home: where the index and the secret are, on this machine.
+        secret: 32 bytes that machines which share a store must share; else it is made in `home`.
+        key: under which everything lies, as `key_from` reads it; None hides nothing.
+        budgets: bytes of each tier.
+        patience: with the disk.
+        written_bytes: that may be written to the disk in a day; None for no limit.
+        kept_epochs: how many states of a session are kept, 1 or more.
+        eviction: who leaves a full disk first.
+        clock: seconds since 1970.
+
+    `refusals` counts what was not taken back, `unwritten` what was not written, by reason.
+
+    Raises:
+        StoreError: it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        url: str | FileSystem,
+        home: Path,
+        *,
+        secret: bytes | None = None,
+        key: bytes | None = None,
+        budgets: ByteBudgets = ByteBudgets(),  # noqa: B008, frozen
+        patience: CallLimits = CallLimits(),  # noqa: B008, frozen
+        written_bytes: int | None = None,
+        kept_epochs: int = KEPT_EPOCHS,
+        eviction: EvictionPolicy = Lru(),  # noqa: B008, frozen
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.place = CountingFileSystem(open_file_system(url) if isinstance(url, str) else url)
+        self.refusals, self.unwritten = FailureCounter(), FailureCounter()
+        self.rates, self.ledger = ThroughputEstimates(), ByteLedger(budgets)
+        self.clock, self.kept_epochs = clock, kept_epochs
+        self.secret = store_secret(home) if secret is None else secret
+        self.guard = DeadlineExecutor("disk", patience)
+        self.sealing = open_encryption(self.place, self.guard, key)
+        self.records = EncryptedFileSystem(self.place, self.sealing)
+        self.blobs = BlobStore(self.place, self.guard, clock)
+        self.vault = TenantBlobs(self.blobs, self.sealing)
+        waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
+        self._patience = CallLimits(waits[0], failures=1, rest_seconds=waits[1])
+        self.manifest = self._index(home)
+        own = self.records, self.guard, self.manifest, self.secret
+        self.heads = SessionEpochs(*own, self._damaged)
+        self.chunks = ChunkIndex(*own, self.sealing)
+        self.families = BranchNotes(self.records, self.guard, self.secret)
+        self._catch_up()
+        told = self.vault, self.place, self.guard, self.manifest, self.ledger
+        self.shelves = BudgetedBlobs(*told, written_bytes)
+        DiskEviction(eviction, self.manifest, self.heads, self.chunks, self.shelves)
+        self.dropping = GarbageCollection(self.chunks, self.shelves)
+        self.writer = CacheWriter(self.shelves, self.chunks)
+        self.reader = CacheReader(self.vault, self.ledger, self.rates)
+
+    def tenant(self, principal: str) -> str:
+        """What a principal is called in keys and paths."""
+        return tenant_of(self.secret, principal)
+
+    def close(self) -> None:
+        """Give the index back."""
+        self.manifest.close()
+
+    def _index(self, home: Path) -> Manifest:
+        """The index of this store: others that the home knows have their own."""
+        number = _store_number(self.place.url, home)
+        manifest = self._manifest(home / MANIFEST_FILE)
+        with manifest.reading() as rows:
+            [(owner,)] = rows(OWNER_PRAGMA)
+        if not owner:
+            with manifest.writing() as rows:
+                owner = claim_owner(rows, number)
+        if owner == number:
+            return manifest
+        manifest.close()
+        return self._manifest(home / f"manifest-{number:08x}.sqlite")
+
+    def _manifest(self, path: Path) -> Manifest:
+        own = path, self.secret, self.clock, self.sealing, self._patience
+        try:
+            return Manifest(*own)
+        except Damaged as error:
+            self._damaged(str(error))
+            quarantine_database(path)
+            return Manifest(*own)
+
+    def _catch_up(self) -> None:
+        """Index what lies beside the blobs; what a slow disk does not tell, at the next start."""
+        try:
+            self.heads.catch_up()
+            if not self.manifest.is_built:
+                self.chunks.rebuild()
+                self.manifest.mark_built()
+        except StoreError as error:
+            self._damaged(f"The index may lack sessions: {error}")
+
+    def _damaged(self, said: str) -> None:
+        self.refusals.note("manifest", said)
+
+
+def _store_number(url: str, home: Path) -> int:
+    """Of a store, 31 bits and never 0; one inside its home moves with it."""
+    with suppress(ValueError):
+        url = str(Path(url).relative_to(home.expanduser().absolute()))
+    return int(key_of("store", url)[:8], 16) >> 1 or 1

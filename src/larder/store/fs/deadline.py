@@ -1,0 +1,188 @@
+"""Nobody waits for a disk for ever: a time limit on each call, and a rest after several failures.
+
+A call that runs out of time goes on in its thread, which cannot be stopped; how many may be
+under way is bounded, and what they hold is given back when they really end.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from larder.core.errors import BadParameter, StoreError, StoreFull, StoreSlow
+
+Result = TypeVar("Result")
+
+# What a working disk answers, too.
+EXPECTED_ERRORS = (FileNotFoundError, FileExistsError)
+# Of a disk that takes no more.
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
+
+
+def no_op() -> None:
+    """For a call that holds nothing."""
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """How long a tier is waited for.
+
+    Args:
+        seconds: that one call may take.
+        calls: that may be under way at once, those that ran out of time included.
+        failures: in a row after which the tier rests.
+        rest_seconds: for which a tier that failed is left alone; then one call tries it.
+    """
+
+    seconds: float = 30.0
+    calls: int = 16
+    failures: int = 3
+    rest_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "calls", "failures"):
+            if getattr(self, name) <= 0:
+                raise BadParameter(f"patience.{name} must be above 0, got {getattr(self, name)}.")
+
+
+class CircuitBreaker:
+    """Opens after failures in a row, so that nobody waits for what will fail. Safe from threads."""
+
+    def __init__(self, patience: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience, self._clock = patience, clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._rests_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are refused; the first one after the rest is let through."""
+        with self._lock:
+            if self._failures < self._patience.failures:
+                return False
+            now = self._clock()
+            if now < self._rests_until:
+                return True
+            self._rests_until = now + self._patience.rest_seconds  # one tries, others wait
+            return False
+
+    def succeeded(self) -> None:
+        """A call was answered."""
+        with self._lock:
+            self._failures = 0
+
+    def failed(self) -> None:
+        """A call was not answered, or by an error of the disk."""
+        with self._lock:
+            self._failures += 1
+            self._rests_until = self._clock() + self._patience.rest_seconds
+
+
+class DeadlineExecutor:
+    """Carries out the calls to one tier. Safe from threads.
+
+    Args:
+        tier: what it is called in errors.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        patience: CallLimits = CallLimits(),  # noqa: B008, frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tier, self.patience = tier, patience
+        self.breaker = CircuitBreaker(patience, clock)
+        self._room = threading.Semaphore(patience.calls)
+
+    def call(
+        self,
+        function: Callable[..., Result],
+        *args: Any,
+        ended: Callable[[], None] = no_op,
+    ) -> Result:
+        """What a function returns, or raises, within the time limit.
+
+        Args:
+            ended: called once when the function is truly over, be it long after the time limit; or
+                at once where it was not begun.
+
+        Raises:
+            StoreSlow: it took too long, or the tier rests.
+            StoreFull: the tier takes no more.
+            StoreError: it fails.
+            FileNotFoundError, FileExistsError: as the function says.
+        """
+        if self.breaker.is_open:
+            ended()
+            raise StoreSlow(
+                f"The {self.tier} tier failed {self.patience.failures} times in a row and rests: "
+                f"it is tried again within {self.patience.rest_seconds:g} s."
+            )
+        start = time.monotonic()
+        if not self._room.acquire(timeout=self.patience.seconds):
+            ended()
+            self.breaker.failed()
+            raise self._late(function)
+        under_way = _Call(function, args, ended, self._room)
+        left = self.patience.seconds - (time.monotonic() - start)
+        if not under_way.done.wait(max(left, 0)):
+            self.breaker.failed()
+            raise self._late(function)
+        return self._told(under_way)
+
+    def _told(self, call: _Call) -> Any:
+        if isinstance(call.error, OSError) and not isinstance(call.error, EXPECTED_ERRORS):
+            self.breaker.failed()
+            raise self._failure(call.error) from call.error
+        self.breaker.succeeded()
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _failure(self, error: OSError) -> StoreError:
+        if error.errno in DISK_FULL_ERRNOS:
+            return StoreFull(
+                f"The {self.tier} tier takes no more ({error.strerror}): make room, see to its "
+                "permissions, or take another store. What was saved before is untouched."
+            )
+        return StoreError(
+            f"The {self.tier} tier fails ({error.strerror or error}): see whether its disk or "
+            "server is well. What was saved before is untouched."
+        )
+
+    def _late(self, function: Callable[..., Any]) -> StoreSlow:
+        return StoreSlow(
+            f"The {self.tier} tier did not answer {function.__name__} within "
+            f"{self.patience.seconds:g} s: see whether its disk or server is well."
+        )
+
+
+@dataclass
+class _Call:
+    """A function in a thread of its own."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    ended: Callable[[], None]
+    room: threading.Semaphore
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._run, daemon=True, name="larder-store").start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self.function(*self.args)
+        except BaseException as error:  # handed to who waits
+            self.error = error
+        finally:
+            self.room.release()
+            self.ended()
+            self.done.set()

@@ -1,0 +1,135 @@
+"""Any file system that fsspec knows.
+
+Object stores write an object whole or not at all, and can be told not to replace one. On other
+file systems an object is uploaded under a temporary name and moved; there two machines that create
+the same object at the same time may both believe they did.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from larder.core.errors import StoreError
+from larder.store.fs.base import TEMPORARY_FOLDER, FileInfo, FileSystem
+
+# Kinds whose writes are whole or nothing.
+ATOMIC_PROTOCOLS = frozenset(
+    {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss"}
+)
+
+
+class RemoteFileSystem(FileSystem):
+    """Objects behind an address.
+
+    Raises:
+        StoreError: fsspec knows no such kind of file system, or lacks the package for it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._system, self._root = _open_url(self.url)
+        self._is_atomic = url.partition("://")[0] in ATOMIC_PROTOCOLS
+
+    def create(self, path: str, data: bytes) -> None:
+        with _TranslatedErrors():
+            if self._is_atomic:
+                self._system.pipe_file(self._at(path), data, mode="create")
+                return
+            if self._system.exists(self._at(path)):
+                raise FileExistsError(self._at(path))
+            self._moved(path, data)
+
+    def replace(self, path: str, data: bytes) -> None:
+        with _TranslatedErrors():
+            if self._is_atomic:
+                self._system.pipe_file(self._at(path), data)
+                return
+            self._moved(path, data)
+
+    def read(self, path: str) -> bytes:
+        with _TranslatedErrors():
+            return self._system.cat_file(self._at(path))
+
+    def size(self, path: str) -> int | None:
+        try:
+            with _TranslatedErrors():
+                self._system.invalidate_cache()
+                return int(self._system.size(self._at(path)))
+        except FileNotFoundError:
+            return None
+
+    def touch(self, path: str, data: bytes) -> None:
+        """Object stores know no other time than that of writing: the content is written again."""
+        self.replace(path, data)
+
+    def remove(self, path: str) -> None:
+        try:
+            with _TranslatedErrors():
+                self._system.rm_file(self._at(path))
+        except FileNotFoundError:
+            return
+
+    def listing(self, folder: str) -> Iterator[FileInfo]:
+        try:
+            with _TranslatedErrors():
+                self._system.invalidate_cache()
+                found = self._system.find(self._at(folder), detail=True)
+        except FileNotFoundError:
+            return
+        for name, told in found.items():
+            path = name.removeprefix(f"{self._root}/")
+            yield FileInfo(path, int(told["size"]), _modified_seconds(told))
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _moved(self, path: str, data: bytes) -> None:
+        temporary = self._at(f"{TEMPORARY_FOLDER}/{secrets.token_hex(8)}")
+        self._system.makedirs(temporary.rpartition("/")[0], exist_ok=True)
+        self._system.makedirs(self._at(path).rpartition("/")[0], exist_ok=True)
+        self._system.pipe_file(temporary, data)
+        self._system.mv(temporary, self._at(path))
+
+
+class _TranslatedErrors:
+    """While a file system's client is asked: it may have errors of its own, which are passed on as
+    the operating system's."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and kind.__module__.partition(".")[0] not in ("builtins", "larder"):
+            raise OSError(f"{kind.__name__}: {error}") from error
+
+
+def _open_url(url: str) -> tuple[Any, str]:
+    try:
+        return url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise StoreError(
+            f"The store's address {url!r} cannot be opened ({error}): take a folder, or install "
+            "the fsspec package for that kind of address."
+        ) from error
+
+
+def _modified_seconds(told: dict[str, Any]) -> float:
+    """When an object was written; 0, long ago, where the file system does not say."""
+    for name in ("mtime", "LastModified", "last_modified", "created", "updated"):
+        when = told.get(name)
+        if isinstance(when, datetime):
+            return when.timestamp()
+        if isinstance(when, int | float):
+            return float(when)
+    return 0.0

@@ -1,0 +1,193 @@
+"""Who goes on with a session just now, among machines that share a store and nothing else.
+
+    claims/<tenant>/<session>/<term>.json      whoever has created the highest term has the session
+    holders/<holder>.json                      until when a holder counts as alive
+
+A claim lasts as long as its holder says that it is alive. Whoever falls silent, and wakes up late,
+finds a higher term, or that its own is gone. Clocks that differ only make a claim last longer or
+shorter: what is written is decided by the epochs of the session (`larder.store.sessions.epochs`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.errors import Damaged, Refused
+from larder.store.blobs.container import canonical_json, parse_json
+from larder.store.components import StoreComponents
+from larder.store.digests import digests_equal, mac_of
+from larder.store.sessions.records import session_key
+
+LEASES_FOLDER, HOLDERS_FOLDER = "claims", "holders"
+LEASE_SECONDS = 6.0
+HEARTBEAT_SECONDS = 2.0
+STALE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class SessionLease:
+    """The right to go on with a session.
+
+    Args:
+        folder: of the session's claims.
+        mark: no two claims have the same.
+    """
+
+    folder: str
+    term: int
+    mark: str
+
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+        return f"{self.folder}/{self.term}.json"
+
+
+class LeaseConflict(Refused):
+    """Somebody else goes on with the session.
+
+    Args:
+        seconds: after which the other counts as dead, unless it says that it is alive.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"The session is answering elsewhere, or was {seconds:.1f} s ago: ask again.", "claim"
+        )
+        self.seconds = seconds
+
+
+class SessionLeases:
+    """The claims of one process. Safe from threads, processes and machines.
+
+    Args:
+        alive_seconds: for which a holder counts as alive after it has said so.
+    """
+
+    def __init__(self, parts: StoreComponents, alive_seconds: float = LEASE_SECONDS) -> None:
+        self._parts, self._alive_seconds = parts, alive_seconds
+        self._holder = secrets.token_hex(32)
+        self._alive_until = 0.0
+
+    def beat(self) -> None:
+        """Say that this process is alive.
+
+        Raises:
+            StoreError: it cannot be said.
+        """
+        until = self._parts.clock() + self._alive_seconds
+        path = self._beside(self._holder)
+        self._call(self._parts.place.replace, path, self._told(path, until=until))
+        self._alive_until = until
+
+    def take(self, principal: str, name: str) -> SessionLease:
+        """Go on with a session.
+
+        Raises:
+            Held: somebody else does.
+            StoreError: nothing can be written.
+        """
+        if self._alive_until <= self._parts.clock():
+            self.beat()
+        tenant = self._parts.tenant(principal)
+        folder = f"{LEASES_FOLDER}/{tenant}/{session_key(tenant, name)}"
+        terms = self._terms(folder)
+        for term in terms:
+            self._check(f"{folder}/{term}.json")
+        claim = SessionLease(folder, max(terms, default=0) + 1, secrets.token_hex(16))
+        told = self._told(claim.path, holder=self._holder, mark=claim.mark)
+        try:
+            self._call(self._parts.place.create, claim.path, told)
+        except FileExistsError as error:
+            raise LeaseConflict(self._alive_seconds) from error
+        for term in terms:
+            self._call(self._parts.place.remove, f"{folder}/{term}.json")
+        return claim
+
+    def holds(self, claim: SessionLease) -> bool:
+        """Whether nobody has taken the session since.
+
+        Raises:
+            StoreError: that cannot be told.
+        """
+        if max(self._terms(claim.folder), default=0) != claim.term:
+            return False
+        return self._read(claim.path).get("mark") == claim.mark
+
+    def release(self, claim: SessionLease) -> None:
+        """Others may go on with the session.
+
+        Raises:
+            StoreError: it cannot be said; the claim ends with this process.
+        """
+        if self._read(claim.path).get("mark") == claim.mark:
+            self._call(self._parts.place.remove, claim.path)
+
+    def sweep(self) -> int:
+        """Delete what processes left that ended without a word a while ago; how many files."""
+        parts = self._parts
+        before = parts.clock() - STALE_SECONDS
+        old = [
+            entry.path
+            for folder in (HOLDERS_FOLDER, LEASES_FOLDER)
+            for entry in self._call(lambda folder=folder: list(parts.place.listing(folder)))
+            if entry.modified < before and not self._is_alive(entry.path)
+        ]
+        for path in old:
+            self._call(parts.place.remove, path)
+        return len(old)
+
+    def _is_alive(self, path: str) -> bool:
+        """Whether a holder, or the one of a claim, has said that it is alive."""
+        told = self._read(path)
+        if "holder" in told:
+            told = self._read(self._beside(str(told["holder"])))
+        return float(told.get("until", 0.0)) > self._parts.clock()
+
+    def close(self) -> None:
+        """Say that this process has ended, and with it what it holds.
+
+        Raises:
+            StoreError: it cannot be said.
+        """
+        self._call(self._parts.place.remove, self._beside(self._holder))
+        self._alive_until = 0.0
+
+    def _check(self, path: str) -> None:
+        """Raises: Held: whose claim this is is alive, and is not this process."""
+        holder = str(self._read(path).get("holder", ""))
+        if holder == self._holder:
+            return
+        until = self._read(self._beside(holder)).get("until", 0.0)
+        left = min(float(until) - self._parts.clock(), self._alive_seconds)
+        if left > 0:
+            raise LeaseConflict(left)
+
+    def _terms(self, folder: str) -> list[int]:
+        found = self._call(lambda: [entry.path for entry in self._parts.place.listing(folder)])
+        words = (path.rpartition("/")[2].removesuffix(".json") for path in found)
+        return sorted(int(word) for word in words if word.isascii() and word.isdecimal())
+
+    def _told(self, path: str, **told: Any) -> bytes:
+        text = canonical_json(told)
+        return canonical_json(
+            {"told": text, "seal": mac_of(self._parts.secret, path, text)}
+        ).encode()
+
+    def _read(self, path: str) -> dict[str, Any]:
+        """What a file tells; nothing where it is gone, or was not written by one of us."""
+        try:
+            outer = parse_json(self._call(self._parts.place.read, path))
+            text = str(outer["told"])
+            is_ours = digests_equal(mac_of(self._parts.secret, path, text), str(outer["seal"]))
+        except (FileNotFoundError, Damaged, KeyError, TypeError):
+            return {}
+        return parse_json(text) if is_ours else {}
+
+    def _call(self, function: Any, *given: Any) -> Any:
+        return self._parts.guard.call(function, *given)
+
+    def _beside(self, holder: str) -> str:
+        return f"{HOLDERS_FOLDER}/{mac_of(self._parts.secret, holder)}.json"

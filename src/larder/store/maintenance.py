@@ -1,0 +1,151 @@
+"""Looking after a store: is everything whole, and what can go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from larder.core.errors import LarderError
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
+from larder.store.blobs.container import unpack_container
+from larder.store.components import StoreComponents
+from larder.store.fs.base import QUARANTINE_FOLDER
+from larder.store.sessions.records import Record, decode_record, encode_record
+
+# How long it is told of a session that it was removed, to writers that have not heard of it.
+TOMBSTONE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """What was found of a session.
+
+    Args:
+        record: its newest state.
+        problems: one sentence each; empty where everything is whole.
+    """
+
+    record: Record
+    problems: tuple[str, ...]
+
+
+class StoreMaintenance:
+    """What an operator asks of a store. Safe while others use it."""
+
+    def __init__(self, parts: StoreComponents) -> None:
+        self._parts = parts
+
+    def verify(self, records: Iterable[Record]) -> list[VerificationResult]:
+        """Read every blob of some sessions and compare it with its digests.
+
+        What is damaged is set aside, so that the next saving writes it anew. A record that is
+        missing or damaged beside the blobs is written again.
+        """
+        return [VerificationResult(record, tuple(self._problems(record))) for record in records]
+
+    def sweep(self, grace_seconds: float = GRACE_SECONDS) -> int:
+        """Delete what nothing refers to: what crashes left, and what was removed.
+
+        Args:
+            grace_seconds: how long what another process writes may be in the making.
+
+        Returns:
+            the bytes of blobs that were freed.
+        """
+        parts = self._parts
+        for own, newest in _newest_records(parts.heads.all_written()).items():
+            kept = 1 if self._is_over(newest) else parts.kept_epochs
+            parts.dropping.states(parts.heads.prune(*own, kept))
+        written = parts.heads.all_written()
+        self._ask_for({(r.tenant, r.session) for r in written})
+        live = {ref.digest for record in written for ref in record.refs}
+        before = parts.clock() - grace_seconds
+        live |= parts.dropping.sweep(live, before)
+        there = [record for record in written if not record.removed]
+        parts.families.sweep({(r.tenant, r.session) for r in there}, before)
+        parts.families.note_all(there)
+        live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
+        for record in _newest_records(written).values():
+            if record.removed and record.made <= before:
+                parts.heads.forget(record)
+        for path in parts.guard.call(self._aside, before):
+            parts.guard.call(parts.place.remove, path)
+        return parts.shelves.sweep(live, grace_seconds)
+
+    def note_branches(self) -> None:
+        """Note branches that were written before that was done, of which the index knows."""
+        parts = self._parts
+        tenants = {tenant for tenant, _ in parts.manifest.sessions()}
+        parts.families.note_all(r for each in tenants for r in parts.heads.of(each))
+
+    def forget_removed(self, grace_seconds: float = TOMBSTONE_SECONDS) -> int:
+        """Drop what says of sessions that they were removed; how many. Cheap, unlike a sweep."""
+        parts = self._parts
+        gone = parts.manifest.removed(parts.clock() - grace_seconds)
+        for record in gone:
+            parts.heads.forget(record)
+        parts.shelves.settle()
+        return len(gone)
+
+    def _ask_for(self, written: Collection[tuple[str, str]]) -> None:
+        """Have the index learn of sessions that another machine has removed."""
+        for own in self._parts.manifest.sessions():
+            if own not in written:
+                with suppress(LarderError):
+                    self._parts.heads.newest(*own)
+
+    def _is_over(self, newest: Record) -> bool:
+        """Whether a session was removed; its states are left where who did so was stopped."""
+        if not newest.removed:
+            return False
+        written = self._parts.heads.written(newest.tenant, newest.session)
+        return newest.epoch == max(written, default=0)
+
+    def _problems(self, record: Record) -> list[str]:
+        own = record.tenant
+        found = [said for ref in record.spans if (said := self._damage(ref, own))]
+        try:
+            self._parts.vault.ids(record)
+        except LarderError as error:
+            found.append(f"The log of tokens is lost: {error}")
+        if record.transcript is not None:
+            try:
+                self._parts.vault.transcript(record)
+            except LarderError as error:
+                found.append(f"The transcript is lost: {error}")
+        try:
+            self._parts.vault.beside(record)
+        except LarderError as error:
+            found.append(f"What was told beside the caches is lost: {error}")
+        return found + self._mended(record)
+
+    def _damage(self, ref: BlobRef, tenant: str) -> str:
+        try:
+            unpack_container(self._parts.vault.get(ref, tenant))
+        except LarderError as error:
+            return str(error)
+        return ""
+
+    def _mended(self, record: Record) -> list[str]:
+        parts = self._parts
+        try:
+            data = parts.guard.call(parts.records.read, record.path)
+            if decode_record(data, parts.secret) == record:
+                return []
+        except (FileNotFoundError, LarderError):
+            pass
+        parts.guard.call(parts.records.replace, record.path, encode_record(record, parts.secret))
+        return ["Its record beside the blobs was damaged and is written again."]
+
+    def _aside(self, before: float) -> list[str]:
+        return [
+            e.path for e in self._parts.place.listing(QUARANTINE_FOLDER) if e.modified <= before
+        ]
+
+
+def _newest_records(written: Iterable[Record]) -> dict[tuple[str, str], Record]:
+    """By tenant and key of a session, the newest of its records."""
+    ordered = sorted(written, key=lambda record: record.epoch)
+    return {(record.tenant, record.session): record for record in ordered}

@@ -1,0 +1,207 @@
+"""What a saved cache depends on: whoever asks for it must be the same in all of it.
+
+Keys and values are numbers that one model made of one spelling of a text. Another model of equal
+shapes, another rotation, another tokenizer: each makes numbers that fit and mean something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from larder.core.spec import ModelSpec
+from larder.store.blobs.container import DTYPE_NAMES, canonical_json, raw_bytes
+from larder.store.digests import digest_of, key_of
+
+READ_BYTES = 2**22  # of a file read at once
+INFORMATIONAL_FIELDS = (
+    "torch",
+    "transformers",
+    "model",
+)  # told to people, not compared as they stand
+
+# What configurations say of where or how a model was loaded, not of what it is.
+_INCIDENTAL = frozenset({"transformers_version", "dtype", "torch_dtype", "_name_or_path"})
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Digests and short words, each of one thing that a cache depends on.
+
+    Args:
+        model: what it is called by people.
+        weights: digest of every weight, or of every weight's file.
+        config: digest of the configuration, revision included.
+        tokenizer: digest of all that turns text into tokens.
+        chat_template: digest of how a conversation becomes text.
+        rope: digest of how positions turn keys, layer by layer.
+        layers: digest of heads, sizes and windows, in their order.
+        kv_dtype: of keys and values.
+        compute_dtype: that the model computes in.
+        attention: the attention that was used, by class or name.
+        adapters: digests of what was put on top of the weights, in their order.
+        quantization: of the weights; empty for none.
+        torch: its version. Only the major one counts: others differ by rounding, which
+            `numerics` is for.
+        transformers: its version.
+        numerics: anything by which the caller tells arithmetics apart.
+    """
+
+    model: str
+    weights: str
+    config: str
+    tokenizer: str
+    chat_template: str
+    rope: str
+    layers: str
+    kv_dtype: str
+    compute_dtype: str
+    attention: str
+    adapters: str = ""
+    quantization: str = ""
+    torch: str = ""
+    transformers: str = ""
+    numerics: str = ""
+
+    @property
+    def key(self) -> str:
+        """One digest of all that counts; equal identities have equal ones."""
+        return key_of("identity", canonical_json(self._counting()))
+
+    def differences(self, other: ModelIdentity) -> list[str]:
+        """The names of what differs and counts; empty where one's cache is good for the other."""
+        own, others = self._counting(), other._counting()
+        return [name for name, value in own.items() if others[name] != value]
+
+    def told(self) -> dict[str, str]:
+        """All of it as text."""
+        return asdict(self)
+
+    @staticmethod
+    def of(told: Mapping[str, str]) -> ModelIdentity:
+        """What `told` told; what a larder of another time left out is empty, and so differs."""
+        return ModelIdentity(**{f.name: str(told.get(f.name, "")) for f in fields(ModelIdentity)})
+
+    def _counting(self) -> dict[str, str]:
+        counting = {
+            name: value for name, value in asdict(self).items() if name not in INFORMATIONAL_FIELDS
+        }
+        return counting | {"torch": self.torch.partition(".")[0]}
+
+
+def model_identity(
+    spec: ModelSpec,
+    config: Mapping[str, Any],
+    weights: str,
+    tokenizer: str,
+    *,
+    model: str = "",
+    chat_template: str = "",
+    compute_dtype: str = "",
+    attention: str = "larder",
+    adapters: Sequence[str] = (),
+    torch: str = "",
+    transformers: str = "",
+    numerics: str = "",
+) -> ModelIdentity:
+    """The identity of a model that is loaded.
+
+    Args:
+        config: as transformers has it, as a dictionary.
+        weights: as `digest_of_files` or `digest_of_weights` gives it.
+        tokenizer: all of it as text, as `tokenizers` writes it.
+        chat_template: as text.
+        adapters: digests, in the order in which they are put on.
+    """
+    known = {key: value for key, value in config.items() if key not in _INCIDENTAL}
+    quantized = known.get("quantization_config")
+    turning = [_rounded_numbers(layer.radians) for layer in spec.layers]
+    scaling = {key: value for key, value in known.items() if key.startswith("rope")}
+    shapes = [
+        [layer.index, layer.query_heads, layer.kv_heads, layer.head_dim, layer.scaling]
+        + [layer.sliding_window]
+        for layer in spec.layers
+    ]
+    return ModelIdentity(
+        model=model,
+        weights=weights,
+        config=_digest(known),
+        tokenizer=key_of("tokenizer", tokenizer),
+        chat_template=key_of("template", chat_template),
+        rope=_digest([turning, scaling]),
+        layers=_digest(shapes),
+        kv_dtype=str(spec.dtype).removeprefix("torch."),
+        compute_dtype=compute_dtype or str(spec.dtype).removeprefix("torch."),
+        attention=attention,
+        adapters=",".join(adapters),
+        quantization=_digest(quantized) if quantized else "",
+        torch=torch,
+        transformers=transformers,
+        numerics=numerics,
+    )
+
+
+def digest_of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of every number of every weight, by name, for models that came from no file."""
+    parts = [
+        f"{name}:{DTYPE_NAMES[weight.dtype]}:{tuple(weight.shape)}:{digest_of(raw_bytes(weight))}"
+        for name, weight in weights
+    ]
+    return key_of("weights", *sorted(parts))
+
+
+def digest_of_files(files: Sequence[Path], memory: Path | None = None) -> str:
+    """Digest of the content of files, whatever they are called but for their order by name.
+
+    Args:
+        memory: where digests are kept by path, size and time of change, so that a file is read
+            once in its life.
+    """
+    known = {} if memory is None else _cached_digests(memory)
+    found: dict[str, str] = {}
+    for file in sorted(files, key=lambda file: file.name):
+        told = file.stat()
+        mark = f"{file.resolve()}:{told.st_size}:{told.st_mtime_ns}"
+        found[mark] = known.get(mark) or _digest_of_file(file)
+    if memory is not None and not found.keys() <= known.keys():
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = memory.with_name(
+            f"{memory.name}.{hashlib.md5(str(found).encode()).hexdigest()}"
+        )
+        temporary.write_text(json.dumps(known | found, indent=1))
+        temporary.replace(memory)
+    return key_of("files", *found.values())
+
+
+def _digest_of_file(file: Path) -> str:
+    from blake3 import blake3
+
+    hasher = blake3()
+    with open(file, "rb") as opened:
+        while piece := opened.read(READ_BYTES):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _cached_digests(memory: Path) -> dict[str, str]:
+    """What was kept; nothing where that cannot be read: then files are read again."""
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _digest(value: Any) -> str:
+    return key_of("value", json.dumps(value, sort_keys=True, default=str))
+
+
+def _rounded_numbers(numbers: Sequence[float] | None) -> list[str] | None:
+    """Numbers to six places: measured ones differ behind that from run to run."""
+    return None if numbers is None else [f"{number:.6g}" for number in numbers]

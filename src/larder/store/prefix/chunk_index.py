@@ -1,0 +1,303 @@
+"""Which beginnings of texts are kept, found token by token.
+
+A chunk holds keys and values of `CHUNK_TOKENS` tokens behind one known beginning. Chunks of one
+tenant and one identity form a tree; children of a chunk are ordered by their tokens, so the one
+that shares most with a text stands next to where the text would be. A chunk belongs to its parent's
+row, which was itself chosen by its tokens: no digest decides what follows what, so two texts whose
+digests collide are still two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from larder.store.at_once import parallel_map
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.encryption import Encryption, NoEncryption
+from larder.store.fs.base import FileSystem
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.manifest import Manifest
+from larder.store.prefix.chunk_records import (
+    ChunkMatch,
+    ChunkRecords,
+    PrefixChunk,
+    chunk_from_dict,
+    chunk_to_dict,
+)
+from larder.store.wording import chunk_key, common_prefix_len, prefix_digest, token_bytes
+
+CHUNK_TOKENS = 256
+_COLUMNS = "id, parent, start, tokens, key, prefix, digest, bytes"
+_UNREFERENCED = "NOT EXISTS (SELECT 1 FROM spans WHERE spans.digest = chunks.digest)"
+_DIGESTS = "SELECT tenant, key, digest FROM chunks"
+_DELETE_LEAF = (
+    f"DELETE FROM chunks WHERE id = ? AND key = ? AND {_UNREFERENCED} AND NOT EXISTS (SELECT 1 "
+    "FROM "
+    "chunks AS next WHERE (next.tenant, next.identity, next.parent) = "
+    "(chunks.tenant, chunks.identity, chunks.id)) RETURNING id"
+)
+
+
+class ChunkIndex:
+    """The chunks of all tenants. Safe from threads and processes.
+
+    Args:
+        place: where a chunk is told of for other machines, and for building the index again.
+        sealing: how tokens and their digests stand in the index.
+    """
+
+    def __init__(
+        self,
+        place: FileSystem,
+        guard: DeadlineExecutor,
+        manifest: Manifest,
+        secret: bytes,
+        sealing: Encryption = NoEncryption(),  # noqa: B008, without state
+    ) -> None:
+        self._manifest, self._sealing = manifest, sealing
+        self._notes = ChunkRecords(place, guard, secret)
+
+    def longest(self, tenant: str, identity: str, ids: Sequence[int]) -> list[ChunkMatch]:
+        """Chunks that together hold the longest beginning of a text that is kept.
+
+        All but the last share all of their tokens with it.
+        """
+        found: list[ChunkMatch] = []
+        parent, start, parent_key, prefix = 0, 0, "", hashlib.sha256()
+        while start < len(ids):
+            wanted, before = (
+                token_bytes(ids[start : start + CHUNK_TOKENS]),
+                _digest_before(prefix, start),
+            )
+            prefix.update(wanted)
+            masked = self._sealing.masked(tenant, before, wanted)
+            best = self._nearest(tenant, identity, parent, masked)
+            if len(wanted) == 4 * CHUNK_TOKENS and (best is None or best.tokens < CHUNK_TOKENS):
+                told = (tenant, identity, parent, parent_key, start, wanted, prefix.hexdigest())
+                best = self._elsewhere(*told) or best
+            if best is None or not best.tokens:
+                break
+            found.append(best)
+            if best.tokens < len(best.chunk.tokens) // 4:
+                break
+            parent, start, parent_key = best.chunk.row, best.chunk.stop, best.chunk.key
+        return found
+
+    def add(
+        self,
+        tenant: str,
+        identity: str,
+        parent: PrefixChunk | None,
+        ids: Sequence[int],
+        ref: BlobRef,
+    ) -> PrefixChunk | None:
+        """Tell of a chunk whose blob is kept; None where the one that it continues is gone.
+
+        Args:
+            ids: every token of the text up to the chunk's last.
+        """
+        start = 0 if parent is None else parent.stop
+        tokens, above = token_bytes(ids[start:]), "" if parent is None else parent.key
+        made = PrefixChunk(
+            0,
+            0 if parent is None else parent.row,
+            start,
+            tokens,
+            self._key(tenant, identity, above, tokens),
+            prefix_digest(ids),
+            ref,
+        )
+        before = prefix_digest(ids[:start]) if start else ""
+        # Where digests collide, other machines do without it.
+        is_new = self._notes.tell(tenant, made.key, chunk_to_dict(made, tenant, identity, before))
+        added = self._insert(made, tenant, identity, before)
+        if not is_new:
+            self._notes.share(tenant, made.key)
+        elif added is None:
+            self._notes.remove(tenant, [made.key])
+        return added
+
+    def drop(self, chunk: PrefixChunk, tenant: str) -> list[PrefixChunk]:
+        """Forget a chunk and all that continue it; the blobs are the caller's to delete."""
+        with self._manifest.writing() as rows:
+            found = rows(
+                "WITH RECURSIVE below(id) AS (SELECT id FROM chunks WHERE id = ? AND key = ? "
+                "UNION SELECT chunks.id FROM chunks "
+                f"JOIN below ON parent = below.id) SELECT {_COLUMNS} FROM chunks "
+                "WHERE id IN (SELECT id FROM below)",
+                (chunk.row, chunk.key),
+            )
+            gone = [_chunk_from_row(row) for row in found]
+            for each in gone:
+                rows("DELETE FROM chunks WHERE id = ?", (each.row,))
+        self._notes.remove(tenant, (each.key for each in gone))
+        return gone
+
+    def unused(self, tenant: str, refs: Iterable[BlobRef]) -> list[PrefixChunk]:
+        """Which chunks of these blobs no session that the index has is made of."""
+        with self._manifest.reading() as rows:
+            found = [
+                row
+                for ref in refs
+                for row in rows(
+                    f"SELECT {_COLUMNS} FROM chunks WHERE tenant = ? AND digest = ? AND "
+                    f"{_UNREFERENCED}",
+                    (tenant, ref.digest),
+                )
+            ]
+        return [_chunk_from_row(row) for row in found]
+
+    def all_unused(self, since: float) -> dict[str, list[PrefixChunk]]:
+        """Per tenant, every chunk that no session is made of and nobody has read since then."""
+        found = defaultdict[str, list[PrefixChunk]](list)
+        with self._manifest.reading() as rows:
+            for tenant, *row in rows(
+                f"SELECT tenant, {_COLUMNS} FROM chunks WHERE last_used <= ? AND {_UNREFERENCED}",
+                (since,),
+            ):
+                found[tenant].append(_chunk_from_row(row))
+        return found
+
+    def keep(self, tenant: str, identity: str, ids: Sequence[int]) -> None:
+        """Have the beginning of a text stay though no session is made of it, until it is dropped.
+
+        On other machines, too.
+        """
+        for each in self.longest(tenant, identity, ids):
+            if each.tokens == CHUNK_TOKENS:
+                self._notes.keep(tenant, each.chunk.key)
+
+    def kept(self) -> dict[tuple[str, str], str]:
+        """By tenant and key, blobs of all chunks that are to stay; "" where none can be told."""
+        with self._manifest.reading() as rows:
+            here = {(tenant, key): digest for tenant, key, digest in rows(_DIGESTS)}
+        return {own: here.get(own) or self._digest(*own) for own in self._notes.kept()}
+
+    def stays(self, chunk: PrefixChunk, tenant: str) -> bool:
+        """Whether a chunk is kept for its own sake, or another machine than its writer uses it."""
+        own = tenant, chunk.key
+        return self._notes.is_kept(*own) or self._notes.is_shared(*own)
+
+    def leave(self, tenant: str, chunks: Iterable[PrefixChunk]) -> None:
+        """Forget chunks that no session is made of and none continues that stays; the blobs do."""
+        gone: list[str] = []
+        with self._manifest.writing() as rows:
+            for chunk in sorted(chunks, key=lambda chunk: -chunk.start):
+                gone += [chunk.key] if rows(_DELETE_LEAF, (chunk.row, chunk.key)) else []
+        parallel_map(lambda key: self._notes.remove(tenant, [key]), gone)
+
+    def used(self, shared: Sequence[ChunkMatch]) -> None:
+        """Chunks were read."""
+        now = self._manifest.clock()
+        with self._manifest.writing() as rows:
+            for each in shared:
+                rows(
+                    "UPDATE chunks SET last_used = ?, uses = uses + 1 WHERE id = ?",
+                    (now, each.chunk.row),
+                )
+
+    def all(self) -> list[tuple[str, PrefixChunk, float, int]]:
+        """Tenant, chunk, last use and uses of every row, parents first."""
+        with self._manifest.reading() as rows:
+            found = rows(
+                f"SELECT tenant, {_COLUMNS}, last_used, uses FROM chunks ORDER BY start, id"
+            )
+        return [(row[0], _chunk_from_row(row[1:9]), row[9], row[10]) for row in found]
+
+    def rebuild(self) -> None:
+        """Index what is told of beside the blobs."""
+        known: dict[tuple[str, str, str], int] = {}
+        for each in sorted(self._notes.all(), key=lambda told: (told["start"], told["key"])):
+            own = each["tenant"], each["identity"]
+            parent = known.get((*own, each["before"]), 0)
+            if each["start"] and not parent:
+                continue  # what it continues is lost
+            made = chunk_from_dict(each, parent)
+            if (row := self._insert(made, *own, each["before"])) is not None:
+                known[*own, made.prefix] = row.row
+
+    def _nearest(self, tenant: str, identity: str, parent: int, wanted: bytes) -> ChunkMatch | None:
+        """The child that shares most tokens: one of the two that stand beside the text."""
+        best: ChunkMatch | None = None
+        with self._manifest.reading() as rows:
+            for sign, order in (("<=", "DESC"), (">", "ASC")):
+                found = rows(
+                    f"SELECT {_COLUMNS} FROM chunks WHERE tenant = ? AND identity = ? "
+                    f"AND parent = ? AND tokens {sign} ? ORDER BY tokens {order} LIMIT 1",
+                    (tenant, identity, parent, wanted),
+                )
+                for chunk in map(_chunk_from_row, found):
+                    count = common_prefix_len(chunk.tokens, wanted)
+                    if best is None or count > best.tokens:
+                        best = ChunkMatch(chunk, count)
+        return best
+
+    def _elsewhere(
+        self,
+        tenant: str,
+        identity: str,
+        parent: int,
+        parent_key: str,
+        start: int,
+        wanted: bytes,
+        prefix: str,
+    ) -> ChunkMatch | None:
+        """A chunk that another machine has kept behind the same beginning."""
+        told = self._notes.read(tenant, self._key(tenant, identity, parent_key, wanted))
+        if told is None or told["tenant"] != tenant or told["identity"] != identity:
+            return None
+        chunk = chunk_from_dict(told, parent)
+        if (chunk.tokens, chunk.start, chunk.prefix) != (wanted, start, prefix):
+            return None
+        self._notes.share(tenant, chunk.key)
+        inserted = self._insert(chunk, tenant, identity, told["before"])
+        return None if inserted is None else ChunkMatch(inserted, CHUNK_TOKENS)
+
+    def _insert(
+        self, chunk: PrefixChunk, tenant: str, identity: str, before: str
+    ) -> PrefixChunk | None:
+        """The chunk as a row; the one that is there already, with the blob that is told of now.
+
+        None where the row of the one that it continues is gone, or another's by now.
+        """
+        tokens = self._sealing.masked(tenant, before, chunk.tokens)
+        prefix = self._sealing.tagged(tenant, chunk.prefix)
+        parent = chunk.parent, self._sealing.tagged(tenant, before) if before else ""
+        with self._manifest.writing() as rows:
+            if chunk.parent and not rows(
+                "SELECT 1 FROM chunks WHERE id = ? AND prefix = ?", parent
+            ):
+                return None
+            rows(
+                "INSERT INTO chunks (tenant, identity, parent, tokens, start, key, prefix, digest, "
+                "bytes, last_used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT DO "
+                "UPDATE SET digest = excluded.digest, bytes = excluded.bytes",
+                (tenant, identity, chunk.parent, tokens, chunk.start, chunk.key)
+                + (prefix, chunk.ref.digest, chunk.ref.bytes, self._manifest.clock()),
+            )
+            [row] = rows(
+                f"SELECT {_COLUMNS} FROM chunks WHERE tenant = ? AND identity = ? "
+                "AND parent = ? AND tokens = ?",
+                (tenant, identity, chunk.parent, tokens),
+            )
+        return _chunk_from_row(row)
+
+    def _digest(self, tenant: str, key: str) -> str:
+        """Of the blob that is told of; empty where none can be told."""
+        told = self._notes.read(tenant, key)
+        return "" if told is None else str(told["ref"]["digest"])
+
+    def _key(self, tenant: str, identity: str, parent: str, tokens: bytes) -> str:
+        return self._sealing.tagged(tenant, chunk_key(tenant, identity, parent, tokens))
+
+
+def _digest_before(prefix: Any, start: int) -> str:
+    """What stands in front of a chunk, as a digest; empty for nothing."""
+    return prefix.hexdigest() if start else ""
+
+
+def _chunk_from_row(row: Sequence[Any]) -> PrefixChunk:
+    return PrefixChunk(*row[:6], BlobRef(*row[6:]))  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,181 @@
+"""What is told of chunks beside the blobs, for other machines and for building the index again.
+
+chunks/<tenant>/<key>.json     a chunk, sealed
+chunks/<tenant>/<key>.shared   another machine than the one that told of it uses it as well
+kept/<tenant>/<key>.json       it is kept for its own sake, whether or not a session is made of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from larder.core.errors import Damaged, Refused
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.blobs.container import canonical_json, parse_json
+from larder.store.digests import digests_equal, mac_of
+from larder.store.fs.base import FileSystem
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.wording import token_bytes, token_ids_from_bytes
+
+CHUNKS_FOLDER, KEPT_FOLDER = "chunks", "kept"
+CHUNK_SCHEMA = 1
+RECORD_SUFFIX, SHARED_SUFFIX = "json", "shared"
+
+
+@dataclass(frozen=True)
+class PrefixChunk:
+    """Keys and values of some tokens behind one beginning.
+
+    Args:
+        row: of the manifest.
+        parent: the row of the chunk that it continues; 0 for none.
+        start: true position of the first token.
+        tokens: as `token_bytes` spells them; masked, where the store is under a key.
+        key: what it is called beside the blobs.
+        prefix: digest of every token from the first of the text to the last of the chunk; tagged,
+            where the store is under a key.
+        ref: of its blob.
+    """
+
+    row: int
+    parent: int
+    start: int
+    tokens: bytes
+    key: str
+    prefix: str
+    ref: BlobRef
+
+    @property
+    def stop(self) -> int:
+        """True position behind its last token."""
+        return self.start + len(self.tokens) // 4
+
+
+@dataclass(frozen=True)
+class ChunkMatch:
+    """A chunk, and how many of its tokens a text shares."""
+
+    chunk: PrefixChunk
+    tokens: int
+
+
+class ChunkRecords:
+    """Safe from threads and processes.
+
+    Args:
+        place: where they lie.
+    """
+
+    def __init__(self, place: FileSystem, guard: DeadlineExecutor, secret: bytes) -> None:
+        self._place, self._guard, self._secret = place, guard, secret
+
+    def tell(self, tenant: str, key: str, told: dict[str, Any]) -> bool:
+        """Tell of a chunk; whether nothing of its name was told before."""
+        text = canonical_json(told | {"schema": CHUNK_SCHEMA})
+        data = canonical_json({"chunk": text, "seal": mac_of(self._secret, text)}).encode()
+        try:
+            self._guard.call(self._place.create, chunk_record_path(tenant, key), data)
+        except FileExistsError:
+            return False
+        return True
+
+    def read(self, tenant: str, key: str) -> dict[str, Any] | None:
+        """What is told of a chunk; None where nothing is, or it is not what was written."""
+        return self._read(chunk_record_path(tenant, key))
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        """All that is told and whole."""
+        for path in self._guard.call(self._paths, CHUNKS_FOLDER):
+            if (told := self._read(path)) is not None:
+                yield told
+
+    def share(self, tenant: str, key: str) -> None:
+        """Say that another machine uses a chunk than the one that told of it."""
+        with suppress(FileExistsError):
+            self._guard.call(
+                self._place.create, chunk_record_path(tenant, key, SHARED_SUFFIX), b"{}"
+            )
+
+    def is_shared(self, tenant: str, key: str) -> bool:
+        """Whether another machine has said so."""
+        return (
+            self._guard.call(self._place.size, chunk_record_path(tenant, key, SHARED_SUFFIX))
+            is not None
+        )
+
+    def keep(self, tenant: str, key: str) -> None:
+        """Say that a chunk is kept for its own sake."""
+        with suppress(FileExistsError):
+            self._guard.call(self._place.create, _kept_marker_path(tenant, key), b"{}")
+
+    def is_kept(self, tenant: str, key: str) -> bool:
+        """Whether a machine has said so."""
+        return self._guard.call(self._place.size, _kept_marker_path(tenant, key)) is not None
+
+    def kept(self) -> set[tuple[str, str]]:
+        """Tenant and key of every chunk of which that was said."""
+        words = (path.split("/") for path in self._guard.call(self._paths, KEPT_FOLDER))
+        return {
+            (each[1], each[2].removesuffix(f".{RECORD_SUFFIX}")) for each in words if len(each) == 3
+        }
+
+    def remove(self, tenant: str, keys: Iterable[str]) -> None:
+        """Tell nothing of some chunks any more."""
+        for key in keys:
+            told = (chunk_record_path(tenant, key, kind) for kind in (RECORD_SUFFIX, SHARED_SUFFIX))
+            for path in (_kept_marker_path(tenant, key), *told):
+                self._guard.call(self._place.remove, path)
+
+    def _read(self, path: str) -> dict[str, Any] | None:
+        try:
+            outer = parse_json(self._guard.call(self._place.read, path))
+            if not digests_equal(mac_of(self._secret, outer["chunk"]), outer["seal"]):
+                return None
+            told = parse_json(outer["chunk"])
+        except (FileNotFoundError, Damaged, Refused, KeyError, TypeError):
+            return None
+        return told if told.get("schema") == CHUNK_SCHEMA else None
+
+    def _paths(self, folder: str) -> list[str]:
+        found = (entry.path for entry in self._place.listing(folder))
+        return [path for path in found if path.endswith(f".{RECORD_SUFFIX}")]
+
+
+def chunk_record_path(tenant: str, key: str, kind: str = RECORD_SUFFIX) -> str:
+    """Where a chunk is told of."""
+    return f"{CHUNKS_FOLDER}/{tenant}/{key}.{kind}"
+
+
+def _kept_marker_path(tenant: str, key: str) -> str:
+    return f"{KEPT_FOLDER}/{tenant}/{key}.{RECORD_SUFFIX}"
+
+
+def chunk_to_dict(chunk: PrefixChunk, tenant: str, identity: str, before: str) -> dict[str, Any]:
+    """What to tell of a chunk.
+
+    Args:
+        before: digest of the text in front of it; empty for nothing.
+    """
+    told = asdict(chunk) | {"tokens": token_ids_from_bytes(chunk.tokens), "before": before}
+    told |= {"tenant": tenant, "identity": identity}
+    return {name: told[name] for name in told if name not in ("row", "parent")}
+
+
+def chunk_from_dict(told: dict[str, Any], parent: int) -> PrefixChunk:
+    """A chunk as it was told of, before it has a row of its own.
+
+    Args:
+        parent: the row of the one that it continues.
+    """
+    return PrefixChunk(
+        0,
+        parent,
+        told["start"],
+        token_bytes(told["tokens"]),
+        told["key"],
+        told["prefix"],
+        BlobRef(**told["ref"]),
+    )

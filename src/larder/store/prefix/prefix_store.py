@@ -1,0 +1,73 @@
+"""Beginnings of texts that a tenant's sessions share: kept once, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import Damaged, LarderError, Refused
+from larder.core.spec import ModelSpec
+from larder.store.components import StoreComponents
+from larder.store.ledger import Tier
+from larder.store.model_identity import ModelIdentity
+from larder.store.prefix import chunk_index
+from larder.store.prefix.chunk_records import ChunkMatch
+from larder.store.sessions.cache_io import CacheSnapshot, check_snapshot
+from larder.store.throughput import RestorePath
+
+
+class PrefixStore:
+    """Caches of beginnings, by the tokens they hold. Safe from threads and processes."""
+
+    def __init__(self, parts: StoreComponents) -> None:
+        self._parts = parts
+
+    def save(
+        self, principal: str, ids: Sequence[int], cache: SequenceCache, identity: ModelIdentity
+    ) -> int:
+        """Keep the beginning of a text for the tenant's other sessions; the tokens that are kept.
+
+        It stays, whether or not a session is made of it, until the disk must make room.
+        Only a cache that holds everything it has read is good for that; of others nothing is kept.
+
+        Raises:
+            BudgetError, StoreFull, StoreSlow: it cannot be kept.
+        """
+        check_snapshot(ids, CacheSnapshot(cache, identity, ""))
+        tenant = self._parts.tenant(principal)
+        chunks = len(ids) // chunk_index.CHUNK_TOKENS
+        with self._parts.shelves.indexing(chunks), self._parts.shelves.saving(tenant) as saving:
+            count = self._parts.writer.chunks(saving, tenant, ids, cache, identity)
+            self._parts.chunks.keep(tenant, identity.key, ids[:count])
+        return count
+
+    def longest(
+        self, principal: str, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
+    ) -> SequenceCache | None:
+        """The cache of the longest beginning of a text that the tenant has kept; None of nothing.
+
+        The text's last token is left out: it must be read for what comes next.
+        """
+        parts, tenant = self._parts, self._parts.tenant(principal)
+
+        def unusable(each: ChunkMatch, error: LarderError) -> None:
+            parts.refusals.note_error(error)
+            if isinstance(error, Damaged | Refused):
+                gone = parts.chunks.drop(each.chunk, tenant)
+                parts.shelves.drop(chunk.ref for chunk in gone)
+
+        try:
+            shared = parts.chunks.longest(tenant, identity.key, ids[: max(len(ids) - 1, 0)])
+            if not shared:
+                return None
+            stored = sum(each.chunk.ref.bytes for each in shared)
+            tokens = sum(each.tokens for each in shared)
+            if parts.rates.quicker(Tier.DISK, stored, tokens) is not RestorePath.LOAD:
+                raise Refused("Reading the text again is quicker than loading it.", "slower")
+            cache = parts.reader.prefix(tenant, shared, ids, identity, spec, unusable)
+            with parts.unwritten.noting():
+                parts.chunks.used(shared)
+        except LarderError as error:
+            parts.refusals.note_error(error)
+            return None
+        return cache

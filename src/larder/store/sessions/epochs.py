@@ -1,0 +1,301 @@
+"""Where each session stands: records beside the blobs, and the manifest that indexes them.
+
+A state is committed when its record is created under the next epoch's name, which only one can do,
+also of several machines. The manifest follows. What it lacks, because a process ended in between or
+because another machine wrote it, is read from the records when the session is asked for.
+
+A session that takes the name of one that was removed begins behind that one's last epoch, and
+behind all that its tenant's removed sessions have had once what says of them is dropped: whoever
+still knows one of them finds that it has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from larder.core.errors import Damaged, Refused, StoreError, Superseded
+from larder.core.session_name import check as check_name
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.digests import digest_of
+from larder.store.fs.base import FileSystem
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.manifest import Manifest, superseded_error
+from larder.store.sessions.records import (
+    SESSIONS_FOLDER,
+    Record,
+    decode_record,
+    encode_record,
+    record_path,
+    records_folder,
+)
+
+FORGOTTEN_FOLDER = "forgotten"  # a folder of each tenant's: the last epoch of what was removed
+KEPT_EPOCHS = 4  # of a session, for rolling back
+
+
+class SessionEpochs:
+    """The states of sessions. Safe from threads and processes.
+
+    Args:
+        damaged: told of every record that is not what was written.
+    """
+
+    def __init__(
+        self,
+        place: FileSystem,
+        guard: DeadlineExecutor,
+        manifest: Manifest,
+        secret: bytes,
+        damaged: Callable[[str], None],
+    ) -> None:
+        self._place, self._guard, self.manifest = place, guard, manifest
+        self._secret, self._damaged = secret, damaged
+
+    def head(self, tenant: str, session: str) -> Record | None:
+        """The newest state that is whole; None where there is none, or the session was removed.
+
+        Raises:
+            Damaged: there are states, but none is whole.
+        """
+        record = self.newest(tenant, session)
+        return None if record is None or record.removed else record
+
+    def newest(self, tenant: str, session: str) -> Record | None:
+        """As `head`; of a removed session, the record that says so."""
+        known = self._known(tenant, session, None)
+        written = self.written(tenant, session)
+        if known is not None and not written and known.epoch < self._forgotten(tenant):
+            self.manifest.forget_session(tenant, session)  # another machine has removed it
+            return None
+        if known is not None and known.epoch >= max(written, default=0):
+            return known
+        there = sorted({*written, *self.manifest.epochs(tenant, session)}, reverse=True)
+        for epoch in there:
+            record = self.epoch(tenant, session, epoch)
+            if record is not None:
+                self.manifest.adopt(record)
+                self.manifest.step_back(tenant, session, epoch)
+                return record
+            if epoch in written and epoch not in self.written(tenant, session):
+                return self.newest(tenant, session)  # it was dropped meanwhile, for a newer one
+            self._guard.call(self._place.set_aside, record_path(tenant, session, epoch))
+        if there:
+            raise Damaged(
+                "Every record of the session is damaged: remove it, and begin it again from its "
+                "text."
+            )
+        return None
+
+    def epoch(self, tenant: str, session: str, epoch: int) -> Record | None:
+        """A state as the manifest or the record beside the blobs has it; None where neither is
+        whole."""
+        return self._known(tenant, session, epoch) or self._beside(tenant, session, epoch)
+
+    def written(self, tenant: str, session: str) -> list[int]:
+        """The epochs that have a record beside the blobs."""
+        return self._guard.call(self._listed, records_folder(tenant, session))
+
+    def commit(self, record: Record, expected: int, is_new: bool = False) -> None:
+        """Make a record, whose epoch is the next one, the head.
+
+        Args:
+            is_new: it begins a session behind the epoch that `before` told: sessions that were
+                forgotten since then are no matter.
+
+        Raises:
+            InputError: it begins a session, and none may be called so.
+            Superseded: somebody else has written that epoch.
+            StoreFull: nothing can be written.
+        """
+        if is_new:
+            check_name(record.name)
+        newest = self.newest(record.tenant, record.session)
+        epoch = self._forgotten(record.tenant) if newest is None else newest.epoch
+        if epoch != expected and not (is_new and newest is None and expected < epoch):
+            raise superseded_error(record.name, expected, epoch)
+        self._create(record)
+        try:
+            self.manifest.commit(record, expected)
+        except Superseded:  # somebody has looked at the session meanwhile, or gone on with it
+            self.manifest.adopt(record)
+
+    def before(self, tenant: str, newest: Record | None, expected: int | None) -> int:
+        """The epoch that a session's next state follows.
+
+        Args:
+            newest: state of the session.
+            expected: what its writer knows: 0 for a new session, None for whatever is there.
+        """
+        if expected is None or (not expected and (newest is None or newest.removed)):
+            return self._forgotten(tenant) if newest is None else newest.epoch
+        return expected
+
+    def prune(self, tenant: str, session: str, keep: int) -> list[Record]:
+        """Drop all but the newest states; those that were dropped and could be read."""
+        known = self.manifest.epochs(tenant, session)
+        there = sorted({*known, *self.written(tenant, session)})
+        old = there[:-keep]
+        if known and old:
+            self._adopt(tenant, session, {*there[-keep:]} - {*known})
+        records = [self.epoch(tenant, session, epoch) for epoch in old]
+        self._drop(tenant, session, old)
+        return [record for record in records if record is not None]
+
+    def relabel(self, record: Record) -> None:
+        """Make a record the head that differs from the one before in its labels alone.
+
+        Raises:
+            Superseded, StoreFull: as `commit`.
+        """
+        self.commit(record, record.previous)
+        with suppress(StoreError):  # what is left is one more state, until they are pruned
+            self._drop(record.tenant, record.session, [record.previous])
+
+    def bury(self, tenant: str, session: str, name: str, made: float) -> None:
+        """Remove a session none of whose states can be read.
+
+        Raises:
+            Superseded: somebody else goes on with it after all.
+        """
+        lost = sorted({*self.manifest.epochs(tenant, session), *self.written(tenant, session)})
+        last, nothing = max(lost, default=0), BlobRef(digest_of(b""), 0)
+        own = tenant, session, name, last + 1, nothing, 0, last
+        gone = Record(*own, made=made, removed=True)
+        self._create(gone)
+        self.manifest.step_back(tenant, session, 0)
+        self.manifest.adopt(gone)
+        self._drop(tenant, session, lost)
+
+    def forget(self, record: Record) -> None:
+        """Drop what says that a session was removed: from now on its name is as new."""
+        self._note_forgotten(record.tenant, record.epoch)
+        own = record.tenant, record.session
+        self.manifest.forget_session(*own)
+        for epoch in self.written(*own):  # earlier ones that came about late, too
+            if epoch <= record.epoch:
+                self._guard.call(self._place.remove, record_path(*own, epoch))
+
+    def of(self, tenant: str) -> list[Record]:
+        """The newest state of each session of a tenant, last used first: as the index has it, or
+        the record beside the blobs where what the index has is damaged."""
+        found = list[Record]()
+        for session, record in self.manifest.heads_of(tenant).items():
+            if record is None:
+                with suppress(StoreError):  # neither is whole
+                    record = self.newest(tenant, session)
+            if record is not None and not record.removed:
+                found.append(record)
+        return found
+
+    def catch_up(self) -> None:
+        """Have the index know what is written beside the blobs and it lacks.
+
+        Only that is read. The rest of an index that was lost, damaged or interrupted while it was
+        built comes about so, and what other machines have written meanwhile.
+        """
+        known, there = self.manifest.heads(), set[tuple[str, str]]()
+        for tenant, session, epoch in filter(
+            None, map(_parse_record_path, self._guard.call(self._paths))
+        ):
+            there.add((tenant, session))
+            if epoch > known.get((tenant, session), 0):
+                self._adopt(tenant, session, [epoch])
+        for own in known.keys() - there:
+            with suppress(StoreError):  # another machine may have removed it
+                self.newest(*own)
+
+    def all_written(self) -> list[Record]:
+        """Every record beside the blobs that is whole and can be read."""
+        found = []
+        for parts in map(_parse_record_path, self._guard.call(self._paths)):
+            try:
+                found.append(None if parts is None else self._beside(*parts))
+            except Refused as error:
+                self._damaged(str(error))
+        return [record for record in found if record is not None]
+
+    def _create(self, record: Record) -> None:
+        """Raises: Superseded: that epoch was written before."""
+        try:
+            self._guard.call(self._place.create, record.path, encode_record(record, self._secret))
+        except FileExistsError as error:
+            with suppress(Damaged):  # what it needs may be what is given up now
+                self.newest(record.tenant, record.session)
+            raise superseded_error(record.name, record.previous, record.epoch) from error
+
+    def _forgotten(self, tenant: str) -> int:
+        """The last epoch of any session of a tenant that was removed and forgotten; 0 of none."""
+        return max(self._guard.call(self._numbers, f"{FORGOTTEN_FOLDER}/{tenant}"), default=0)
+
+    def _note_forgotten(self, tenant: str, epoch: int) -> None:
+        folder = f"{FORGOTTEN_FOLDER}/{tenant}"
+        noted = self._guard.call(self._numbers, folder)
+        if epoch <= max(noted, default=0):
+            return
+        with suppress(FileExistsError):
+            self._guard.call(self._place.create, f"{folder}/{epoch}.json", b"{}")
+        for each in noted:
+            self._guard.call(self._place.remove, f"{folder}/{each}.json")
+
+    def _numbers(self, folder: str) -> list[int]:
+        names = (entry.path.rpartition("/")[2] for entry in self._place.listing(folder))
+        words = (name.removesuffix(".json") for name in names)
+        return [int(word) for word in words if word.isascii() and word.isdecimal()]
+
+    def _drop(self, tenant: str, session: str, epochs: list[int]) -> None:
+        self.manifest.forget(tenant, session, epochs)
+        for epoch in epochs:
+            self._guard.call(self._place.remove, record_path(tenant, session, epoch))
+
+    def _adopt(self, tenant: str, session: str, epochs: Iterable[int]) -> None:
+        """Have the index know states of another machine's, so that what they need stays."""
+        for epoch in epochs:
+            with suppress(Refused):
+                record = self._beside(tenant, session, epoch)
+                if record is not None:
+                    self.manifest.adopt(record)
+
+    def _known(self, tenant: str, session: str, epoch: int | None) -> Record | None:
+        """What the manifest has; None where that is damaged."""
+        try:
+            if epoch is None:
+                return self.manifest.head(tenant, session)
+            return self.manifest.epoch(tenant, session, epoch)
+        except Damaged as error:
+            self._damaged(str(error))
+            return None
+
+    def _beside(self, tenant: str, session: str, epoch: int) -> Record | None:
+        try:
+            data = self._guard.call(self._place.read, record_path(tenant, session, epoch))
+            record = decode_record(data, self._secret)
+        except FileNotFoundError:
+            return None
+        except Damaged as error:
+            self._damaged(str(error))
+            return None
+        if (record.tenant, record.session, record.epoch) != (tenant, session, epoch):
+            self._damaged("A record lies in the place of another.")
+            return None
+        return record
+
+    def _listed(self, folder: str) -> list[int]:
+        parts = [_parse_record_path(entry.path) for entry in self._place.listing(folder)]
+        return sorted(each[2] for each in parts if each)
+
+    def _paths(self) -> list[str]:
+        return [entry.path for entry in self._place.listing(SESSIONS_FOLDER)]
+
+
+def _parse_record_path(path: str) -> tuple[str, str, int] | None:
+    """Tenant, session and epoch of a record's path; None where it is no record's."""
+    words = path.split("/")
+    number = words[-1].removesuffix(".json")
+    if len(words) != 4 or not number.isdecimal() or not number.isascii():
+        return None
+    try:
+        is_record = path == record_path(words[1], words[2], int(number))
+    except Damaged:
+        return None
+    return (words[1], words[2], int(number)) if is_record else None

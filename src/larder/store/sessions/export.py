@@ -1,0 +1,211 @@
+"""A session as one file: to be carried elsewhere, or kept aside.
+
+The file is a container like a blob. It holds the session's record and, under their digests, all of
+its blobs. Whoever takes it in becomes its owner: blobs are spelled anew for the new tenant, after
+each has been verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from larder.core.errors import Damaged, InputError, LarderError, Refused
+from larder.core.session_name import check as check_name
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.blobs.budgeted_blobs import BlobTransaction
+from larder.store.blobs.container import (
+    canonical_json,
+    pack_container,
+    parse_json,
+    raw_bytes,
+    unpack_container,
+)
+from larder.store.blobs.payloads import (
+    CHUNK_KIND,
+    SNAPSHOT_KIND,
+    add_owner,
+    decode_token_log,
+    encode_token_log,
+    strip_owner,
+)
+from larder.store.components import StoreComponents
+from larder.store.digests import digest_of, digests_equal
+from larder.store.sessions.records import RECORD_SCHEMA, ROOT_LABEL, Record, session_key
+from larder.store.sessions.records import record_from_dict as record_of_told
+
+EXPORT_KIND = "session_export"
+MAX_TOKENS = 2**26
+MAX_GROWTH = 4096  # of a cache by being decoded: no codec comes near it
+
+
+class SessionExporter:
+    """Sessions that leave and come."""
+
+    def __init__(self, parts: StoreComponents) -> None:
+        self._parts = parts
+
+    def export(self, record: Record) -> bytes:
+        """All of a session as the bytes of a file.
+
+        Raises:
+            Damaged: something of it is; save it anew first.
+        """
+        own = {ref: self._parts.vault.get(ref, record.tenant) for ref in set(record.refs)}
+        named = {ref: BlobRef(digest_of(data), len(data)) for ref, data in own.items()}
+        tensors = {named[ref].digest: _byte_tensor(data) for ref, data in own.items()}
+        told = replace(
+            record,
+            tokens=named[record.tokens],
+            spans=tuple(named[ref] for ref in record.spans),
+            transcript=None if record.transcript is None else named[record.transcript],
+            beside=None if record.beside is None else named[record.beside],
+        )
+        return pack_container(
+            tensors, {"kind": EXPORT_KIND, "record": canonical_json(asdict(told))}
+        )
+
+    def take_in(self, data: bytes, principal: str, name: str) -> Record:
+        """Make a session of a file that `export` wrote.
+
+        Raises:
+            InputError: it is none, or the name is none or taken.
+            Refused: it is of another version.
+            BudgetError, StoreError: it cannot be kept.
+        """
+        check_name(name)
+        tenant = self._parts.tenant(principal)
+        session = session_key(tenant, name)
+        record, ids, blobs = _parse_export(data)
+        newest = self._parts.heads.newest(tenant, session)
+        if newest is not None and not newest.removed:
+            raise InputError(f"There is a session {name!r} already: take another name.")
+        number = self._parts.heads.before(tenant, newest, None)
+        shelves = self._parts.shelves
+        with shelves.indexing(len(record.spans)), shelves.saving(tenant) as saving:
+            spans = tuple(_change_tenant(saving, blobs[ref.digest], tenant) for ref in record.spans)
+            own = {"tenant": tenant, "session": session, "name": name, "previous": number}
+            made = replace(
+                record,
+                **own,
+                epoch=number + 1,
+                spans=spans,
+                tokens=saving.put(encode_token_log(ids, tenant, session)),
+                transcript=_change_owner(saving, blobs, record.transcript, record, tenant, session),
+                beside=_change_owner(saving, blobs, record.beside, record, tenant),
+                made=self._parts.clock(),
+                labels=record.labels
+                if name == record.name
+                else {**record.labels, ROOT_LABEL: name},
+            )
+            self._parts.families.note(made)
+            with saving.naming():
+                self._parts.heads.commit(made, number, is_new=True)
+        return made
+
+
+def _parse_export(data: bytes) -> tuple[Record, tuple[int, ...], dict[str, bytes]]:
+    """The record in an exported file, its tokens, and its blobs, verified.
+
+    Raises:
+        InputError: it is no such file, or a damaged one.
+        Refused: it is of another version.
+    """
+    try:
+        tensors, told = unpack_container(data)
+        if told.get("kind") != EXPORT_KIND or not isinstance(told.get("record"), str):
+            raise Damaged("It is a saved cache, but no exported session.")
+        record = _parse_record(parse_json(told["record"]))
+        blobs = {ref.digest: _blob(tensors, ref) for ref in record.refs}
+        log, own = blobs[record.tokens.digest], (record.tenant, record.session)
+        ids = decode_token_log(log, record.num_tokens, *own)
+    except Damaged as error:
+        raise InputError(
+            f"This is no session that larder has exported, or a damaged one: {error}"
+        ) from error
+    return record, ids, blobs
+
+
+def _parse_record(told: Any) -> Record:
+    if not isinstance(told, dict) or told.get("schema") != RECORD_SCHEMA:
+        raise Refused("The exported session was written by another larder.", "format")
+    try:
+        record = record_of_told(told)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged("Its record lacks something.") from error
+    _check_record(record)
+    return record
+
+
+def _check_record(record: Record) -> None:
+    """Raises: Damaged: somebody else has made the record, and its fields are of other kinds."""
+    counts = [record.num_tokens, record.cache_bytes, record.cache_tokens]
+    counts += [ref.bytes for ref in record.refs]
+    counts += [count for held in record.others for count in (held.num_spans, held.cache_bytes)]
+    if record.removed or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
+        raise Damaged("Its record has counts that are none.")
+    if record.num_tokens > MAX_TOKENS or record.cache_bytes > MAX_GROWTH * (
+        1 + sum(ref.bytes for ref in record.spans)
+    ):
+        raise Damaged("Its record tells of more than its parts can hold.")
+    if sum(held.num_spans for held in record.others) > len(record.spans):
+        raise Damaged("Its record tells of more parts than there are.")
+    if record.cache_tokens > record.num_tokens:
+        raise Damaged("Its caches have read more tokens than there are.")
+    texts = [record.tenant, record.session, record.name, record.policy, record.codec]
+    texts += [record.cache_prefix, *(ref.digest for ref in record.refs)]
+    told = [record.identity, record.cache, record.labels, *(held.cache for held in record.others)]
+    for mapping in told:
+        if not isinstance(mapping, Mapping):
+            raise Damaged("Its record has lists that are none.")
+        texts += [*mapping.keys(), *mapping.values()]
+    if not all(isinstance(text, str) for text in texts) or type(record.lossless) is not bool:
+        raise Damaged("Its record has texts that are none.")
+
+
+def _blob(tensors: Mapping[str, Tensor], ref: BlobRef) -> bytes:
+    tensor = tensors.get(ref.digest)
+    if tensor is None or tensor.dtype is not torch.uint8:
+        raise Damaged("A blob is missing.")
+    data = bytes(raw_bytes(tensor))
+    if not digests_equal(digest_of(data), ref.digest):
+        raise Damaged("A blob does not match its digest.")
+    return data
+
+
+def _change_tenant(saving: BlobTransaction, data: bytes, tenant: str) -> BlobRef:
+    """The same blob, told to be the new tenant's.
+
+    Raises:
+        InputError: it holds no part of a cache.
+    """
+    try:
+        tensors, told = unpack_container(data)
+    except LarderError as error:
+        raise InputError(f"A part of the exported session cannot be used: {error}") from error
+    if told.get("kind") not in (CHUNK_KIND, SNAPSHOT_KIND):
+        raise InputError("A part of the exported session is none of a cache.")
+    return saving.put(pack_container(tensors, told | {"tenant": tenant}))
+
+
+def _change_owner(
+    saving: BlobTransaction,
+    blobs: Mapping[str, bytes],
+    ref: BlobRef | None,
+    record: Record,
+    *heir: str,
+) -> BlobRef | None:
+    """A blob that is no cache's, as the new tenant's, or session's; None of none."""
+    if ref is None:
+        return None
+    return saving.put(
+        add_owner(strip_owner(blobs[ref.digest], record.tenant, record.session), *heir)
+    )
+
+
+def _byte_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,217 @@
+"""What is written down of a session at one point of its life: small, immutable, sealed.
+
+    sessions/<tenant>/<session>/<epoch>.json
+
+An epoch's file is created once and never changed: whoever creates it has written the session's
+next state, and nobody else can. It is sealed with the store's secret, so that a flipped bit is
+noticed as well as a record that somebody else has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from larder.core.errors import Damaged, Refused
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.blobs.container import canonical_json, parse_json
+from larder.store.digests import digests_equal, is_digest, key_of, mac_of
+
+SESSIONS_FOLDER = "sessions"
+RECORD_SCHEMA = 1
+PINNED_LABEL, YES, NO = "pinned", "yes", "no"  # a label, and what it says
+ROOT_LABEL = "root"  # the label of the session that a branch began as; of others their own name
+CACHE_FIELDS = (
+    "identity",
+    "policy",
+    "codec",
+    "cache",
+    "spans",
+    "cache_bytes",
+    "lossless",
+    "others",
+    "cache_tokens",
+    "cache_prefix",
+    "beside",
+)
+
+
+@dataclass(frozen=True)
+class StoredCache:
+    """One of the caches of a session that has several.
+
+    Args:
+        cache: what `SequenceCache.meta` told.
+        num_spans: blobs that hold it.
+        cache_bytes: of its tensors, once they are decoded.
+    """
+
+    cache: Mapping[str, str]
+    num_spans: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One epoch of a session.
+
+    Args:
+        tenant: whose it is, as `tenant_of` spells it.
+        session: what it is called in paths, as `session_key` spells it.
+        name: what it is called by people.
+        epoch: 1 for the first state.
+        previous: the epoch that it was made from; 0 for none.
+        tokens: of every token that was read.
+        num_tokens: how many they are.
+        identity: what the cache depends on, by name; empty where there is none.
+        policy: canonical spelling.
+        codec: how keys and values are spelled in the spans.
+        cache: what `SequenceCache.meta` told of the first; empty where only tokens are kept.
+        spans: the blobs of all caches, in order.
+        transcript: what was said as text, if that is kept, and what else who saves it needs.
+        cache_bytes: of the tensors of all caches, once they are decoded.
+        lossless: whether the cache comes back to the bit.
+        made: seconds since 1970.
+        removed: the session is gone; nobody can write a state behind this one.
+        others: the caches behind the first, in order.
+        cache_tokens: how many of the tokens the caches have read; 0 for all.
+        cache_prefix: digest of those tokens, where they are not all.
+        beside: what the caches do not say of their session, if who saves them has more to say.
+        labels: what else who saves it wants to know without opening anything.
+    """
+
+    tenant: str
+    session: str
+    name: str
+    epoch: int
+    tokens: BlobRef
+    num_tokens: int
+    previous: int = 0
+    identity: Mapping[str, str] = field(default_factory=dict)
+    policy: str = ""
+    codec: str = ""
+    cache: Mapping[str, str] = field(default_factory=dict)
+    spans: tuple[BlobRef, ...] = ()
+    transcript: BlobRef | None = None
+    cache_bytes: int = 0
+    lossless: bool = True
+    made: float = 0.0
+    removed: bool = False
+    others: tuple[StoredCache, ...] = ()
+    cache_tokens: int = 0
+    cache_prefix: str = ""
+    beside: BlobRef | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    schema: int = RECORD_SCHEMA
+
+    @property
+    def read_tokens(self) -> int:
+        """How many of the tokens its caches have read; 0 where there are none."""
+        return (self.cache_tokens or self.num_tokens) if self.spans else 0
+
+    @property
+    def refs(self) -> tuple[BlobRef, ...]:
+        """Every blob that it needs."""
+        if self.removed:
+            return ()
+        own = (self.tokens,) if self.transcript is None else (self.tokens, self.transcript)
+        return (*own, *self.cache_refs)
+
+    @property
+    def cache_refs(self) -> tuple[BlobRef, ...]:
+        """Those of its caches, and of what is told beside them."""
+        return self.spans if self.beside is None else (*self.spans, self.beside)
+
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+        return record_path(self.tenant, self.session, self.epoch)
+
+    @property
+    def each(self) -> list[Record]:
+        """Per cache, a record that tells of it alone."""
+        spans, count = len(self.spans), self.cache_bytes
+        spans -= sum(held.num_spans for held in self.others)
+        count -= sum(held.cache_bytes for held in self.others)
+        found, start = list[Record](), 0
+        for held in (StoredCache(self.cache, spans, count), *self.others):
+            stop = start + held.num_spans
+            own = {"cache": held.cache, "cache_bytes": held.cache_bytes, "others": ()}
+            found.append(replace(self, spans=self.spans[start:stop], **own))
+            start = stop
+        return found
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether somebody wishes that its cache leaves last."""
+        return self.labels.get(PINNED_LABEL) == YES
+
+    def without_cache(self) -> Record:
+        """The same with tokens and transcript alone."""
+        bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0, others=())
+        bare = replace(bare, cache_tokens=0, cache_prefix="", beside=None)
+        return replace(bare, codec="", lossless=True)
+
+    def with_cache_of(self, other: Record) -> Record:
+        """The same with another record's cache."""
+        return replace(self, **{name: getattr(other, name) for name in CACHE_FIELDS})
+
+
+def session_key(tenant: str, name: str) -> str:
+    """What a session is called in paths: a digest of any name. Who begins one checks it before."""
+    return key_of("session", tenant, name)
+
+
+def record_path(tenant: str, session: str, epoch: int) -> str:
+    """Where the record of an epoch lies."""
+    return f"{records_folder(tenant, session)}/{epoch}.json"
+
+
+def records_folder(tenant: str, session: str) -> str:
+    """Where the records of a session lie."""
+    if not (is_digest(tenant) and is_digest(session)):
+        raise Damaged("The key of a tenant or a session is no digest.")
+    return f"{SESSIONS_FOLDER}/{tenant}/{session}"
+
+
+def encode_record(record: Record, secret: bytes) -> bytes:
+    """A record as bytes, sealed."""
+    told = canonical_json(asdict(record))
+    return canonical_json({"record": told, "seal": mac_of(secret, told)}).encode()
+
+
+def decode_record(data: bytes, secret: bytes) -> Record:
+    """The record that `encode_record` wrote.
+
+    Raises:
+        Damaged: it is not what was written, or was written with another secret.
+        Refused: it is of another schema.
+    """
+    outer = parse_json(data)
+    if not isinstance(outer, dict) or not isinstance(outer.get("record"), str):
+        raise Damaged("The record of a session is not one.")
+    if not digests_equal(mac_of(secret, outer["record"]), str(outer.get("seal"))):
+        raise Damaged(
+            "The record of a session does not match its seal: it is damaged, or was written with "
+            "another secret."
+        )
+    told = parse_json(outer["record"])
+    if told.get("schema") != RECORD_SCHEMA:
+        raise Refused(
+            f"The record of a session is of schema {str(told.get('schema'))[:20]}, this larder "
+            f"reads {RECORD_SCHEMA}: it is left as it is, for the larder that wrote it.",
+            "format",
+        )
+    return record_from_dict(told)
+
+
+def record_from_dict(told: Mapping[str, Any]) -> Record:
+    """Keys of a later larder are left out; what is sealed has the others."""
+    known = {name: told[name] for name in Record.__dataclass_fields__ if name in told}
+    known["tokens"] = BlobRef(**told["tokens"])
+    known["spans"] = tuple(BlobRef(**span) for span in told["spans"])
+    known["others"] = tuple(StoredCache(**held) for held in told.get("others", ()))
+    for name in ("transcript", "beside"):
+        known[name] = None if told.get(name) is None else BlobRef(**told[name])
+    return Record(**known)

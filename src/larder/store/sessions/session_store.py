@@ -1,0 +1,304 @@
+"""Conversations that outlive the process.
+
+Whatever is wrong with a saved cache, its session is not lost: the log of its tokens is kept apart,
+and the text is read again. Why that was necessary is logged, and counted by reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BudgetError, Damaged, InputError, LarderError, Refused, StoreError
+from larder.core.spec import ModelSpec
+from larder.store.blobs.budgeted_blobs import BlobTransaction
+from larder.store.blobs.payloads import add_owner, encode_token_log
+from larder.store.components import StoreComponents
+from larder.store.ledger import Tier
+from larder.store.model_identity import ModelIdentity
+from larder.store.prefix import chunk_index
+from larder.store.sessions.cache_io import CacheSnapshot, check_snapshot, is_shareable
+from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, Record, session_key
+from larder.store.throughput import RestorePath
+
+
+@dataclass(frozen=True)
+class CacheRequirements:
+    """Who asks for a session: a cache that others made is not used.
+
+    Args:
+        policy: canonical spelling, sizes filled in.
+    """
+
+    identity: ModelIdentity
+    policy: str
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class LoadedSession:
+    """A session as it came back.
+
+    Args:
+        record: what is written of it.
+        ids: every token of it; the caches may have read fewer, as the record tells.
+        transcript: what was said as text, where that was saved.
+        cache: None where the text must be read again.
+        reason: one word for why; empty where there is a cache.
+        others: the caches behind the first, where the session has several.
+    """
+
+    record: Record
+    ids: tuple[int, ...]
+    transcript: bytes | None
+    cache: SequenceCache | None
+    reason: str = ""
+    others: tuple[SequenceCache, ...] = ()
+
+
+class SessionStore:
+    """The sessions of all tenants, who know nothing of each other. Safe from threads, processes."""
+
+    def __init__(self, parts: StoreComponents) -> None:
+        self._parts = parts
+
+    def save(
+        self,
+        principal: str,
+        name: str,
+        ids: Sequence[int],
+        snapshot: CacheSnapshot | None = None,
+        *,
+        transcript: bytes | None = None,
+        expected: int | None = None,
+    ) -> Record:
+        """Make this the session's newest state; a cache that cannot be kept is left out.
+
+        Args:
+            ids: every token that was read.
+            snapshot: of the cache that has read them; None keeps the tokens alone.
+            expected: the epoch that this state follows, 0 for a new session; None for whichever
+                is the newest. Saving the same state twice is saving it once.
+
+        Raises:
+            InputError: the session is new, and none may be called so.
+            Superseded: another state is the newest.
+            BudgetError, StoreError: not even the tokens can be kept; what was saved before is
+                untouched.
+        """
+        check_snapshot(ids, snapshot)
+        tenant, session = self._keys(principal, name)
+        newest = self._parts.heads.newest(tenant, session)
+        is_new = not expected and (newest is None or newest.removed)
+        expected = self._parts.heads.before(tenant, newest, expected)
+        said = None if transcript is None else add_owner(transcript, tenant, session)
+        with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
+            record = Record(
+                tenant,
+                session,
+                name,
+                expected + 1,
+                tokens=saving.put(encode_token_log(ids, tenant, session)),
+                num_tokens=len(ids),
+                previous=expected,
+                transcript=None if said is None else saving.put(said),
+                made=self._parts.clock(),
+            )
+            if snapshot is not None:
+                record = self._with_cache(saving, record, ids, snapshot)
+            if newest is not None and _is_retry(record, newest):
+                return newest
+            with saving.naming():
+                return self._committed(record, is_new)
+
+    def load(
+        self, principal: str, name: str, asking: CacheRequirements, ids: Sequence[int] | None = None
+    ) -> LoadedSession | None:
+        """A session as it was saved; None where there is none of that name.
+
+        Args:
+            ids: the text to go on with, where it is known: it must begin with the session's.
+
+        Raises:
+            Refused: not even the tokens can be had; the reason says why.
+        """
+        parts, (tenant, session) = self._parts, self._keys(principal, name)
+        try:
+            record = parts.heads.head(tenant, session)
+            if record is None:
+                return None
+            known = parts.vault.ids(record)
+            said = None if record.transcript is None else parts.vault.transcript(record)
+        except LarderError as error:
+            reason = parts.refusals.note_error(error)
+            raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
+        try:
+            self._check(record, known, asking, ids)
+            read = known[: record.read_tokens]
+            cache, *others = parts.reader.caches(record, read, asking.identity, asking.spec)
+            with parts.unwritten.noting():
+                parts.manifest.used(tenant, session)
+        except LarderError as error:
+            return LoadedSession(record, known, said, None, parts.refusals.note_error(error))
+        return LoadedSession(record, known, said, cache, others=tuple(others))
+
+    def has_moved(self, principal: str, name: str, epoch: int) -> bool:
+        """Whether a session stands elsewhere than at this epoch, which is 0 for none."""
+        newest = self._parts.heads.newest(*self._keys(principal, name))
+        return epoch != (0 if newest is None or newest.removed else newest.epoch)
+
+    def fork(self, principal: str, name: str, new_name: str, epoch: int | None = None) -> Record:
+        """A second session that begins where the first one is, or was; its caches are not copied.
+
+        Raises:
+            InputError: there is no such session or state, or the new name is none or taken.
+            BudgetError, Refused, StoreError: what was said cannot be had, or not be kept again.
+        """
+        tenant, session = self._keys(principal, new_name)
+        source = self._state(principal, name, epoch)
+        newest = self._parts.heads.newest(tenant, session)
+        if newest is not None and not newest.removed:
+            raise InputError(f"There is a session {new_name!r} already: take another name.")
+        number = self._parts.heads.before(tenant, newest, None)
+        own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
+        own["labels"] = {**source.labels, ROOT_LABEL: new_name, PINNED_LABEL: NO}
+        with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
+            for part, data in self._parts.vault.handed_on(source, session).items():
+                own[part] = saving.put(data)
+            with saving.naming():
+                made = replace(source, **own, made=self._parts.clock())
+                return self._committed(made, is_new=True)
+
+    def roll_back(self, principal: str, name: str, epoch: int) -> Record:
+        """Have a session be again what it was; the states in between stay for a while.
+
+        Raises:
+            InputError: there is no such session, or that state is not kept any more.
+            Superseded: somebody else has written the session meanwhile.
+        """
+        head, source = self._state(principal, name, None), self._state(principal, name, epoch)
+        number = {"epoch": head.epoch + 1, "previous": head.epoch}
+        with self._parts.shelves.indexing():
+            return self._committed(replace(source, **number, made=self._parts.clock()))
+
+    def remove(self, principal: str, name: str) -> int:
+        """Forget a session; what only it needed is deleted. The bytes that are freed.
+
+        Whoever still writes it finds it gone. Others that share its chunks are not touched.
+
+        Raises:
+            InputError: there is no such session.
+        """
+        parts = self._parts
+        try:
+            head = self._state(principal, name, None)
+        except Damaged:
+            parts.heads.bury(*self._keys(principal, name), name, parts.clock())
+            return 0
+        own = head.tenant, head.session
+        gone = Record(
+            *own, name, head.epoch + 1, head.tokens, 0, head.epoch, made=parts.clock(), removed=True
+        )
+        parts.heads.commit(gone, gone.previous)
+        parts.families.forget(head)
+        dropped = parts.heads.prune(*own, keep=1)
+        freed = parts.dropping.states(dropped)
+        parts.shelves.settle()
+        return freed
+
+    def heads(self, principal: str | None = None) -> list[Record]:
+        """The newest state of every session, the one that was used last first.
+
+        Args:
+            principal: whose; None for everybody's.
+        """
+        parts = self._parts
+        wanted = None if principal is None else parts.tenant(principal)
+        found: list[Record] = []
+        for tenant, session in parts.manifest.sessions():
+            if wanted not in (None, tenant):
+                continue
+            try:
+                record = parts.heads.head(tenant, session)
+            except LarderError as error:
+                parts.refusals.note_error(error)
+                continue
+            if record is not None:
+                found.append(record)
+        return found
+
+    def _keys(self, principal: str, name: str) -> tuple[str, str]:
+        tenant = self._parts.tenant(principal)
+        return tenant, session_key(tenant, name)
+
+    def _state(self, principal: str, name: str, epoch: int | None) -> Record:
+        own = self._keys(principal, name)
+        head = self._parts.heads.head(*own)
+        if head is None:
+            raise InputError(f"There is no session {name!r}: 'larder cache list' names all.")
+        record = head if epoch is None else self._parts.heads.epoch(*own, epoch)
+        if record is None or record.removed:
+            kept = ", ".join(map(str, self._parts.manifest.epochs(*own)))
+            raise InputError(f"Session {name!r} has no state {epoch}: it has {kept}.")
+        return record
+
+    def _with_cache(
+        self, saving: BlobTransaction, record: Record, ids: Sequence[int], snapshot: CacheSnapshot
+    ) -> Record:
+        """The record with the cache's blobs; without, if they cannot be kept."""
+        chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
+        try:
+            with self._parts.shelves.indexing(chunks):
+                written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
+        except (BudgetError, StoreError) as error:
+            self._parts.unwritten.note_error(error)
+            return record
+        return replace(
+            record,
+            identity=snapshot.identity.told(),
+            policy=snapshot.policy,
+            codec=snapshot.codec,
+            cache=snapshot.cache.meta(),
+            spans=written.spans,
+            cache_bytes=written.cache_bytes,
+            lossless=written.lossless,
+            others=written.others,
+            beside=written.beside,
+        )
+
+    def _committed(self, record: Record, is_new: bool = False) -> Record:
+        parts = self._parts
+        parts.heads.commit(record, record.previous, is_new)
+        dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
+        parts.dropping.states(dropped)
+        return record
+
+    def _check(
+        self,
+        record: Record,
+        known: Sequence[int],
+        asking: CacheRequirements,
+        ids: Sequence[int] | None,
+    ) -> None:
+        """Raises: Refused: the cache is not for who asks, or reading is quicker."""
+        if not record.spans:
+            raise Refused("Only the session's tokens were kept.", "tokens only")
+        if self._parts.shelves.holdings.has_left(record):
+            raise Refused("The cache has made room for others.", "evicted")
+        differing = asking.identity.differences(ModelIdentity.of(record.identity))
+        if differing:
+            raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
+        if record.policy != asking.policy:
+            raise Refused(f"The cache was made by {record.policy}.", "policy")
+        read = tuple(known[: record.read_tokens])
+        if ids is not None and tuple(ids[: len(read)]) != read:
+            raise Refused("The text does not begin as the session does.", "tokens")
+        stored = sum(ref.bytes for ref in record.spans)
+        if self._parts.rates.quicker(Tier.DISK, stored, len(read)) is not RestorePath.LOAD:
+            raise Refused("Reading the text again is quicker than loading the cache.", "slower")
+
+
+def _is_retry(record: Record, newest: Record) -> bool:
+    """Whether a state was saved before by somebody who did not hear that it was."""
+    return record == replace(newest, made=record.made)

@@ -1,0 +1,297 @@
+"""Sessions that are written turn by turn, and their caches apart from that, when there is time.
+
+A turn is small and written at once; the cache that was saved last stays with the session, though it
+has not read that turn. A cache is written in two steps: its blobs, which takes long, and then the
+record that names them, behind whatever has become of the session meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from larder.core.errors import Damaged, LarderError, Refused
+from larder.store.blobs.budgeted_blobs import BlobTransaction
+from larder.store.blobs.payloads import add_owner, encode_token_log
+from larder.store.components import StoreComponents
+from larder.store.manifest import superseded_error
+from larder.store.prefix import chunk_index
+from larder.store.sessions.cache_io import CacheBlobs, CacheSnapshot, check_snapshot, is_shareable
+from larder.store.sessions.records import Record, session_key
+from larder.store.wording import prefix_digest
+
+NO_LABELS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """A session with its newest turn.
+
+    Args:
+        ids: every token that was said.
+        transcript: what was said as text.
+        labels: as in `Record`.
+    """
+
+    ids: Sequence[int]
+    transcript: bytes
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StagedCache:
+    """A cache whose blobs are written, and stay for a while.
+
+    Args:
+        ids: that it has read.
+        saving: of the blobs.
+    """
+
+    ids: tuple[int, ...]
+    snapshot: CacheSnapshot
+    written: CacheBlobs
+    saving: BlobTransaction
+
+
+class TurnStore:
+    """The sessions of all tenants, as `Sessions` has them. Safe from threads and processes."""
+
+    def __init__(self, parts: StoreComponents) -> None:
+        self._parts = parts
+
+    def append(self, principal: str, name: str, turn: SessionTurn, expected: int) -> Record:
+        """Make this the session's newest state, with the cache that was saved last.
+
+        Args:
+            expected: the epoch that it follows; 0 for a new session. The same again is one turn.
+
+        Raises:
+            InputError: the session is new, and none may be called so.
+            Superseded: another state is the newest.
+            BudgetError, StoreError: it cannot be kept; what was saved before is untouched.
+        """
+        parts, (tenant, session) = self._parts, self._keys(principal, name)
+        newest = parts.heads.newest(tenant, session)
+        is_new = not expected and (newest is None or newest.removed)
+        expected = parts.heads.before(tenant, newest, expected)
+        with parts.shelves.indexing(), parts.shelves.saving(tenant) as saving:
+            record = Record(
+                tenant,
+                session,
+                name,
+                expected + 1,
+                tokens=saving.put(encode_token_log(turn.ids, tenant, session)),
+                num_tokens=len(turn.ids),
+                previous=expected,
+                transcript=saving.put(add_owner(turn.transcript, tenant, session)),
+                made=parts.clock(),
+                labels=dict(turn.labels),
+            )
+            if newest is not None and _is_retry(record, newest):
+                return newest
+            if newest is not None and self._holds(newest, turn.ids):
+                count, prefix = newest.read_tokens, prefix_digest(turn.ids[: newest.read_tokens])
+                record = record.with_cache_of(newest)
+                record = replace(record, cache_tokens=count, cache_prefix=prefix)
+            if is_new:
+                parts.families.note(record)
+            with saving.naming():
+                return self._committed(record, is_new)
+
+    @contextmanager
+    def prepared(
+        self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot
+    ) -> Iterator[StagedCache]:
+        """While a cache's blobs are there; afterwards, if nothing names them, they go.
+
+        Args:
+            ids: that it has read.
+
+        Raises:
+            BudgetError, StoreError: they cannot be kept.
+        """
+        check_snapshot(ids, snapshot)
+        tenant, shelves = self._parts.tenant(principal), self._parts.shelves
+        chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
+        with shelves.saving(tenant) as saving:
+            with shelves.indexing(chunks):
+                written = self._parts.writer.snapshot(saving, tenant, ids, snapshot)
+            yield StagedCache(tuple(ids), snapshot, written, saving)
+
+    def attach(
+        self,
+        principal: str,
+        name: str,
+        prepared: StagedCache,
+        expected: int,
+        labels: Mapping[str, str] = NO_LABELS,
+    ) -> Record:
+        """Have a cache stand with a session whose text begins with what it has read.
+
+        Args:
+            expected: the epoch of the session.
+            labels: in addition to those that the session has.
+
+        Raises:
+            Refused: there is no such session, or its text is another one.
+            Superseded: another state is the newest.
+            BudgetError, StoreError: the record cannot be kept.
+        """
+        parts, own = self._parts, self._keys(principal, name)
+        head = parts.heads.head(*own)
+        if head is None:
+            raise Refused(f"There is no session {name!r} any more.", "gone")
+        count = len(prepared.ids)
+        if self._ids(head)[:count] != prepared.ids:
+            raise Refused("The text does not begin as the cache does.", "tokens")
+        written, snapshot = prepared.written, prepared.snapshot
+        record = replace(
+            head,
+            epoch=expected + 1,
+            previous=expected,
+            made=parts.clock(),
+            identity=snapshot.identity.told(),
+            policy=snapshot.policy,
+            codec=snapshot.codec,
+            cache=snapshot.cache.meta(),
+            spans=written.spans,
+            cache_bytes=written.cache_bytes,
+            lossless=written.lossless,
+            others=written.others,
+            beside=written.beside,
+            cache_tokens=count,
+            cache_prefix=prefix_digest(prepared.ids),
+            labels={**head.labels, **labels},
+        )
+        with parts.shelves.indexing(), prepared.saving.naming():
+            return self._committed(record)
+
+    def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
+        """Have labels stand with a session, in addition to those that it has.
+
+        Its state is the same, made when it was: the one without them is dropped, which takes the
+        place of none that can be gone back to.
+
+        Raises:
+            Refused: there is no such session.
+            Superseded: another state than `expected` is the newest.
+            BudgetError, StoreError: the record cannot be kept.
+        """
+        parts, head = self._parts, self._parts.heads.head(*self._keys(principal, name))
+        if head is None:
+            raise Refused(f"There is no session {name!r} any more.", "gone")
+        if head.epoch != expected:  # also where nothing is to be written: it was asked of another
+            raise superseded_error(name, expected, head.epoch)
+        if labels.items() <= head.labels.items():
+            return head
+        own = {"epoch": expected + 1, "previous": expected}
+        labeled = replace(head, **own, labels={**head.labels, **labels})
+        with parts.shelves.indexing():
+            parts.heads.relabel(labeled)
+        return labeled
+
+    def newest(self, principal: str, name: str) -> tuple[Record, bytes] | None:
+        """A session as it was written last, without its cache; None where there is none.
+
+        Raises:
+            Damaged: its text, or every record of it, is not what was written.
+            Refused: it cannot be had for another reason, which it names.
+        """
+        parts = self._parts
+        try:
+            record = parts.heads.head(*self._keys(principal, name))
+            if record is None or record.transcript is None:
+                return None
+            return record, parts.vault.transcript(record)
+        except Damaged as error:
+            parts.refusals.note_error(error)
+            raise
+        except LarderError as error:
+            reason = parts.refusals.note_error(error)
+            raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
+
+    def damaged(self, principal: str, name: str) -> int:
+        """The epoch that a session's next state follows for who begins it again, since its text is
+        damaged; 0 where it can be read, or there is none.
+
+        Where every record is damaged, they are taken out of the way of a new session.
+        """
+        parts, own = self._parts, self._keys(principal, name)
+        try:
+            record = parts.heads.head(*own)
+        except Damaged:
+            parts.heads.bury(*own, name, parts.clock())
+            return 0
+        if record is None or record.transcript is None:
+            return 0
+        try:
+            parts.vault.transcript(record)
+        except Damaged:
+            return record.epoch
+        return 0
+
+    def head(self, principal: str, name: str) -> Record | None:
+        """What is written of a session's newest state; None where there is none.
+
+        Raises:
+            StoreError: it cannot be told.
+        """
+        return self._parts.heads.head(*self._keys(principal, name))
+
+    def has_cache(self, record: Record) -> bool:
+        """Whether a session's cache was saved and has not left since."""
+        return bool(record.spans) and not self._parts.shelves.holdings.has_left(record)
+
+    def of(self, principal: str) -> list[Record]:
+        """The newest state of each session of one principal, the one that was used last first.
+
+        The index alone is asked: what another machine has written shows once it is asked for.
+        """
+        return self._parts.heads.of(self._parts.tenant(principal))
+
+    def branches(self, principal: str, root: str) -> list[str]:
+        """Names of sessions whose label `ROOT` names this one, of whichever machine; the one that
+        began first first. Some may be gone."""
+        return self._parts.families.of(self._parts.tenant(principal), root)
+
+    def merge(self, principal: str, name: str) -> int:
+        """Keep the newest state of a session alone; the bytes that are freed."""
+        parts = self._parts
+        dropped = parts.heads.prune(*self._keys(principal, name), keep=1)
+        freed = parts.dropping.states(dropped)
+        parts.shelves.settle()
+        return freed
+
+    def _keys(self, principal: str, name: str) -> tuple[str, str]:
+        tenant = self._parts.tenant(principal)
+        return tenant, session_key(tenant, name)
+
+    def _holds(self, record: Record, ids: Sequence[int]) -> bool:
+        """Whether a record's cache is there and can answer for the beginning of a text."""
+        count = record.read_tokens
+        if record.removed or not 0 < count <= len(ids) or not self.has_cache(record):
+            return False
+        if record.cache_prefix:
+            return record.cache_prefix == prefix_digest(ids[:count])
+        try:
+            return self._ids(record)[:count] == tuple(ids[:count])
+        except (Damaged, Refused) as error:
+            self._parts.refusals.note_error(error)
+            return False
+
+    def _ids(self, record: Record) -> tuple[int, ...]:
+        return self._parts.vault.ids(record)
+
+    def _committed(self, record: Record, is_new: bool = False) -> Record:
+        parts = self._parts
+        parts.heads.commit(record, record.previous, is_new)
+        dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
+        parts.dropping.states(dropped)
+        return record
+
+
+def _is_retry(record: Record, newest: Record) -> bool:
+    """Whether a turn was written before by somebody who did not hear that it was."""
+    told = (record.epoch, record.tokens, record.transcript)
+    return told == (newest.epoch, newest.tokens, newest.transcript)

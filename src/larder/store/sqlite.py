@@ -1,0 +1,182 @@
+"""The tables of a manifest, and SQLite's errors in our words."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from larder.core.errors import Damaged, StoreError, StoreFull, StoreSlow
+
+SCHEMA_VERSION = 3
+INCOMPLETE_SCHEMA = (
+    -SCHEMA_VERSION
+)  # of a database that does not have all yet that lies beside the blobs
+CHECKPOINT_PAGES = 64  # of 4 KiB: how long the log beside the database becomes
+BUSY_SECONDS = 5.0
+OWNER_PRAGMA = "PRAGMA application_id"
+DATABASE_SUFFIXES = ("", "-wal", "-shm")  # how the names of a database's files end
+REQUIRED_TABLES = frozenset(
+    {"epochs", "sessions", "spans", "blobs", "chunks", "written"}
+)  # of any schema
+CURRENT_TABLES = REQUIRED_TABLES | {
+    "leaving",
+    "totals",
+    "blob_came",
+    "blob_went",
+    "spans_of",
+    "chunks_of",
+}
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS epochs (
+    tenant TEXT, session TEXT, epoch INTEGER, record BLOB, PRIMARY KEY (tenant, session, epoch)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sessions (
+    tenant TEXT, session TEXT, head INTEGER, last_used REAL, uses INTEGER,
+    PRIMARY KEY (tenant, session)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spans (
+    digest TEXT, tenant TEXT, session TEXT, epoch INTEGER,
+    PRIMARY KEY (digest, tenant, session, epoch)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS spans_of ON spans (tenant, session, epoch);
+CREATE TABLE IF NOT EXISTS blobs (
+    digest TEXT PRIMARY KEY, bytes INTEGER, tenant TEXT, written REAL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS leaving (digest TEXT PRIMARY KEY, since REAL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks (
+    id INTEGER PRIMARY KEY, tenant TEXT, identity TEXT, parent INTEGER, tokens BLOB, start INTEGER,
+    key TEXT, prefix TEXT, digest TEXT, bytes INTEGER, last_used REAL, uses INTEGER,
+    UNIQUE (tenant, identity, parent, tokens)
+);
+CREATE INDEX IF NOT EXISTS chunks_of ON chunks (digest);
+CREATE TABLE IF NOT EXISTS written (day INTEGER PRIMARY KEY, bytes INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS totals (tenant TEXT PRIMARY KEY, bytes INTEGER) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS blob_came AFTER INSERT ON blobs BEGIN
+    INSERT INTO totals SELECT new.tenant, 0
+        WHERE NOT EXISTS (SELECT 1 FROM totals WHERE tenant = new.tenant);
+    UPDATE totals SET bytes = bytes + new.bytes WHERE tenant = new.tenant;
+END;
+CREATE TRIGGER IF NOT EXISTS blob_went AFTER DELETE ON blobs BEGIN
+    UPDATE totals SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
+END;
+"""
+# From the schemas before: the first had no account of what tenants hold, the second had chunks
+# without any use.
+MIGRATION = """
+INSERT INTO totals SELECT tenant, sum(bytes) FROM blobs GROUP BY tenant;
+UPDATE chunks SET uses = 1 WHERE uses = 0;
+"""
+
+_CORRUPT_CODES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
+_FULL_CODES = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+)
+
+
+@contextmanager
+def translate_errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
+    """SQLite's errors in our words."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = int(vars(error).get("sqlite_errorcode", 0)) & 0xFF
+        if code in _CORRUPT_CODES or type(error) is sqlite3.DatabaseError:
+            raise Damaged(f"{path} is damaged ({error}): it is built again.") from error
+        if code in _FULL_CODES:
+            raise StoreFull(
+                f"{path} cannot be written ({error}): make room, or set LARDER_HOME to another "
+                "folder. What was saved before is untouched."
+            ) from error
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise StoreSlow(
+                f"{path} was held by others for {busy_seconds:g} s: try again."
+            ) from error
+        raise StoreError(f"{path} cannot be used ({error}): see to its disk.") from error
+
+
+def make_private(path: Path) -> None:
+    """Have a database, and the files beside it, be for this user alone, whatever the umask.
+
+    SQLite gives the files that it makes beside a database the database's own permissions.
+    """
+    with suppress(OSError):  # of who cannot write here SQLite says more
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    for suffix in DATABASE_SUFFIXES:
+        with suppress(OSError):  # it is not there, or another user's
+            path.with_name(f"{path.name}{suffix}").chmod(0o600)
+
+
+def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
+    """Have a database be one of this schema: an empty one is begun, earlier ones are carried over.
+
+    Raises:
+        Damaged: it is damaged, or something else's.
+        StoreError: it is a later larder's.
+    """
+    for setting in (
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
+    ):
+        database.execute(f"PRAGMA {setting}").fetchall()
+    [(said,)] = database.execute("PRAGMA quick_check(1)").fetchall()
+    if said != "ok":
+        raise Damaged(f"{path} is damaged ({str(said)[:80]}): it is built again.")
+    there = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    [(schema,)] = database.execute("PRAGMA user_version").fetchall()
+    if there and not there >= REQUIRED_TABLES:
+        raise Damaged(f"{path} is no index of a store, or lacks tables: it is built again.")
+    if schema > SCHEMA_VERSION:
+        raise StoreError(
+            f"{path} is of schema {schema}, this larder reads {SCHEMA_VERSION}: use the larder "
+            "that wrote it, or another LARDER_HOME."
+        )
+    if abs(schema) < SCHEMA_VERSION:
+        carried = MIGRATION if there else ""
+        told = f"{carried} PRAGMA user_version = {SCHEMA_VERSION if schema else INCOMPLETE_SCHEMA};"
+        database.executescript(f"BEGIN IMMEDIATE; {TABLES} DELETE FROM totals; {told} COMMIT;")
+    elif not there >= CURRENT_TABLES:
+        raise Damaged(f"{path} lacks tables: it is built again.")
+
+
+def is_index_complete(rows: Callable[..., list[Any]]) -> bool:
+    """Whether a database has all that lies beside the blobs."""
+    return rows("PRAGMA user_version") != [(INCOMPLETE_SCHEMA,)]
+
+
+def mark_index_complete(rows: Callable[..., list[Any]]) -> None:
+    """Note that it has."""
+    rows(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def claim_owner(rows: Callable[..., list[Any]], number: int) -> int:
+    """The number of the store whose index this is; of a database without one, it is this store's.
+
+    It stands in the file's header, where earlier larders have 0.
+    """
+    [(found,)] = rows(OWNER_PRAGMA)
+    if not found:
+        rows(f"{OWNER_PRAGMA} = {number}")
+    return found or number
+
+
+def quarantine_database(path: Path) -> Path:
+    """Take a damaged database, and the log beside it, out of the way; where it is now."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    for suffix in reversed(
+        DATABASE_SUFFIXES
+    ):  # the database last: else a new one would find the old log
+        with suppress(FileNotFoundError):
+            path.with_name(f"{path.name}{suffix}").replace(f"{target}{suffix}")
+    return target

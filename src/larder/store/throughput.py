@@ -1,0 +1,115 @@
+"""Whether a saved cache is loaded or its text read again: whichever was quicker lately."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from larder.core.errors import BadParameter
+from larder.store.ledger import Tier
+
+PREFILL_KEY, AVOIDED_PREFIX = "reading", "avoided "  # names beside those of tiers
+PROBE_INTERVAL = 16  # times that a slow tier is left alone until it is measured again
+
+
+class RestorePath(Enum):
+    """How a cache comes back."""
+
+    LOAD = "load"
+    RECOMPUTE = "recompute"
+
+
+@dataclass
+class _Rate:
+    """Amounts per second, measured ones weighing the more the later they are."""
+
+    per_second: float | None = None
+
+
+class ThroughputEstimates:
+    """What was measured of loading and of reading. Safe from threads.
+
+    Nothing is known at first, and then a cache is loaded: that is how its tier is measured. A tier
+    that was slow once is tried again now and then, or it would be slow for ever.
+
+    Args:
+        weight: of the newest measurement against all before it.
+    """
+
+    def __init__(self, weight: float = 0.3) -> None:
+        if not 0 < weight <= 1:
+            raise BadParameter(f"rates.weight must be in (0, 1], got {weight}.")
+        self._weight = weight
+        self._lock = threading.Lock()
+        self._loading: dict[Tier, _Rate] = {}
+        self._avoided: dict[Tier, int] = {}
+        self._reading = _Rate()
+
+    def loaded(self, tier: Tier, count: int, seconds: float) -> None:
+        """So many bytes came back, verified and decoded."""
+        with self._lock:
+            self._note(self._loading.setdefault(tier, _Rate()), count, seconds)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """So many tokens were read by the model."""
+        with self._lock:
+            self._note(self._reading, tokens, seconds)
+
+    def load_seconds(self, tier: Tier, count: int) -> float | None:
+        """How long loading would take; None where nothing is known."""
+        with self._lock:
+            return _seconds(self._loading.get(tier, _Rate()), count)
+
+    def read_seconds(self, tokens: int) -> float | None:
+        """How long reading would take; None where nothing is known."""
+        with self._lock:
+            return _seconds(self._reading, tokens)
+
+    def quicker(self, tier: Tier, count: int, tokens: int) -> RestorePath:
+        """Which way is quicker.
+
+        Args:
+            count: bytes to be loaded.
+            tokens: to be read otherwise.
+        """
+        load, read = self.load_seconds(tier, count), self.read_seconds(tokens)
+        if load is None or read is None or load <= read:
+            return RestorePath.LOAD
+        with self._lock:
+            self._avoided[tier] = (self._avoided.get(tier, 0) + 1) % PROBE_INTERVAL
+            return RestorePath.RECOMPUTE if self._avoided[tier] else RestorePath.LOAD
+
+    def known(self) -> dict[str, float]:
+        """All that was measured, for another process to begin with."""
+        with self._lock:
+            rates = {PREFILL_KEY: self._reading, **{t.value: r for t, r in self._loading.items()}}
+            told = {n: r.per_second for n, r in rates.items() if r.per_second is not None}
+            return told | {f"{AVOIDED_PREFIX}{t.value}": float(n) for t, n in self._avoided.items()}
+
+    def know(self, told: Mapping[str, Any]) -> None:
+        """Begin with what `known` told, where nothing is known yet; what is no rate is left out."""
+        fine = {n: float(r) for n, r in told.items() if isinstance(r, (int, float))}
+        rates = {name: rate for name, rate in fine.items() if 0 < rate < math.inf}
+        with self._lock:
+            if self._reading.per_second is None:
+                self._reading.per_second = rates.get(PREFILL_KEY)
+            for tier in Tier:
+                if tier.value in rates and tier not in self._loading:
+                    self._loading[tier] = _Rate(rates[tier.value])
+                avoided = rates.get(f"{AVOIDED_PREFIX}{tier.value}", 0.0)
+                self._avoided.setdefault(tier, int(avoided) % PROBE_INTERVAL)
+
+    def _note(self, rate: _Rate, amount: int, seconds: float) -> None:
+        if amount <= 0 or not 0 < seconds < math.inf:
+            return
+        new = amount / seconds
+        old = new if rate.per_second is None else rate.per_second
+        rate.per_second = old + self._weight * (new - old)
+
+
+def _seconds(rate: _Rate, amount: int) -> float | None:
+    return None if rate.per_second is None else amount / rate.per_second

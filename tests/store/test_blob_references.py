@@ -1,0 +1,165 @@
+"""Blobs that several processes or machines need: whoever drops one looks after the others."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreSlow, Superseded
+from larder.store.blobs.blob_store import BlobRef, blob_path
+from larder.store.blobs.payloads import add_owner, encode_token_log
+from larder.store.digests import digest_of
+from larder.store.fs.base import open_file_system
+from larder.store.fs.deadline import CallLimits
+from larder.store.sessions.turn_store import SessionTurn
+from larder.store.store import Store
+from store.caches import (
+    IDS,
+    TALK,
+    WHO,
+    blob_files,
+    compressed,
+    load,
+    save,
+    snapshot,
+    store_at,
+)
+from store.file_systems import Faulty
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+def said(store: Store, name: str = TALK) -> bytes:
+    found = store.turns.newest(WHO, name)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("how", ["put", "stays"])
+def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
+    here, there = store_at(tmp_path), store_at(tmp_path)
+    save(here)
+    record = load(here).record
+    tenant, ref = record.tenant, record.tokens
+    with there.parts.shelves.saving(tenant) as saving:
+        if how == "put":
+            assert saving.put(encode_token_log(IDS, tenant, record.session)) == ref
+        else:
+            assert saving.stays(ref)
+        here.sessions.remove(WHO, TALK)
+        os.utime(tmp_path / "store" / blob_path(ref.digest), (0, 0))
+        here.upkeep.sweep()
+        assert there.parts.blobs.has(ref)
+    assert not there.parts.blobs.has(ref)  # it has put it last, and nothing came of it
+
+
+def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
+    here, there = (store_at(tmp_path, home=home, kept_epochs=2) for home in ("here", "there"))
+    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    here.sessions.fork(WHO, TALK, "fork")
+    for number in range(2, 5):
+        there.turns.append(WHO, "fork", SessionTurn((*IDS, number), b"%d" % number), number - 1)
+    there.upkeep.sweep(grace_seconds=-1.0)
+    assert said(here) == said(store_at(tmp_path, home="new")) == b"said"
+    assert load(here).ids == IDS
+
+
+def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
+    here, there = (store_at(tmp_path, home=home, kept_epochs=1) for home in ("here", "there"))
+    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    there.turns.append(WHO, "alike", SessionTurn(IDS, b"said"), 0)
+    there.turns.append(WHO, "alike", SessionTurn((*IDS, 1), b"more"), 1)
+    assert said(here) == b"said" and load(here).ids == IDS
+    there.sessions.remove(WHO, "alike")
+    assert said(here) == b"said"
+    here.sessions.remove(WHO, TALK)
+    assert there.upkeep.sweep(grace_seconds=-1.0) == 0
+
+
+@pytest.mark.parametrize("how", ["saved", "forked"])
+def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
+    tmp_path: Path, how: str
+) -> None:
+    here, there = (store_at(tmp_path, home=home) for home in ("here", "there"))
+    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    if how == "saved":
+        there.turns.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
+    else:
+        there.sessions.fork(WHO, TALK, "other")
+    here.sessions.remove(WHO, TALK)
+    assert said(there, "other") == said(store_at(tmp_path, home="new"), "other") == b"said"
+    assert load(there, "other").ids == IDS
+    there.sessions.remove(WHO, "other")
+    assert blob_files(tmp_path) == []
+
+
+def test_21_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: Path) -> None:
+    here, there = (store_at(tmp_path, home=home, kept_epochs=3) for home in ("here", "there"))
+    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    with there.turns.prepared(WHO, IDS, snapshot(compressed(IDS))) as prepared:
+        there.turns.attach(WHO, TALK, prepared, 1)
+    there.turns.append(WHO, TALK, SessionTurn((*IDS, 1), b"more"), 2)
+    here.turns.append(WHO, TALK, SessionTurn((*IDS, 2), b"other"), 3)
+    here.sessions.roll_back(WHO, TALK, 2)
+    assert said(here) == b"said" and load(here).ids == IDS
+
+
+def test_21_who_comes_too_late_takes_nothing_from_who_has_written_the_same(tmp_path: Path) -> None:
+    turn, there = SessionTurn(IDS, b"said"), store_at(tmp_path, home="there")
+
+    def first(what: str, path: str) -> None:
+        if what == "create" and path.startswith("sessions/"):
+            there.turns.append(WHO, TALK, turn, 0)
+
+    place = Faulty(open_file_system(str(tmp_path / "store")), before=first)
+    here = store_at(tmp_path, place, home="here")
+    with pytest.raises(Superseded):
+        here.turns.append(WHO, TALK, turn, 0)
+    assert said(there) == b"said" and load(there).ids == IDS
+
+
+def test_what_an_earlier_larder_has_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for user in ("envelopes", "turns"):
+            patch.setattr(
+                f"larder.store.{user}.owned", lambda data, *whose: add_owner(data, whose[0])
+            )
+        store_at(tmp_path).turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    store = store_at(tmp_path)
+    record = load(store).record
+    assert record.tokens.digest != digest_of(encode_token_log(IDS, record.tenant, record.session))
+    store.sessions.fork(WHO, TALK, "fork")
+    store.sessions.remove(WHO, TALK)
+    assert said(store, "fork") == b"said" and load(store, "fork").ids == IDS
+
+
+@pytest.mark.parametrize("how", ["put", "stays"])
+def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: str) -> None:
+    there = store_at(tmp_path, patience=CallLimits(seconds=0.3, rest_seconds=0.0))
+    tenant, said = there.parts.tenant(WHO), list[bool]()
+    data = encode_token_log(IDS, tenant, TALK)
+    ref = BlobRef(digest_of(data), len(data))
+
+    def take() -> bool:
+        saving = stack.enter_context(there.parts.shelves.saving(tenant))
+        return saving.put(data) == ref if how == "put" else saving.stays(ref)
+
+    def meanwhile(what: str, path: str) -> None:
+        if what == "remove" and path == blob_path(ref.digest):
+            said.append(False)
+            with suppress(StoreSlow):
+                said.append(take())
+
+    with ExitStack() as stack:
+        here = store_at(
+            tmp_path, Faulty(open_file_system(str(tmp_path / "store")), before=meanwhile)
+        )
+        with here.parts.shelves.saving(tenant) as saving:
+            assert saving.put(data) == ref
+        assert said and any(said) <= there.parts.blobs.has(ref)
+        assert take() == there.parts.blobs.has(ref) == (how == "put")

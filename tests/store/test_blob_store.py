@@ -1,0 +1,163 @@
+"""Immutable objects by digest, on a local folder and on another file system."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from larder.core.errors import Damaged, StoreError, StoreFull
+from larder.store.blobs.blob_store import BlobRef, BlobStore, blob_path
+from larder.store.digests import digest_of
+from larder.store.fs.base import TEMPORARY_FOLDER, FileSystem, open_file_system
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.fs.remote import RemoteFileSystem
+from store.file_systems import FULL, READ_ONLY, Faulty, refusing
+
+DATA = b"some bytes"
+
+
+@pytest.fixture(params=["folder", "memory", "moved"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileSystem]:
+    """A folder; an object store; and one where objects are uploaded and then moved."""
+    if request.param == "folder":
+        yield open_file_system(str(tmp_path))
+        return
+    made = open_file_system(f"memory://{uuid4().hex}")
+    if request.param == "moved":
+        made._is_atomic = False  # pyright: ignore[reportAttributeAccessIssue]
+    yield made
+    for entry in made.listing(""):
+        made.remove(entry.path)
+
+
+@pytest.fixture
+def blobs(place: FileSystem) -> BlobStore:
+    return BlobStore(place, DeadlineExecutor("disk"))
+
+
+def test_what_is_put_comes_back(blobs: BlobStore) -> None:
+    ref = blobs.put(DATA)
+    assert ref == BlobRef(digest_of(DATA), len(DATA)) and blobs.has(ref)
+    assert blobs.get(ref) == DATA
+    assert blobs.sizes() == {ref.digest: len(DATA)}
+
+
+def test_the_same_bytes_are_kept_once(blobs: BlobStore, place: FileSystem) -> None:
+    assert blobs.put(DATA) == blobs.put(DATA)
+    assert [entry.path for entry in place.listing("")] == [blob_path(digest_of(DATA))]
+
+
+def test_what_is_damaged_is_set_aside_and_can_be_written_anew(
+    blobs: BlobStore, place: FileSystem
+) -> None:
+    ref = blobs.put(DATA)
+    place.replace(blob_path(ref.digest), DATA[:-1] + b"!")
+    with pytest.raises(Damaged, match="not the 10 written"):
+        blobs.get(ref)
+    with pytest.raises(Damaged, match="missing"):
+        blobs.get(ref)
+    assert [entry.path for entry in place.listing("damaged")] == [
+        f"damaged/{ref.digest}.safetensors"
+    ]
+    assert blobs.get(blobs.put(DATA)) == DATA
+
+
+def test_a_shorter_one_is_written_over(blobs: BlobStore, place: FileSystem) -> None:
+    place.replace(blob_path(digest_of(DATA)), DATA[:4])
+    assert blobs.get(blobs.put(DATA)) == DATA
+
+
+def test_create_refuses_what_is_there(place: FileSystem) -> None:
+    place.create("a/b", b"1")
+    with pytest.raises(FileExistsError):
+        place.create("a/b", b"2")
+    assert place.read("a/b") == b"1" and place.size("a/b") == 1
+    assert [entry.path for entry in place.listing("")] == ["a/b"]
+    place.remove("a/b")
+    place.remove("a/b")
+    assert place.size("a/b") is None
+    with pytest.raises(FileNotFoundError):
+        place.read("a/b")
+
+
+def test_a_sweep_takes_orphans_and_leaves_what_is_young(
+    blobs: BlobStore, place: FileSystem
+) -> None:
+    kept, lost = blobs.put(DATA), blobs.put(DATA * 2)
+    place.replace(f"{TEMPORARY_FOLDER}/1-half", b"half")
+    assert blobs.sweep([kept.digest], grace_seconds=60.0) == 0
+    assert blobs.sweep([kept.digest], grace_seconds=-1.0) == lost.bytes + 4
+    assert blobs.sizes() == {kept.digest: kept.bytes}
+    assert [entry.path for entry in place.listing("")] == [blob_path(kept.digest)]
+
+
+def test_an_orphan_that_is_put_again_is_young(tmp_path: Path) -> None:
+    blobs = BlobStore(open_file_system(str(tmp_path)), DeadlineExecutor("disk"))
+    ref = blobs.put(DATA)
+    os.utime(tmp_path / blob_path(ref.digest), (0, 0))
+    blobs.put(DATA)
+    assert blobs.sweep([], grace_seconds=60.0) == 0
+
+
+def test_only_digests_become_paths(blobs: BlobStore, place: FileSystem) -> None:
+    for name in ("../../etc/passwd", "", "A" * 64, "a" * 63, "a" * 64 + "\n"):
+        with pytest.raises(Damaged, match="no digest"):
+            blobs.get(BlobRef(name, 1))
+    place.replace("blobs/aa/README", b"somebody else's")
+    assert blobs.sizes() == {}
+
+
+@pytest.mark.parametrize("error", [FULL, READ_ONLY])
+def test_a_disk_that_takes_nothing_is_told(tmp_path: Path, error: int) -> None:
+    place = Faulty(open_file_system(str(tmp_path)), refusing(error, "replace"))
+    with pytest.raises(StoreFull, match="untouched"):
+        BlobStore(place, DeadlineExecutor("disk")).put(DATA)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(FULL, "full")
+
+    place = open_file_system(str(tmp_path))
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError):
+        place.create("a/b", DATA)
+    with pytest.raises(OSError):
+        place.replace("a/b", DATA)
+    assert list(place.listing("")) == []
+
+
+def test_an_address_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(StoreError, match="take a folder"):
+        open_file_system("nowhere://bucket/folder")
+
+
+def test_a_folder_that_knows_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_create_refuses_what_is_there(open_file_system(str(tmp_path)))
+
+
+class ClientError(Exception):
+    """As clients of object stores have them, which know nothing of ours."""
+
+
+@pytest.mark.parametrize("act", ["create", "replace", "read", "size", "remove", "listing"])
+def test_errors_of_a_client_are_the_disks(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    def fails(*told: object, **named: object) -> None:
+        raise ClientError("Could not connect to the endpoint.")
+
+    place = open_file_system(f"memory://{uuid4().hex}")
+    assert isinstance(place, RemoteFileSystem)
+    for name in ("pipe_file", "cat_file", "size", "rm_file", "find"):
+        monkeypatch.setattr(place._system, name, fails)
+    told = {"create": ("a", b"x"), "replace": ("a", b"x"), "listing": ("a",)}
+    with pytest.raises(StoreError, match="ClientError: Could not connect to the endpoint"):
+        guard = DeadlineExecutor("disk")
+        guard.call(lambda: list(getattr(place, act)(*told.get(act, ("a",))) or ()))

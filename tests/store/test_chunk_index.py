@@ -1,0 +1,196 @@
+"""Beginnings of texts, found token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from larder.core.errors import Damaged
+from larder.store.behind import PrefixDigest
+from larder.store.fs.base import open_file_system
+from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.manifest import Manifest
+from larder.store.prefix import chunk_index as module
+from larder.store.prefix.chunk_index import ChunkIndex
+from larder.store.prefix.chunk_records import ChunkMatch, PrefixChunk
+from larder.store.wording import prefix_digest, token_ids_from_bytes
+from references.store_chunks import longest
+from store.records import SECRET, TENANT, a_ref
+
+SIZE = 3
+IDENTITY = "i" * 64
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_TOKENS", SIZE)
+
+
+def chunks_at(folder: Path, home: str = "home") -> ChunkIndex:
+    manifest = Manifest(folder / home / "manifest.sqlite", SECRET)
+    return ChunkIndex(
+        open_file_system(str(folder / "store")), DeadlineExecutor("disk"), manifest, SECRET
+    )
+
+
+def keep(chunks: ChunkIndex, ids: Sequence[int], tenant: str = TENANT) -> None:
+    found = [each.chunk for each in chunks.longest(tenant, IDENTITY, ids) if each.tokens == SIZE]
+    for stop in range(SIZE * (len(found) + 1), len(ids) + 1, SIZE):
+        parent = found[-1] if found else None
+        added = chunks.add(tenant, IDENTITY, parent, ids[:stop], a_ref(str(ids[:stop])))
+        assert added is not None
+        found.append(added)
+
+
+def held(found: Sequence[ChunkMatch]) -> int:
+    return sum(each.tokens for each in found)
+
+
+def text_of(found: Sequence[ChunkMatch]) -> list[int]:
+    return [
+        token for each in found for token in token_ids_from_bytes(each.chunk.tokens)[: each.tokens]
+    ]
+
+
+TEXT = st.lists(st.integers(0, 2), max_size=13)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@given(st.lists(TEXT, max_size=8), st.lists(TEXT, min_size=1, max_size=5))
+def test_the_tree_finds_what_a_linear_scan_finds(
+    tmp_path_factory: pytest.TempPathFactory, kept: list[list[int]], asked: list[list[int]]
+) -> None:
+    chunks = chunks_at(tmp_path_factory.mktemp("chunks"))
+    for text in kept:
+        keep(chunks, text)
+    for text in [*asked, *kept]:
+        found = chunks.longest(TENANT, IDENTITY, text)
+        assert held(found) == longest(kept, text, SIZE)
+        assert text_of(found) == text[: held(found)]
+        for each in found:  # what a chunk follows is what it was made behind
+            assert each.chunk.prefix == module.prefix_digest(_whole(each.chunk, found, text))
+
+
+def _whole(chunk: PrefixChunk, found: Sequence[ChunkMatch], text: list[int]) -> list[int]:
+    return text[: chunk.start] + token_ids_from_bytes(chunk.tokens)
+
+
+def test_14_what_was_edited_or_cut_shares_up_to_there(tmp_path: Path) -> None:
+    chunks = chunks_at(tmp_path)
+    text = list(range(100, 111))  # three whole chunks, and two tokens that fill none
+    keep(chunks, text)
+    for ids, shared in (
+        (text, 9),
+        (text[:-1], 9),
+        (text[:9], 9),
+        (text[:8], 8),
+        (text[:4], 4),
+        (text[:1], 1),
+        ([*text[:4], 0, *text[5:]], 4),
+        ([0, *text[1:]], 0),
+        ([0, *text], 0),
+        ([*text[:9], 7, 7, 7, 7], 9),
+        ([], 0),
+    ):
+        assert held(chunks.longest(TENANT, IDENTITY, ids)) == shared
+
+
+def test_nothing_crosses_tenants_or_identities(tmp_path: Path) -> None:
+    chunks = chunks_at(tmp_path)
+    keep(chunks, [1, 2, 3])
+    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3])) == 3
+    assert chunks.longest("0" * 64, IDENTITY, [1, 2, 3]) == []
+    assert chunks.longest(TENANT, "0" * 64, [1, 2, 3]) == []
+
+
+def test_13_digests_that_collide_are_told_apart_by_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "chunk_key", lambda *told: f"{0:064x}")
+    monkeypatch.setattr(module, "prefix_digest", lambda ids: "0" * 64)
+    chunks = chunks_at(tmp_path)
+    texts = [[a, a, a, 9, 9, 9, b, b, b] for a in range(4) for b in range(3)]
+    for text in texts:
+        keep(chunks, text)
+    blobs = set()
+    for text in texts:
+        found = chunks.longest(TENANT, IDENTITY, text)
+        assert text_of(found) == text
+        blobs |= {each.chunk.ref for each in found}
+    # Four beginnings, each with its own chunk of nines behind it, each with three ends.
+    assert len(blobs) == 4 + 4 + 12
+    assert held(chunks.longest(TENANT, IDENTITY, [5, 5, 5, 9, 9, 9])) == 0
+
+
+def test_8_another_machine_finds_what_is_told_of_beside_the_blobs(tmp_path: Path) -> None:
+    keep(chunks_at(tmp_path), list(range(9)))
+    other = chunks_at(tmp_path, "another machine")
+    assert held(other.longest(TENANT, IDENTITY, list(range(9)))) == 9
+    assert len(other.all()) == 3
+
+
+def test_the_index_is_built_again(tmp_path: Path) -> None:
+    first = chunks_at(tmp_path)
+    for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [4, 4, 4]):
+        keep(first, text)
+    again = chunks_at(tmp_path, "after damage")
+    again.rebuild()
+    assert len(again.all()) == len(first.all()) == 4
+    assert {(c.prefix, c.ref) for _, c, *_ in again.all()} == {
+        (c.prefix, c.ref) for _, c, *_ in first.all()
+    }
+
+
+def test_what_is_told_of_a_chunk_is_sealed(tmp_path: Path) -> None:
+    keep(chunks_at(tmp_path), [1, 2, 3])
+    [path] = (tmp_path / "store" / "chunks").rglob("*.json")
+    path.write_bytes(path.read_bytes().replace(b"[1,2,3]", b"[1,2,4]"))
+    assert chunks_at(tmp_path, "other").longest(TENANT, IDENTITY, [1, 2, 4]) == []
+    path.write_bytes(b"no JSON")
+    assert chunks_at(tmp_path, "other").longest(TENANT, IDENTITY, [1, 2, 3]) == []
+
+
+def test_what_continues_a_chunk_goes_with_it(tmp_path: Path) -> None:
+    chunks = chunks_at(tmp_path)
+    keep(chunks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    keep(chunks, [1, 2, 3, 0, 0, 0])
+    middle = chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])[-1].chunk
+    assert [each.start for each in chunks.drop(middle, TENANT)] == [3, 6]
+    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 3
+    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 0, 0, 0])) == 6
+
+
+def test_the_digest_of_a_text_grows_with_it() -> None:
+    behind = PrefixDigest(range(20))
+    for count in (3, 0, 9):
+        assert behind.digest([1, 2]) == prefix_digest([*range(behind.start), 1, 2])
+        behind.advance(range(behind.start, behind.start + count))
+    assert behind.start == 12
+    for wrong in (["a"], [-1], [None]):
+        with pytest.raises(Damaged):
+            behind.digest(wrong)
+
+
+def test_what_continues_a_chunk_that_is_gone_is_not_kept(tmp_path: Path) -> None:
+    chunks = chunks_at(tmp_path)
+    keep(chunks, [1, 2, 3])
+    [first] = chunks.longest(TENANT, IDENTITY, [1, 2, 3])
+    chunks.leave(TENANT, [first.chunk])
+    keep(chunks, [7, 8, 9])  # in the row of the one that is gone
+    assert chunks.add(TENANT, IDENTITY, first.chunk, [1, 2, 3, 4, 5, 6], a_ref("late")) is None
+    assert held(chunks.longest(TENANT, IDENTITY, [7, 8, 9, 4, 5, 6])) == 3
+    assert len(list((tmp_path / "store" / "chunks").rglob("*.json"))) == 1
+
+
+def test_a_chunk_that_others_continue_stays(tmp_path: Path) -> None:
+    chunks = chunks_at(tmp_path)
+    keep(chunks, [1, 2, 3, 4, 5, 6])
+    [first, second] = [each.chunk for each in chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])]
+    chunks.leave(TENANT, [first])
+    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 6
+    chunks.leave(TENANT, [first, second])
+    assert chunks.all() == []

@@ -1,0 +1,62 @@
+"""What the ledger knows of a disk that others use, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.store.blobs.blob_store import blob_path
+from larder.store.ledger import NO_TENANT, Tier
+from larder.store.store import Store
+from store.caches import IDS, TALK, WHO, compressed, load, save, snapshot, store_at
+
+
+def of_nobody(store: Store) -> int:
+    return store.parts.ledger.used(Tier.DISK, NO_TENANT)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_23_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
+    tmp_path: Path, is_counted: bool
+) -> None:
+    here, there = store_at(tmp_path, home="here"), store_at(tmp_path, home="there")
+    there.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
+    if is_counted:
+        here.upkeep.sweep()
+    [span] = load(here).record.spans
+    here.parts.shelves.settle()
+    before = of_nobody(here)
+    here.parts.shelves.holdings.release([span])
+    for _ in range(2):
+        here.parts.shelves.evict([span])
+        here.parts.shelves.settle()
+        assert before - of_nobody(here) == (span.bytes if is_counted else 0)
+    assert load(here).reason == "evicted" and not there.parts.blobs.has(span)
+
+
+def test_23_what_was_another_machines_is_counted_once_when_it_is_written_again(
+    tmp_path: Path,
+) -> None:
+    there = store_at(tmp_path, home="there")
+    there.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
+    here = store_at(tmp_path, home="here")
+    [span] = load(here).record.spans
+    here.parts.shelves.settle()
+    before = here.parts.ledger.used(Tier.DISK)
+    data = here.parts.blobs.get(span)
+    there.parts.blobs.delete(span.digest)
+    with here.parts.shelves.saving(load(here).record.tenant) as saving:
+        assert saving.put(data) == span
+    here.parts.shelves.settle()
+    assert here.parts.ledger.used(Tier.DISK) == before
+
+
+def test_21_a_damaged_blob_goes_with_its_session(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    ref = load(store).record.tokens
+    file = tmp_path / "store" / blob_path(ref.digest)
+    file.write_bytes(b"less")
+    assert store.sessions.remove(WHO, TALK) > 0
+    assert not file.exists()

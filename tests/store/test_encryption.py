@@ -1,0 +1,165 @@
+"""A store under a key: nothing in it can be read, shared or put elsewhere without the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from larder.core.errors import Damaged, InputError, StoreError
+from larder.store.blobs.tenant_blobs import KEY_PATH
+from larder.store.encryption import AesGcmEncryption, NoEncryption, fingerprint_of, read_key
+from larder.store.store import Store
+from larder.store.wording import common_prefix_len, prefix_digest, token_bytes
+from store.caches import (
+    IDS,
+    SPEC,
+    TALK,
+    WHO,
+    asking,
+    blob_files,
+    compressed,
+    files,
+    is_exact,
+    load,
+    read,
+    save,
+    snapshot,
+    store_at,
+)
+
+pytest.importorskip("cryptography")
+pytestmark = pytest.mark.usefixtures("small_chunks")
+KEY, OTHER = b"k" * 32, b"o" * 32
+SAID = b"what was said, as text"
+LONGER = (*IDS, 5, 6, 7, 8, 9)
+
+
+def filled(folder: Path, key: bytes | None = KEY) -> Store:
+    """A store with a shared beginning, what lost something, and another tenant's session."""
+    store = store_at(folder, key=key)
+    store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), transcript=SAID)
+    store.sessions.save(WHO, "lossy", LONGER, snapshot(compressed(LONGER), "int8"))
+    store.sessions.save("somebody else", TALK, IDS, snapshot(read(IDS)), transcript=SAID)
+    return store
+
+
+def test_other_users_of_the_machine_read_nothing(tmp_path: Path) -> None:
+    save(store_at(tmp_path))
+    assert [(tmp_path / each).stat().st_mode & 0o077 for each in ("home", "store")] == [0, 0]
+
+
+def test_everything_comes_back_under_the_key(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    for home in ("home", "another home"):
+        store = store_at(tmp_path, key=KEY, home=home)
+        loaded = load(store)
+        assert is_exact(loaded) and loaded.cache is not None and loaded.transcript == SAID
+        assert load(store, "lossy").cache is not None
+        found = store.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+        assert found is not None and found.next_position == 20
+        assert not store.parts.refusals.counts()
+        assert [c.problems for c in store.upkeep.verify(store.sessions.heads())] == [()] * 3
+        store.close()
+
+
+def test_nothing_can_be_read_without_the_key(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.parts.manifest._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    [own] = [r for r in store.sessions.heads(WHO) if r.name == TALK]
+    tokens = [b"".join(i.to_bytes(4, order) for i in IDS[:4]) for order in ("little", "big")]
+    words = [SAID, b'"name"', b"lossy", b"kvm", b"int8", prefix_digest(IDS[:4]).encode()]
+    assert own.transcript is not None
+    for path in [*files(tmp_path), *files(tmp_path, "home")]:
+        data = path.read_bytes()
+        assert not [each for each in (*tokens, *words) if each in data], path
+
+
+def test_tenants_have_no_bytes_in_common_and_a_tenant_has_caches_once(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    before = set(blob_files(tmp_path))
+    again = store.sessions.save(WHO, "again", IDS, snapshot(read(IDS)), transcript=SAID)
+    assert len(set(blob_files(tmp_path)) - before) == 2  # its log and its transcript
+    assert again.spans == load(store).record.spans
+    own, theirs = (
+        {ref for record in store.sessions.heads(who) for ref in record.refs}
+        for who in (WHO, "somebody else")
+    )
+    assert not own & theirs and len({path.read_bytes() for path in before}) == len(before)
+
+
+def test_another_key_or_none_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path / "a").close()
+    for key, said in ((OTHER, "another key"), (None, "give --key-file")):
+        with pytest.raises(StoreError, match=said):
+            store_at(tmp_path / "a", key=key)
+    filled(tmp_path / "b", key=None).close()
+    with pytest.raises(StoreError, match="begun without a key"):
+        store_at(tmp_path / "b", key=KEY)
+    (tmp_path / "a" / "store" / KEY_PATH).write_bytes(b"{}")
+    with pytest.raises(StoreError, match="put it back"):
+        store_at(tmp_path / "a", key=KEY)
+
+
+def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    own, theirs = (store.sessions.heads(who)[-1] for who in (WHO, "somebody else"))
+    with pytest.raises(Damaged):
+        store.parts.vault.get(own.tokens, theirs.tenant)
+    place = store.parts.place
+    place.replace(theirs.path, place.read(own.path))
+    assert store.parts.heads._beside(theirs.tenant, theirs.session, theirs.epoch) is None
+    [stolen, *_] = blob_files(tmp_path)
+    stolen.write_bytes(stolen.read_bytes()[:-1] + b"\0")
+    problems = [each for c in store.upkeep.verify(store.sessions.heads()) for each in c.problems]
+    assert len(problems) >= 2
+
+
+def test_a_session_is_carried_into_a_store_under_a_key_and_out(tmp_path: Path) -> None:
+    plain, sealed = store_at(tmp_path / "a"), store_at(tmp_path / "b", key=KEY)
+    plain.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), transcript=SAID)
+    sealed.exchange.take_in(plain.exchange.export(load(plain).record), "x", "moved")
+    [record] = sealed.sessions.heads("x")
+    back = plain.exchange.take_in(sealed.exchange.export(record), WHO, "back")
+    assert plain.parts.vault.transcript(back) == SAID
+    assert is_exact(load(plain, "back")) and load(plain, "back").cache is not None
+
+
+@settings(max_examples=15)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=11), min_size=2, max_size=5))
+def test_masked_texts_agree_as_far_as_the_texts_do(texts: list[list[int]]) -> None:
+    sealed, plain = AesGcmEncryption(KEY, b"salt"), NoEncryption()
+    for left in texts:
+        for right in texts:
+            pair = [
+                [s.masked("t", "", token_bytes(text)) for text in (left, right)]
+                for s in (plain, sealed)
+            ]
+            assert common_prefix_len(*pair[0]) == common_prefix_len(*pair[1])
+    one = token_bytes(texts[0])
+    assert sealed.masked("t", "", one) != one
+    assert sealed.masked("t", "", one)[:4] not in (
+        sealed.masked("u", "", one)[:4],
+        sealed.masked("t", "before", one)[:4],
+    )
+
+
+def test_keys_are_read_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    assert read_key(None) is None
+    path.write_bytes(KEY)
+    assert read_key(path) == KEY
+    path.write_text(f"{OTHER.hex()}\n")
+    assert read_key(path) == OTHER and fingerprint_of(OTHER) != fingerprint_of(KEY)
+    monkeypatch.setenv("LARDER_STORE_KEY", KEY.hex())
+    assert read_key(None) == KEY and read_key(path) == OTHER
+    for told in (b"", b"short", b"g" * 64, b"\xff" * 33):
+        path.write_bytes(told)
+        with pytest.raises(InputError, match="openssl rand"):
+            read_key(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_key(tmp_path / "none")

@@ -1,0 +1,173 @@
+"""What goes at a sweep, and what stays: chunks of several machines, and what a crash has left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
+from larder.store.ledger import Tier
+from larder.store.store import Store
+from store.caches import (
+    IDS,
+    SPEC,
+    TALK,
+    WHO,
+    asking,
+    blob_files,
+    files,
+    is_exact,
+    load,
+    read,
+    save,
+    store_at,
+)
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+LONGER = (*IDS, 5, 6, 7)
+
+
+class Clock:
+    """Of files, too, at first."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, *stores: Store) -> None:
+        """Time enough for what nobody needs to go at sweeps."""
+        for store in stores:
+            self.now += 2 * GRACE_SECONDS
+            store.upkeep.forget_removed()
+            store.upkeep.sweep()
+
+
+def held(store: Store) -> int:
+    """Tokens of the beginning that a store finds."""
+    found = store.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+    return 0 if found is None else found.next_position
+
+
+def keep(store: Store) -> None:
+    assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
+
+
+def _has_read(there: Store) -> None:
+    assert held(there) == 20
+
+
+def _has_loaded(there: Store) -> None:
+    assert load(there).cache is not None
+
+
+def _has_saved(there: Store) -> None:
+    save(there, LONGER, name="other")
+    there.sessions.remove(WHO, "other")
+
+
+def _was_begun(there: Store) -> None:
+    """Its index was built from what is told beside the blobs."""
+
+
+def nothing_is_left(folder: Path, *stores: Store) -> bool:
+    told = [*files(folder, "store/chunks"), *files(folder, "store/kept"), *blob_files(folder)]
+    return not told and not any(store.parts.chunks.all() for store in stores)
+
+
+@pytest.mark.parametrize("uses", [_has_read, _has_loaded, _has_saved, _was_begun])
+@pytest.mark.parametrize("is_here_first", [True, False])
+def test_21_chunks_that_no_session_is_made_of_leave_every_machine(
+    tmp_path: Path, uses: Callable[[Store], None], is_here_first: bool
+) -> None:
+    clock = Clock()
+    here, there = (store_at(tmp_path, home=home, clock=clock) for home in ("here", "there"))
+    save(here)
+    if uses is _was_begun:
+        there = store_at(tmp_path, home="new", clock=clock)
+    uses(there)
+    assert there.parts.chunks.all() or uses is _has_loaded
+    clock.passes(here, there)
+    assert is_exact(load(here)) and load(here).cache is not None
+    here.sessions.remove(WHO, TALK)
+    order = (here, there) if is_here_first else (there, here)
+    clock.passes(*order, *order)
+    assert nothing_is_left(tmp_path, here, there)
+
+
+def test_21_chunks_that_are_read_stay_while_they_are(tmp_path: Path) -> None:
+    clock = Clock()
+    here = store_at(tmp_path, home="here", clock=clock)
+    there = store_at(tmp_path, home="there", clock=clock)
+    save(here)
+    assert held(there) == 20
+    here.sessions.remove(WHO, TALK)
+    for _ in range(3):
+        clock.now += GRACE_SECONDS / 2
+        assert held(there) == 20
+        there.upkeep.sweep()
+    clock.passes(there, here)
+    assert nothing_is_left(tmp_path, here, there)
+
+
+def test_21_beginnings_that_are_kept_for_their_own_sake_stay(tmp_path: Path) -> None:
+    clock = Clock()
+    homes = ("here", "there", "who knows nothing of them")
+    stores = [store_at(tmp_path, home=home, clock=clock) for home in homes]
+    here, there, _ = stores
+    save(here, LONGER)  # what is kept may have been a session's before
+    keep(here)
+    assert held(there) == 20
+    here.sessions.remove(WHO, TALK)
+    clock.passes(*stores, *stores)
+    new = store_at(tmp_path, home="new", clock=clock)
+    clock.passes(new, *stores)
+    assert [held(each) for each in (*stores, new)] == [20] * 4
+    tenant = here.parts.tenant(WHO)
+    here.parts.shelves.make_room(tenant, here.parts.ledger.limit(Tier.DISK))
+    clock.passes(*stores, new)
+    assert nothing_is_left(tmp_path, *stores, new)
+
+
+class Stopped(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize(
+    "where", ["families.forget", "heads.prune", "heads._drop", "dropping.states", "chunks.leave"]
+)
+def test_3_a_removal_that_was_stopped_is_finished_by_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    clock, (part, name) = Clock(), where.split(".")
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stopped
+
+    store = store_at(tmp_path, clock=clock)
+    save(store)
+    save(store, LONGER)
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(getattr(store.parts, part), name, stop)
+        store.sessions.remove(WHO, TALK)
+    again = store_at(tmp_path, clock=clock)
+    for _ in range(2):
+        clock.passes(again)
+        assert again.turns.of(WHO) == [] and again.sessions.load(WHO, TALK, asking()) is None
+    assert nothing_is_left(tmp_path, again) and files(tmp_path, "store/sessions") == []
+
+
+def test_21_a_name_that_was_taken_anew_outlives_the_sweep(tmp_path: Path) -> None:
+    clock = Clock()
+    store = store_at(tmp_path, clock=clock)
+    save(store)
+    store.sessions.remove(WHO, TALK)
+    save(store)
+    clock.passes(store)
+    assert [record.name for record in store.turns.of(WHO)] == [TALK]
+    assert is_exact(load(store)) and load(store).cache is not None

@@ -1,0 +1,165 @@
+"""Records that come about late, were lost, or were removed by somebody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import Damaged, InputError, StoreError, StoreSlow, Superseded
+from larder.store.at_once import parallel_map
+from larder.store.fs.base import open_file_system
+from larder.store.fs.deadline import CallLimits
+from larder.store.sessions.turn_store import SessionTurn
+from store.caches import IDS, TALK, WHO, asking, load, read, save, snapshot, store_at
+from store.file_systems import Faulty, Hanging
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+MORE = (*IDS, 5)
+PATIENCE = CallLimits(seconds=0.5, failures=100)
+
+
+def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
+    disk = Hanging(tmp_path, "create", "sessions/")
+    store = store_at(tmp_path, disk.place, patience=PATIENCE)
+    one = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    disk.armed.set()
+    with pytest.raises(StoreSlow):
+        store.turns.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch)
+    disk.lands()
+    for each in (store, store_at(tmp_path, home="another machine"), store_at(tmp_path)):
+        found = each.turns.newest(WHO, TALK)
+        assert found is not None and found[0].epoch == 2 and found[1] == b"one two"
+        assert each.parts.vault.ids(found[0]) == MORE
+    # Who did not hear that it was written says the same again, and that is one turn.
+    assert store.turns.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch).epoch == 2
+
+
+def test_6_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
+    disk = Hanging(tmp_path, "create", "sessions/")
+    store = store_at(tmp_path, disk.place, patience=PATIENCE)
+    one = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    disk.armed.set()
+    told = snapshot(read(IDS))
+    with pytest.raises(StoreSlow), store.turns.prepared(WHO, IDS, told) as prepared:
+        store.turns.attach(WHO, TALK, prepared, one.epoch)
+    disk.lands()
+    found = store_at(tmp_path).sessions.load(WHO, TALK, asking())
+    assert found is not None and found.record.epoch == 2 and found.cache is not None
+
+
+def test_6_what_a_record_names_goes_at_a_sweep_where_it_never_came_about(tmp_path: Path) -> None:
+    def fails(what: str, path: str) -> None:
+        if what == "create" and path.startswith("sessions/"):
+            raise OSError("The disk is not well.")
+
+    inner = open_file_system(str(tmp_path / "store"))
+    store = store_at(tmp_path, Faulty(inner, before=fails), patience=PATIENCE)
+    with pytest.raises(StoreError):
+        store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    assert list((tmp_path / "store" / "blobs").rglob("*.safetensors"))
+    later = store_at(tmp_path, clock=lambda: 4e9)
+    assert later.upkeep.sweep() > 0
+    assert not list((tmp_path / "store" / "blobs").rglob("*.safetensors"))
+
+
+def test_20_a_session_that_another_machine_has_removed_does_not_come_back(tmp_path: Path) -> None:
+    here, there = store_at(tmp_path), store_at(tmp_path, home="another machine")
+    save(here)
+    epoch = load(there).record.epoch
+    here.sessions.remove(WHO, TALK)
+    here.upkeep.forget_removed(-1.0)
+    assert there.sessions.has_moved(WHO, TALK, epoch)
+    with pytest.raises(Superseded):
+        there.turns.append(WHO, TALK, SessionTurn(MORE, b"more"), epoch)
+    assert there.sessions.load(WHO, TALK, asking()) is None
+    assert there.turns.of(WHO) == [] and here.sessions.heads(WHO) == []
+
+
+def test_20_a_sweep_learns_of_sessions_that_others_have_removed(tmp_path: Path) -> None:
+    here, there = store_at(tmp_path), store_at(tmp_path, home="another machine")
+    save(here)
+    save(here, name="stays")
+    assert load(there).cache is not None and load(there, "stays").cache is not None
+    here.sessions.remove(WHO, TALK)
+    here.upkeep.forget_removed(-1.0)
+    there.upkeep.sweep()
+    assert [record.name for record in there.turns.of(WHO)] == ["stays"]
+
+
+def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
+    tmp_path: Path,
+) -> None:
+    store = store_at(tmp_path)
+    for ids in (IDS, MORE):
+        save(store, ids)
+    with store.parts.manifest.writing() as rows:
+        rows("UPDATE epochs SET record = ?", (b"damaged",))
+    for path in (tmp_path / "store" / "sessions").rglob("*.json"):
+        path.write_bytes(b"damaged")
+    for _ in range(2):
+        with pytest.raises(Damaged, match="remove it, and begin it again"):
+            store.turns.newest(WHO, TALK)
+    with pytest.raises(Damaged):
+        store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    store.sessions.remove(WHO, TALK)
+    with pytest.raises(InputError):
+        store.sessions.remove(WHO, TALK)
+    assert store.turns.newest(WHO, TALK) is None
+    again = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    assert again.epoch == 4 and store_at(tmp_path, home="b").turns.newest(WHO, TALK) is not None
+
+
+def test_21_a_state_that_comes_about_behind_its_removal_goes_with_it(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    one = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    [path] = (tmp_path / "store" / "sessions").rglob("1.json")
+    late = path.read_bytes()
+    store.sessions.remove(WHO, TALK)
+    path.write_bytes(late)
+    assert store.turns.newest(WHO, TALK) is None
+    store.upkeep.forget_removed(-1.0)
+    assert not path.exists()
+    assert store.turns.newest(WHO, TALK) is None and store.turns.of(WHO) == []
+    assert store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0).epoch > one.epoch
+
+
+def test_a_sweep_passes_over_what_is_not_ours(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.turns.append(WHO, "x~2", SessionTurn(IDS, b"one", {"root": "x"}), 0)
+    stray = tmp_path / "store" / "families" / ".DS_Store"
+    stray.write_bytes(b"")
+    store.upkeep.sweep(0.0)
+    assert stray.exists() and store.turns.branches(WHO, "x") == ["x~2"]
+
+
+@pytest.mark.parametrize("tidies", ["note_branches", "sweep"])
+def test_branches_that_were_written_before_they_were_noted_are_noted(
+    tmp_path: Path, tidies: str
+) -> None:
+    store = store_at(tmp_path)
+    for name in ("x", "x~2", "x~3"):
+        store.turns.append(WHO, name, SessionTurn(IDS, b"one", {"root": "x"}), 0)
+    for path in (tmp_path / "store" / "families").rglob("*.json"):
+        path.unlink()
+    assert store.turns.branches(WHO, "x") == []
+    getattr(store.upkeep, tidies)()
+    assert set(store.turns.branches(WHO, "x")) == {"x~2", "x~3"}
+
+
+def test_calls_at_once_are_all_made_though_one_fails() -> None:
+    made = list[int]()
+
+    def call(number: int) -> int:
+        if number == 3:
+            raise StoreSlow("The disk sleeps.")
+        made.append(number)
+        return 2 * number
+
+    with pytest.raises(StoreSlow):
+        parallel_map(call, range(20))
+    assert sorted(made) == [number for number in range(20) if number != 3]
+    assert (
+        parallel_map(call, (number for number in (5, 4))) == [10, 8]
+        and parallel_map(call, ()) == []
+    )

@@ -1,0 +1,194 @@
+"""A model that goes on where it was, and others that must not take its cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from larder.cache.sequence import Form, SequenceCache
+from larder.core.plan import Plan
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.passes import Row
+from larder.models.tiny import tiny
+from larder.store.codecs.base import CODECS
+from larder.store.model_identity import ModelIdentity, digest_of_weights, model_identity
+from larder.store.sessions.cache_io import CacheSnapshot
+from larder.store.sessions.session_store import CacheRequirements
+from larder.store.store import Store
+from store.caches import IDS, POLICY, SECRET, TALK, WHO, asking, load, save, store_at
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+TEXT = tuple((7 * n) % 101 + 3 for n in range(22))
+TOLERANCE = {"raw": 0.0, "int8": 0.05, "int4": 1.0, "entropy": 1.0}  # of logits within +-4
+
+
+def a_decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(tiny("llama", seed=seed, dtype=dtype))
+
+
+def identity(decoder: Decoder) -> ModelIdentity:
+    weights = digest_of_weights(decoder.module.named_parameters())
+    return model_identity(decoder.spec, decoder.module.config.to_dict(), weights, "tokenizer")
+
+
+def read(decoder: Decoder, ids: Sequence[int], form: Form = Form.DENSE) -> SequenceCache:
+    cache = SequenceCache(decoder.spec, form)
+    decoder.read([Row(cache, tuple(ids))], Mode.APPEND)
+    return cache
+
+
+def halved(decoder: Decoder, ids: Sequence[int]) -> SequenceCache:
+    cache = read(decoder, ids, Form.RAGGED)
+    for layer in decoder.spec.layers:
+        held = cache.lengths()[layer.index]
+        cache.apply(layer.index, Plan.from_mask(torch.arange(sum(held)) % 2 == 0, held))
+    return cache
+
+
+def next_logits(decoder: Decoder, cache: SequenceCache, token: int) -> Tensor:
+    return decoder.predict([Row(cache, (token,))], Mode.APPEND, [0])[0]
+
+
+def greedy(decoder: Decoder, cache: SequenceCache, token: int, count: int = 6) -> list[int]:
+    said = []
+    for _ in range(count):
+        token = int(next_logits(decoder, cache, token).argmax())
+        said.append(token)
+    return said
+
+
+def store_of(folder: Path) -> Store:
+    return store_at(folder)
+
+
+@pytest.mark.parametrize("codec", CODECS.names())
+def test_15_the_next_token_is_as_likely_as_before(tmp_path: Path, codec: str) -> None:
+    decoder, store = a_decoder(), store_of(tmp_path)
+    cache = halved(decoder, TEXT)
+    snapshot = CacheSnapshot(cache, identity(decoder), POLICY, codec)
+    store.sessions.save(WHO, TALK, TEXT, snapshot)
+    loaded = store.sessions.load(
+        WHO, TALK, CacheRequirements(identity(decoder), POLICY, decoder.spec)
+    )
+    assert loaded is not None and loaded.cache is not None
+    before, after = (next_logits(decoder, each, 5) for each in (cache, loaded.cache))
+    assert float((before - after).abs().max()) <= TOLERANCE[codec]
+
+
+def test_8_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: Path) -> None:
+    decoder = a_decoder()
+    cache = read(decoder, TEXT)
+    store = store_of(tmp_path)
+    store.sessions.save(WHO, TALK, TEXT, CacheSnapshot(cache.fork(), identity(decoder), POLICY))
+    said = greedy(decoder, cache, 5)
+    store.close()
+    again = a_decoder()
+    for home in ("home", "another machine"):
+        store = store_at(tmp_path, home=home)
+        loaded = store.sessions.load(
+            WHO, TALK, CacheRequirements(identity(again), POLICY, again.spec)
+        )
+        assert loaded is not None and loaded.cache is not None
+        assert greedy(again, loaded.cache, 5) == said
+        prefix = store.prefixes.longest(WHO, (*TEXT, 5), identity(again), again.spec)
+        assert prefix is not None and prefix.next_position == 20
+        rest = decoder.predict([Row(prefix, (*TEXT[20:], 5))], Mode.APPEND, [2])[0]
+        assert int(rest.argmax()) == said[0]
+
+
+def test_12_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
+    one, other = a_decoder(0), a_decoder(1)
+    store = store_of(tmp_path)
+    store.sessions.save(WHO, TALK, TEXT, CacheSnapshot(read(one, TEXT), identity(one), POLICY))
+    loaded = store.sessions.load(WHO, TALK, CacheRequirements(identity(other), POLICY, other.spec))
+    assert loaded is not None and loaded.cache is None and loaded.reason == "identity"
+    assert loaded.ids == TEXT
+    assert store.prefixes.longest(WHO, TEXT, identity(other), other.spec) is None
+    assert store.prefixes.longest(WHO, TEXT, identity(one), one.spec) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": "x"},
+        {"tokenizer": "x"},
+        {"chat_template": "x"},
+        {"adapters": ("x",)},
+        {"attention": "x"},
+        {"compute_dtype": "bfloat16"},
+        {"torch": "3.0"},
+        {"config": {"rope_theta": 5.0}},
+        {"config": {"_commit_hash": "x"}},
+    ],
+    ids=str,
+)
+def test_11_a_session_is_not_given_to_who_differs(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    store = store_of(tmp_path)
+    save(store)
+    loaded = load(store, **changes)
+    assert loaded.cache is None and loaded.reason == "identity" and loaded.ids == IDS
+    assert store.parts.refusals.counts() == {"identity": 1}
+    assert load(store).cache is not None
+
+
+def test_11_a_session_is_not_given_to_another_policy_or_text(tmp_path: Path) -> None:
+    store = store_of(tmp_path)
+    save(store)
+    other = store.sessions.load(WHO, TALK, asking("snapkv"))
+    assert other is not None and other.reason == "policy" and other.ids == IDS
+    for ids, reason in (
+        ((*IDS, 1), ""),
+        (IDS, ""),
+        (IDS[:-1], "tokens"),
+        ((*IDS[:9], 0, *IDS[10:]), "tokens"),
+        ((), "tokens"),
+    ):
+        found = store.sessions.load(WHO, TALK, asking(), ids)
+        assert found is not None and found.reason == reason
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from larder.store import chunks
+chunks.TOKENS = 4
+from store.caches import IDS, WHO, asking, load, SPEC, store_at
+store = store_at(Path({folder!r}))
+found = store.prefixes.longest(WHO, (*IDS, 1), asking().identity, SPEC)
+print(load(store).reason or "exact", found.next_position)
+"""
+
+
+def test_9_keys_are_equal_whatever_the_seed_of_hashes(tmp_path: Path) -> None:
+    save(store_of(tmp_path))
+    tests = Path(__file__).parents[1]
+    path = [str(tests), str(tests.parent), str(tests.parent / "src")]
+    environment = os.environ | {"PYTHONHASHSEED": "12345"}
+    code = PROGRAM.format(path=path, folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.stdout == "exact 20\n", done.stderr
+
+
+def test_another_secret_finds_nothing(tmp_path: Path) -> None:
+    save(store_of(tmp_path))
+    stranger = store_at(tmp_path, home="stranger", secret=b"t" * 32)
+    assert stranger.sessions.load(WHO, TALK, asking()) is None
+    assert stranger.sessions.heads() == []
+    assert SECRET != b"t" * 32

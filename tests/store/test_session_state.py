@@ -1,0 +1,63 @@
+"""What is told beside caches: it stays, travels, leaves and is verified as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import Damaged
+from larder.store.ledger import Tier
+from larder.store.sessions.records import Record
+from larder.store.sessions.turn_store import SessionTurn
+from larder.store.store import Store
+from store.caches import IDS, TALK, WHO, blob_files, compressed, load, snapshot, store_at
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+BESIDE = b"the way to the right one"
+
+
+def kept(store: Store) -> Record:
+    """A session whose caches have something beside them."""
+    store.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    told = replace(snapshot(compressed(IDS)), beside=BESIDE)
+    with store.turns.prepared(WHO, IDS, told) as prepared:
+        return store.turns.attach(WHO, TALK, prepared, 1)
+
+
+def test_it_stays_with_the_caches(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    kept(store)
+    said = store.turns.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
+    vault = store_at(tmp_path).parts.vault
+    assert vault.beside(said) == BESIDE
+    other = store.turns.append(WHO, TALK, SessionTurn((9, *IDS), b"another"), 3)
+    assert other.spans == () and vault.beside(other) is None
+
+
+def test_it_travels_with_them(tmp_path: Path) -> None:
+    store, other = store_at(tmp_path / "a"), store_at(tmp_path / "b")
+    taken = other.exchange.take_in(store.exchange.export(kept(store)), "x", "moved")
+    assert other.parts.vault.beside(taken) == BESIDE
+
+
+def test_it_leaves_with_them(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    record = kept(store)
+    shelves = store.parts.shelves
+    assert record.beside is not None and shelves.holdings.needed(record.beside.digest)
+    shelves.make_room(record.tenant, store.parts.ledger.limit(Tier.DISK))
+    assert load(store).reason == "evicted"
+    assert not shelves.holdings.needed(record.beside.digest)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    record = kept(store)
+    [path] = [path for path in blob_files(tmp_path) if BESIDE in path.read_bytes()]
+    path.write_bytes(path.read_bytes().replace(b"right", b"wrong"))
+    with pytest.raises(Damaged):
+        store.parts.vault.beside(record)
+    [checked] = store.upkeep.verify(store.sessions.heads())
+    assert [each.startswith("What was told beside") for each in checked.problems] == [True]

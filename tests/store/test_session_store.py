@@ -1,0 +1,291 @@
+"""Sessions that outlive the process: saved, loaded, forked, rolled back, removed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import InputError, Superseded, UnknownName
+from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
+from larder.store.blobs.cache_state import same_state
+from larder.store.codecs.base import CODECS
+from larder.store.ledger import Tier
+from store.caches import (
+    IDS,
+    SPEC,
+    TALK,
+    WHO,
+    asking,
+    blob_files,
+    cache_files,
+    compressed,
+    files,
+    go_on,
+    is_exact,
+    load,
+    read,
+    save,
+    snapshot,
+    store_at,
+)
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+LONGER = (*IDS, 5, 6, 7, 8, 9)
+
+
+def test_a_session_comes_back_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    first = store_at(tmp_path)
+    first.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), transcript=b"said")
+    first.close()
+    loaded = load(store_at(tmp_path))
+    assert is_exact(loaded) and loaded.transcript == b"said" and loaded.record.lossless
+    assert loaded.cache is not None
+    go_on(loaded.cache, LONGER[len(IDS) :], IDS)
+    whole = read(IDS)
+    go_on(whole, LONGER[len(IDS) :], IDS)
+    assert same_state(loaded.cache.state(), whole.state())
+
+
+def test_a_compressed_cache_comes_back_to_the_bit(tmp_path: Path) -> None:
+    store, cache = store_at(tmp_path), compressed(IDS)
+    store.sessions.save(WHO, TALK, IDS, snapshot(cache))
+    found = load(store).cache
+    assert found is not None and same_state(found.state(), cache.state())
+    assert found.next_position == len(IDS) and found.meta() == cache.meta()
+    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+
+
+@pytest.mark.parametrize("codec", CODECS.names())
+def test_15_positions_are_exact_whatever_the_codec(tmp_path: Path, codec: str) -> None:
+    store, cache = store_at(tmp_path), compressed(IDS)
+    store.sessions.save(WHO, TALK, IDS, snapshot(cache, codec))
+    loaded = load(store)
+    assert loaded.cache is not None and loaded.record.codec == codec
+    assert loaded.record.lossless == (codec == "raw")
+    state, found = cache.state(), loaded.cache.state()
+    for name in state:
+        if not name.endswith(("keys", "values")):
+            assert same_state({"": state[name]}, {"": found[name]})
+        else:
+            assert (state[name] - found[name]).abs().max() < 0.4
+
+
+def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    before = {path: path.stat().st_ino for path in blob_files(tmp_path)}
+    save(store, LONGER)
+    again = {path: path.stat().st_ino for path in blob_files(tmp_path)}
+    assert {path: again.get(path) for path in before} == before
+    save(store, LONGER, name="another")
+    # All chunks are shared, and the rest of the cache; each session has a log of its own.
+    [log] = set(blob_files(tmp_path)) - set(again)
+    assert log not in cache_files(tmp_path) and set(again) < set(blob_files(tmp_path))
+
+
+def test_17_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
+    store, other = store_at(tmp_path), (*IDS[:-2], 1, 2)
+    for turn in range(3):
+        texts = {"a": (*IDS, *range(turn)), "b": (*other, *range(turn))}
+        for name, ids in texts.items():
+            save(store, ids, name=name)
+        for name, ids in texts.items():
+            assert is_exact(load(store, name), ids) and load(store, name).cache is not None
+
+
+def test_18_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    first = store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=0)
+    again = store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=0)
+    assert again == first and load(store).record.epoch == 1
+    with pytest.raises(Superseded):
+        store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)), expected=0)
+    assert is_exact(load(store))
+
+
+def test_a_fork_shares_its_caches_and_goes_its_own_way(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    count, caches = len(blob_files(tmp_path)), cache_files(tmp_path)
+    store.sessions.fork(WHO, TALK, "fork")
+    assert len(blob_files(tmp_path)) == count + 1 and cache_files(tmp_path) == caches
+    save(store, LONGER, name="fork")
+    assert is_exact(load(store)) and is_exact(load(store, "fork"), LONGER)
+    with pytest.raises(InputError, match="take another name"):
+        store.sessions.fork(WHO, TALK, "fork")
+    with pytest.raises(InputError, match="no session 'nobody'"):
+        store.sessions.fork(WHO, "nobody", "x")
+
+
+def test_rolling_back_is_one_more_state(tmp_path: Path) -> None:
+    store = store_at(tmp_path, kept_epochs=3)
+    for stop in (10, 14, 21):
+        save(store, IDS[:stop])
+    assert store.sessions.roll_back(WHO, TALK, 2).epoch == 4
+    assert is_exact(load(store), IDS[:14])
+    with pytest.raises(InputError, match="has no state 1: it has 2, 3, 4"):
+        store.sessions.roll_back(WHO, TALK, 1)
+    assert is_exact(load(store), IDS[:14])
+
+
+def test_21_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    save(store, (*IDS[:12], 1, 2, 3), name="other")
+    with_both = store.parts.ledger.used(Tier.DISK)
+    assert store.sessions.remove(WHO, TALK) > 0
+    assert store.sessions.load(WHO, TALK, asking()) is None
+    assert is_exact(load(store, "other"), (*IDS[:12], 1, 2, 3))
+    assert load(store, "other").cache is not None
+    assert store.parts.ledger.used(Tier.DISK) < with_both
+    with pytest.raises(InputError):
+        store.sessions.remove(WHO, TALK)
+    again = store_at(tmp_path, home="another machine")
+    assert [record.name for record in again.sessions.heads()] == ["other"]
+    save(store)
+    assert is_exact(load(store))
+
+
+def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store, name="stays")
+    before = {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")}
+    counted = store.parts.shelves.holdings.totals()
+    save(store, (*IDS[:12], *range(40, 60)), name="one")
+    save(store, (*IDS[:12], *range(40, 60)), name="two")
+    store.sessions.remove(WHO, "one")
+    assert len(load(store, "two").ids) == 32 and load(store, "two").cache is not None
+    store.sessions.remove(WHO, "two")
+    store.upkeep.forget_removed(-1.0)
+    assert {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")} == before
+    assert is_exact(load(store, "stays")) and load(store, "stays").cache is not None
+    assert store.parts.shelves.holdings.totals() == counted
+
+
+def test_21_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:
+    now = [time.time()]  # of files, too
+    store, other = (store_at(tmp_path, home=home, clock=lambda: now[0]) for home in ("a", "b"))
+    save(store)
+    text = (*IDS[:12], 1, 2, 3)
+    save(other, text, name="other")
+    store.sessions.remove(WHO, TALK)
+    assert is_exact(load(other, "other"), text) and load(other, "other").cache is not None
+    now[0] += 2 * GRACE_SECONDS
+    store.upkeep.sweep()
+    assert is_exact(load(other, "other"), text) and load(other, "other").cache is not None
+    other.sessions.remove(WHO, "other")
+    for each in (other, store):
+        now[0] += 2 * GRACE_SECONDS
+        each.upkeep.sweep(0.0)
+        each.upkeep.sweep(0.0)
+    assert files(tmp_path, "store/chunks") == [] and files(tmp_path, "store/blobs") == []
+
+
+def test_a_writer_that_comes_late_finds_the_session_removed(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    store.sessions.remove(WHO, TALK)
+    with pytest.raises(Superseded):
+        store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)), expected=1)
+
+
+def test_a_session_that_was_removed_leaves_nothing_for_long(tmp_path: Path) -> None:
+    now = [1e9]
+    store = store_at(tmp_path, clock=lambda: now[0])
+    save(store, name="stays")
+    before = files(tmp_path, "store/sessions")
+    for name in ("one", "two", "one"):
+        save(store, name=name)
+        store.sessions.remove(WHO, name)
+    assert len(files(tmp_path, "store/sessions")) == len(before) + 2
+    assert store.upkeep.forget_removed() == 0
+    now[0] += 60
+    assert store.upkeep.forget_removed() == 2
+    assert files(tmp_path, "store/sessions") == before
+    assert len(list((tmp_path / "store" / "sessions").glob("*/*"))) == 1
+    assert [record.name for record in store.sessions.heads()] == ["stays"]
+    save(store, name="one")
+    # One who still knows an epoch of the sessions that are gone finds that it has moved.
+    assert is_exact(load(store, "one")) and load(store, "one").record.epoch == 5
+
+
+def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    assert store.sessions.load("somebody else", TALK, asking()) is None
+    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is not None
+    assert store.prefixes.longest("somebody else", LONGER, asking().identity, SPEC) is None
+    with pytest.raises(InputError):
+        store.sessions.remove("somebody else", TALK)
+    assert len(store.sessions.heads(WHO)) == 1 and store.sessions.heads("somebody else") == []
+
+
+def test_what_is_not_the_cache_of_its_tokens_is_not_saved(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    with pytest.raises(InputError, match="has read 21 tokens, but 26"):
+        store.sessions.save(WHO, TALK, LONGER, snapshot(read(IDS)))
+    with pytest.raises(UnknownName, match="int4"):
+        store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS), "int5"))
+    assert store.sessions.load(WHO, TALK, asking()) is None
+
+
+def test_tokens_alone_can_be_kept(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.sessions.save(WHO, TALK, IDS)
+    loaded = load(store)
+    assert loaded.ids == IDS and loaded.cache is None and loaded.reason == "tokens only"
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 8, 20])
+def test_14_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) -> None:
+    store = store_at(tmp_path)
+    assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
+    asked = (*IDS[:length], 99, 98, 97)
+    found = store.prefixes.longest(WHO, asked, asking().identity, SPEC)
+    assert found is not None and same_state(found.state(), read(IDS[:length]).state())
+    go_on(found, asked[length:], asked[:length])
+    assert same_state(found.state(), _read_in_two(asked, length).state())
+
+
+def test_16_the_last_token_is_left_to_be_read(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    store.prefixes.save(WHO, IDS, read(IDS), asking().identity)
+    for length in (21, 20, 17, 2):
+        found = store.prefixes.longest(WHO, IDS[:length], asking().identity, SPEC)
+        assert found is not None and found.next_position == min(length - 1, 20)
+    for ids in (IDS[:1], ()):
+        assert store.prefixes.longest(WHO, ids, asking().identity, SPEC) is None
+
+
+def _read_in_two(ids: tuple[int, ...], length: int) -> SequenceCache:
+    cache = read(ids[:length])
+    go_on(cache, ids[length:], ids[:length])
+    return cache
+
+
+def test_two_processes_of_one_machine_see_each_others_states(tmp_path: Path) -> None:
+    one, other = store_at(tmp_path), store_at(tmp_path)
+    save(one)
+    assert is_exact(load(other)) and load(other).cache is not None
+    save(other, LONGER)
+    assert is_exact(load(one), LONGER)
+    with pytest.raises(Superseded):
+        one.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=1)
+    one.sessions.remove(WHO, TALK)
+    assert other.sessions.load(WHO, TALK, asking()) is None
+
+
+def test_verify_mends_records_and_finds_what_is_lost(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    [path] = (tmp_path / "store" / "sessions").rglob("*.json")
+    told = path.read_bytes()
+    path.write_bytes(told[:-3])
+    [checked] = store.upkeep.verify(store.sessions.heads())
+    assert checked.problems == ("Its record beside the blobs was damaged and is written again.",)
+    assert path.read_bytes() == told
+    [checked] = store.upkeep.verify(store.sessions.heads())
+    assert checked.problems == ()
