@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import zstandard
 
-from larder.core.types import Coming, Mode
+from larder.core.types import AppendKind, Mode
 from larder.engine.engine import Engine
 from larder.engine.sampling import Sampling
 from larder.models.passes import Row
@@ -96,7 +96,7 @@ def _logit_gap(engine: Engine, before: Sequence[Said], said: Said, answered: int
     lane = Lane(cache, common_prompts(engine.scribe))
     for block in pieces(text[:-1], rule.block):
         reader.settle([lane], block, block, cache.next_position)
-    row = Row(cache, text[-1:], coming=Coming.STEP)
+    row = Row(cache, text[-1:], coming=AppendKind.STEP)
     logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, [0])[0]
     best, second = logits.float().topk(2).values.tolist()
     return best - second

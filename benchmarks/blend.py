@@ -19,7 +19,7 @@ from _texts import text_ids
 from _timing import environment, quickest, write
 from torch import Tensor
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.blending import SHARE, Piece, blend
 from larder.models.decoder import Decoder
@@ -31,7 +31,7 @@ SHARES = (0.0, SHARE, 0.5, 1.0)
 
 
 def read(decoder: Decoder, ids: tuple[int, ...]) -> SequenceCache:
-    cache = SequenceCache(decoder.spec, Form.DENSE)
+    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
     decoder.read([Row(cache, ids)], Mode.APPEND)
     return cache
 

@@ -31,9 +31,9 @@ from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
-from larder.cache.sequence import Form, SequenceCache
-from larder.cache.slow import Sheaf
-from larder.cache.tiered import Tiered
+from larder.cache.forms.tiered import TieredLayer
+from larder.cache.offload.slow_tier import OffloadBatch
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
@@ -123,7 +123,7 @@ def _interleaved(
 def _full(
     decoder: Decoder, streams: Sequence[KeyQueryStream], clock: Clock, row: dict[str, Any]
 ) -> Callable[[], None]:
-    cache = SequenceCache(decoder.spec, Form.DENSE)
+    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
     tokens = streams[0].keys.shape[1]
     for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
         store.allocate(tokens + 64)
@@ -185,12 +185,14 @@ def _parked(
     row: dict[str, Any],
 ) -> SequenceCache:
     """A cache as it is behind a text that was read: ends in the fast tier, all indexed."""
-    cache = SequenceCache(decoder.spec, Form.TIERED, policy.planner.ledger, parking=policy.parking)
+    cache = SequenceCache(
+        decoder.spec, CacheForm.TIERED, policy.planner.ledger, parking=policy.parking
+    )
     near = entries_of(policy, decoder.spec)
     first = policy.scorer.least().joined(policy.protect.least(near)).first
     tokens, seconds = streams[0].keys.shape[1], 0.0
     for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
-        assert isinstance(store, Tiered)
+        assert isinstance(store, TieredLayer)
         values = draw_values(decoder.spec, layer, tokens)
         stays = torch.ones(tokens, dtype=torch.bool)
         if cache.makeup.governs(layer):
@@ -202,7 +204,7 @@ def _parked(
             lengths = torch.full((layer.kv_heads,), len(far))
             flat = [part[:, far].flatten(0, 1) for part in (told.keys, values)]
             columns = torch.zeros(len(policy.planner.ledger.columns), int(lengths.sum()))
-            store._slow.add(Sheaf(*flat, far.repeat(layer.kv_heads), columns, lengths))
+            store._slow.add(OffloadBatch(*flat, far.repeat(layer.kv_heads), columns, lengths))
             started = clock()
             store.finder.learn(store._slow.entries(), store._observed)
             seconds += clock() - started

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from larder import Engine, read_conversation
+from larder.cache.forms.tiered import TieredLayer
 from larder.cache.sequence import SequenceCache
-from larder.cache.tiered import Tiered
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
 from larder.session.reading import tend
@@ -64,7 +64,7 @@ class GrowthReporter:
         }
 
 
-def _once(tier: Tiered) -> bool:
+def _once(tier: TieredLayer) -> bool:
     """Whether the pages of a layer's index hold every entry it knows once."""
     index, lengths = tier.finder.learned.index, tier.finder.learned.known
     for head, (pages, length) in enumerate(zip(index.counts, lengths, strict=True)):

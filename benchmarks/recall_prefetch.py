@@ -32,9 +32,9 @@ import torch
 from _timing import environment, write
 
 from larder import Policy, read_conversation
-from larder.cache.finding import Finder
+from larder.cache.offload.page_fetch import PageFetcher
 from larder.cache.sequence import SequenceCache
-from larder.core.recall import Fetch
+from larder.core.recall import FetchMode
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.loading import load
@@ -82,8 +82,8 @@ def main() -> None:
         policy = replace(policy, recall=replace(policy.recall, dense=options.dense))
     ways = {
         "turn": policy,
-        "ahead": replace(policy, recall=replace(policy.recall, fetch=Fetch.AHEAD)),
-        "compared": replace(policy, recall=replace(policy.recall, fetch=Fetch.COMPARED)),
+        "ahead": replace(policy, recall=replace(policy.recall, fetch=FetchMode.AHEAD)),
+        "compared": replace(policy, recall=replace(policy.recall, fetch=FetchMode.COMPARED)),
         "shared": replace(policy, recall=replace(policy.recall, layers=options.layers)),
     }
     asked = tuple(ids[: options.steps + WARMUPS])
@@ -145,11 +145,11 @@ def _found(cache: SequenceCache) -> dict[int, list[set[int]]]:
 def _clocks(told: PrefetchStats) -> Iterator[None]:
     """Clocks around what finds: `find` in turn, `worker` ahead of it, `waited` for the worker."""
     names = {"_found": "find", "taken_over": "find", "fetch": "worker", "_foreseen": "waited"}
-    former = {name: getattr(Finder, name) for name in names}
+    former = {name: getattr(PageFetcher, name) for name in names}
     inside = [False]  # a worker's search is no search in turn
 
     def clocked(name: str) -> Any:
-        def run(self: Finder, *given: Any) -> Any:
+        def run(self: PageFetcher, *given: Any) -> Any:
             if name == "_found" and inside[0]:
                 return former[name](self, *given)
             inside[0] = inside[0] or name == "fetch"
@@ -165,12 +165,12 @@ def _clocks(told: PrefetchStats) -> Iterator[None]:
         return run
 
     for name in names:
-        setattr(Finder, name, clocked(name))
+        setattr(PageFetcher, name, clocked(name))
     try:
         yield
     finally:
         for name, inner in former.items():
-            setattr(Finder, name, inner)
+            setattr(PageFetcher, name, inner)
 
 
 def _rows(told: dict[str, PrefetchStats], steps: int, layers: int) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ import torch
 from _models import load_model
 from _timing import environment, write
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
@@ -88,7 +88,7 @@ def _seconds(model: str, decoder: Decoder, tokens: int, rounds: int) -> None:
 def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
     recompute, spec = Recompute(decoder), decoder.spec
     ids = tuple(torch.randint(6, min(decoder.vocabulary, 4096), (tokens,)).tolist())
-    cache, residuals = SequenceCache(spec, Form.DENSE), Residuals(range(len(spec.layers)))
+    cache, residuals = SequenceCache(spec, CacheForm.DENSE), Residuals(range(len(spec.layers)))
     starts, places = range(0, tokens, BLOCK_TOKENS), torch.arange(tokens)
     for start in starts:
         recompute.read(Row(cache, ids[start : start + BLOCK_TOKENS]), residuals)
@@ -100,10 +100,10 @@ def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
             recompute.project({layer: rows[part] for layer, rows in held.items()}, part)
 
     def reread(depth: int) -> Callable[[], None]:
-        return lambda: recompute.reread(depth, held[depth], SequenceCache(spec, Form.DENSE))
+        return lambda: recompute.reread(depth, held[depth], SequenceCache(spec, CacheForm.DENSE))
 
     def read() -> None:
-        fresh = SequenceCache(spec, Form.DENSE)
+        fresh = SequenceCache(spec, CacheForm.DENSE)
         for start in starts:
             decoder.read([Row(fresh, ids[start : start + BLOCK_TOKENS])], Mode.APPEND)
 

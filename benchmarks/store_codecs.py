@@ -21,7 +21,7 @@ from _texts import text_ids
 from _timing import environment, quickest, write
 from torch import Tensor
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.loading import load
 from larder.models.passes import Row
@@ -87,7 +87,7 @@ def main() -> None:
     loaded = load(given.model)
     decoder = loaded.decoder
     ids = text_ids(loaded.tokenizer, given.tokens + given.continued)
-    cache = SequenceCache(decoder.spec, Form.DENSE)
+    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
     for start in range(0, given.tokens, BLOCK_TOKENS):
         block = ids[start : min(start + BLOCK_TOKENS, given.tokens)]
         decoder.read([Row(cache, block)], Mode.APPEND)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from larder import Engine, Policy, read_conversation
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.policy.scorers.base import Scorer
 
 
@@ -14,7 +14,7 @@ from larder.policy.scorers.base import Scorer
 class LongestKeys(Scorer):
     """The Euclidean length of each cached key."""
 
-    def score(self, seen: Seen) -> torch.Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         heads = range(seen.layer.kv_heads)
         return torch.cat([seen.entries.head_keys(head).float().norm(dim=-1) for head in heads])
 

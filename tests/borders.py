@@ -28,7 +28,7 @@ from torch import Tensor
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "larder"
 # Kernels are compiled by numba, which cannot compile a function wrapped in a type check.
-UNCHECKED = "larder.ops.fast"
+UNCHECKED = "larder.ops.cpu"
 MARK = "__checked__"  # what the decorator is called in the modules
 ARRAYS: Any = type(AbstractArray)  # what decides whether a tensor is of an annotated kind
 ASKED = ARRAYS.__instancecheck__  # as jaxtyping does

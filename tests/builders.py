@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import Form
+from larder.cache.sequence import CacheForm
 from larder.core.ledger import SURPRISE
-from larder.core.observation import Entries, Seen
+from larder.core.observation import Entries, Observation
 from larder.core.plan import Plan
-from larder.core.rebuilding import Rebuilding
-from larder.core.recall import Parking
+from larder.core.rebuilding import RecomputeSpec
+from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.policy.planner import TALLIES
 from larder.recall.flat import Flat
@@ -42,14 +42,14 @@ def a_spec(*layers: LayerSpec, dtype: torch.dtype = torch.float32) -> ModelSpec:
     return ModelSpec(layers, dtype, torch.device("cpu"))
 
 
-def parking_of(form: Form) -> Parking | None:
+def parking_of(form: CacheForm) -> OffloadSpec | None:
     """How a cache of that form finds parked entries again: all of them; None where none are."""
-    return Parking(Flat(tokens=1000, page=4, dense=0)) if form is Form.TIERED else None
+    return OffloadSpec(Flat(tokens=1000, page=4, dense=0)) if form is CacheForm.TIERED else None
 
 
-def tiers_of(form: Form) -> dict[str, Any]:
+def tiers_of(form: CacheForm) -> dict[str, Any]:
     """What a cache of that form is to be told of where rejected entries are."""
-    rebuilding = Rebuilding() if form is Form.REBUILT else None
+    rebuilding = RecomputeSpec() if form is CacheForm.REBUILT else None
     return {"parking": parking_of(form), "rebuilding": rebuilding}
 
 
@@ -126,7 +126,7 @@ SENTENCE_TOKENS = 3  # of all sentences in the columns of a view
 
 def a_view(
     layer: LayerSpec, positions: Sequence[Sequence[int]], queries: int = 5, seed: int = 0
-) -> Seen:
+) -> Observation:
     """What a layer saw after reading a block of `queries` tokens, at the end of its entries."""
     length = 1 + max((p for head in positions for p in head), default=0)
     block = draw(layer, queries, max(0, length - queries), seed + 1)
@@ -138,7 +138,7 @@ def a_view(
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
     told = (layer, remembered, block.queries, block.positions, length, (0, length))
     facts = {"retrieval": head_numbers(layer.query_heads)}
-    return Seen(*told, ids=tuple(range(queries)), keys=block.keys, facts=facts)
+    return Observation(*told, ids=tuple(range(queries)), keys=block.keys, facts=facts)
 
 
 def head_numbers(count: int) -> tuple[float, ...]:

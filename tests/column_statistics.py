@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.ops.columns import Group, gather_columns
+from larder.ops.column_statistics import GroupReduction, reduce_columns
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.aggregation.max import Max
 from larder.policy.aggregation.mean import Mean
@@ -16,7 +16,7 @@ from larder.policy.aggregation.sum import Sum
 STATISTICS: dict[str, Aggregation] = {"max": Max(), "sum": Sum(), "mean": Mean()}
 
 
-def columns(statistic: str, *inputs: Any, group: Group, **named: Any) -> Tensor:
+def columns(statistic: str, *inputs: Any, group: GroupReduction, **named: Any) -> Tensor:
     """One number per packed entry."""
-    heads = gather_columns(STATISTICS[statistic], *inputs, **named)
+    heads = reduce_columns(STATISTICS[statistic], *inputs, **named)
     return torch.cat([group.join(head) for head in heads])

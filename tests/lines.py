@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.folding import folded
+from larder.cache.entry_merging import merge_entries
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 
 
@@ -18,14 +18,18 @@ def line(positions: list[int], keys: list[float], counts: list[int]) -> Entries:
     return Entries(rows, 10 * rows, places, (0,), (len(keys),), columns)
 
 
-def judged(scores: list[float], protected: tuple[int, ...] = ()) -> Scored:
+def judged(scores: list[float], protected: tuple[int, ...] = ()) -> LayerScores:
     spared = torch.tensor([place in protected for place in range(len(scores))])
-    return Scored(torch.tensor(scores), spared, (len(scores),))
+    return LayerScores(torch.tensor(scores), spared, (len(scores),))
 
 
 def numbers(plan: Plan, entries: Entries) -> tuple[list[float], list[float], list[float]]:
     """Keys, values and counts of the kept entries of a line."""
-    merged, keys, values = folded(plan, entries), entries.keys.clone(), entries.values.clone()
+    merged, keys, values = (
+        merge_entries(plan, entries),
+        entries.keys.clone(),
+        entries.values.clone(),
+    )
     keys[merged.targets], values[merged.targets] = merged.keys, merged.values
     logs = plan.columns.get(LOG_COUNT, entries.columns[LOG_COUNT][plan.kept])
     return keys[plan.kept, 0].tolist(), values[plan.kept, 0].tolist(), logs.exp().tolist()

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.core.recall import Index, Recall
+from larder.core.recall import RecallIndex, RecallPart
 from larder.core.spec import LayerSpec
-from tiers import Tier
+from slow_tiers import Tier
 
 
 def built(
-    part: Recall,
+    part: RecallPart,
     layer: LayerSpec,
     growths: Sequence[Sequence[int]],
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tier, Index]:
+) -> tuple[Tier, RecallIndex]:
     """An index that grew with its tier."""
     tier, index = Tier(layer, seed, dtype), part.index(layer)
     for growth in growths:

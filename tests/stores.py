@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from builders import Tokens
-from larder.cache.base import Store
+from larder.cache.forms.base import CacheLayer
 from references.cache.ragged import RaggedLoop
 
 
-def held(store: Store) -> list[tuple[list[int], Tensor, Tensor]]:
+def held(store: CacheLayer) -> list[tuple[list[int], Tensor, Tensor]]:
     """Positions, keys and values of each head."""
     entries = store.entries()
     return [
@@ -25,7 +25,7 @@ def held(store: Store) -> list[tuple[list[int], Tensor, Tensor]]:
     ]
 
 
-def same(left: Store, right: Store) -> bool:
+def same(left: CacheLayer, right: CacheLayer) -> bool:
     pairs = zip(held(left), held(right), strict=True)
     return all(
         a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2]) for a, b in pairs
@@ -42,7 +42,7 @@ def same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     )
 
 
-def exact(store: Store) -> Tensor:
+def exact(store: CacheLayer) -> Tensor:
     """Which packed entries are held at full precision."""
     entries = store.entries()
     if not len(entries.grades):
@@ -50,23 +50,23 @@ def exact(store: Store) -> Tensor:
     return entries.pack(entries.grades) == 0
 
 
-def places(store: Store) -> list[int]:
+def places(store: CacheLayer) -> list[int]:
     """Where keys, values and positions lie in memory."""
     return [tensor.data_ptr() for tensor in store.tensors()[:3]]
 
 
 def attend(
-    store: Store | RaggedLoop, new: Tokens, sections: tuple[int, ...] | None = None
+    store: CacheLayer | RaggedLoop, new: Tokens, sections: tuple[int, ...] | None = None
 ) -> Tensor:
     parts = sections or (new.queries.shape[1],)
     return store.attend(new.queries, new.keys, new.values, new.positions, parts)
 
 
-def append(store: Store | RaggedLoop, new: Tokens) -> None:
+def append(store: CacheLayer | RaggedLoop, new: Tokens) -> None:
     store.append(new.keys, new.values, new.positions)
 
 
-def extend(store: Store, new: Tokens) -> Tensor:
+def extend(store: CacheLayer, new: Tokens) -> Tensor:
     return store.extend(new.queries, new.keys, new.values, new.positions)
 
 
@@ -74,7 +74,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double(), expected.double(), atol=2e-5, rtol=1e-4)
 
 
-def assert_holds(store: Store, loop: RaggedLoop) -> None:
+def assert_holds(store: CacheLayer, loop: RaggedLoop) -> None:
     for (positions, keys, values), entries in zip(held(store), loop.shown(), strict=True):
         count = len(positions)  # a window has forgotten the first of what the loop remembers
         expected = entries[len(entries) - count :]

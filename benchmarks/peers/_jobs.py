@@ -17,9 +17,9 @@ from typing import Any
 
 from _pairs import LARDER, Pair
 
-from larder.core.amount import Amount
 from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
+from larder.core.memory_budget import MemoryBudget
 from larder.core.spelling import name_of, spell
 from larder.engine.engine import Engine
 from larder.models.loading import SEED
@@ -160,7 +160,7 @@ class ComparisonSetup:
         """What a worker is told."""
         options, scribe = self.options, self.engine.scribe
         context = list(scribe.write(conversation).ids)
-        kept = Amount.parse(job.budget).tokens(len(context), self._token_bytes)
+        kept = MemoryBudget.parse(job.budget).tokens(len(context), self._token_bytes)
         wrap = conversation.question_prompt
         return {
             "made": job.made,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.errors import UnknownName
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 
 KVPRESS, TRANSFORMERS, LARDER = "kvpress", "transformers", "larder"
 _READ = "whole() > protect(sinks=0, recent=0)"
@@ -118,6 +118,6 @@ def pairs_of(names: list[str]) -> list[PeerPair]:
     sides = (KVPRESS, TRANSFORMERS)
     for name in names:
         if name not in known and name not in sides:
-            raise UnknownName(unknown("peer", name, [*sides, *known]))
+            raise UnknownName(unknown_name_message("peer", name, [*sides, *known]))
     chosen = [p for p in PAIRS if {p.peer, p.peer.partition(":")[0]} & set(names)]
     return chosen if names else list(PAIRS)

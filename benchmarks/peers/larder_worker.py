@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _held import Peak, held_bytes
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.conversation import Conversation
 from larder.engine.decoding import Limits, generate, untended
 from larder.engine.engine import Engine
@@ -74,7 +74,7 @@ def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
 
 def _warm_up(engine: Engine, ids: list[int]) -> None:
     """Kernels are compiled, or fetched, before anything is timed."""
-    cache = SequenceCache(engine.loaded.decoder.spec, Form.DENSE)
+    cache = SequenceCache(engine.loaded.decoder.spec, CacheForm.DENSE)
     limits = Limits(2, frozenset())
     generate(engine.loaded.decoder, [cache], [tuple(ids[:WARM_TOKENS])], Sampling(), limits)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from larder.core.errors import UnknownName
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 from larder.models.loading import Loaded, adopt, load, move, seed_tokenizer, torch_dtype
 
 RANDOM = "random:"
@@ -59,7 +59,7 @@ def random_config(shape: str) -> Any:
     from transformers import Qwen3Config
 
     if shape not in _SHAPES:
-        raise UnknownName(unknown("shape of a model", shape, sorted(_SHAPES)))
+        raise UnknownName(unknown_name_message("shape of a model", shape, sorted(_SHAPES)))
     common: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 40960}
     return Qwen3Config(**_SHAPES[shape], **common)
 

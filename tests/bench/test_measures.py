@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder.cache.base import Store
+from larder.cache.forms.base import CacheLayer
 from larder.core.errors import BadParameter
 from larder.engine.engine import Engine
 from larder_bench.datasets.sources import TaskSources
@@ -112,10 +112,10 @@ def test_time_counts_once_and_clocks_are_taken_away() -> None:
     inner = spent.timed(lambda: None, "search")
     outer = spent.timed(inner, "attention")
     assert spent.step(outer) == {"search": 3.0, "attention": 6.0 - 3.0, "model": 10.0 - 6.0}
-    before = Store.extend
+    before = CacheLayer.extend
     with profile_steps(lambda: 0.0):
-        assert Store.extend is not before
-    assert Store.extend is before
+        assert CacheLayer.extend is not before
+    assert CacheLayer.extend is before
 
 
 def test_reading_is_told_apart_by_what_it_is_for(bench: ModelContext, tmp_path: Path) -> None:

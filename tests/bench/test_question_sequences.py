@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from larder.core.amount import Amount
 from larder.core.conversation import Conversation, Message, Question
+from larder.core.memory_budget import MemoryBudget
 from larder.engine.engine import Engine
 from larder.session.memory import Memory
 from larder_bench.datasets.sources import TaskSources
@@ -60,7 +60,7 @@ def sat(
     bench: ModelContext, one: ComparedMethod, kind: str
 ) -> tuple[Noting, ContextReader, list[Row]]:
     noting = Noting()
-    readings = ContextReader(bench, one, TALK, Amount.parse("1/2"), MatchedQuantity.TOKENS)
+    readings = ContextReader(bench, one, TALK, MemoryBudget.parse("1/2"), MatchedQuantity.TOKENS)
     return noting, readings, ask_all(readings, TASKS[kind], noting)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from larder.core.amount import Amount, Unit
 from larder.core.errors import UsageError
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder_bench.results.budget_labels import sort_budgets
 from larder_bench.results.tables import SCALES, CellScores, ScoreTable, cell_scores, markdown_report
 
@@ -91,15 +91,21 @@ def test_seconds_are_means_over_files() -> None:
 
 
 def test_amounts_are_read_and_sorted() -> None:
-    assert Amount.parse("1/8") == Amount(0.125, Unit.SHARE)
-    assert Amount.parse("12.5%") == Amount(0.125, Unit.SHARE)
-    assert Amount.parse("512") == Amount(512.0, Unit.TOKENS)
-    assert Amount.parse("2MiB") == Amount(2.0 * (1 << 20), Unit.BYTES)
-    assert Amount.parse("1/4").tokens(1000, 1) == 250 and Amount.parse("2KB").tokens(9, 100) == 20
-    assert Amount.parse("1/4").bytes(1000, 1) == 250 and Amount.parse("7").bytes(1000, 3) == 21
+    assert MemoryBudget.parse("1/8") == MemoryBudget(0.125, BudgetUnit.SHARE)
+    assert MemoryBudget.parse("12.5%") == MemoryBudget(0.125, BudgetUnit.SHARE)
+    assert MemoryBudget.parse("512") == MemoryBudget(512.0, BudgetUnit.TOKENS)
+    assert MemoryBudget.parse("2MiB") == MemoryBudget(2.0 * (1 << 20), BudgetUnit.BYTES)
+    assert (
+        MemoryBudget.parse("1/4").tokens(1000, 1) == 250
+        and MemoryBudget.parse("2KB").tokens(9, 100) == 20
+    )
+    assert (
+        MemoryBudget.parse("1/4").bytes(1000, 1) == 250
+        and MemoryBudget.parse("7").bytes(1000, 3) == 21
+    )
     assert sort_budgets(["own", "64", "1/16", "1", "1/4", "512"]) == (
         ["1", "1/4", "1/16", "512", "64", "own"]
     )
     for wrong in ("1/0", "5/4", "0", "1.5", "-3", "1/8 MiB", "some"):
         with pytest.raises(UsageError, match="is not a size|above 0"):
-            Amount.parse(wrong)
+            MemoryBudget.parse(wrong)

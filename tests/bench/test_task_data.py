@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.corpus_files import documents, lines_written, sources, stacked, words, written
-from larder.core.conversation import Conversation, Form
+from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import InputError, TooLittle
 from larder.session.files import read_conversation
 from larder_bench.datasets.conversation_file import conversation_json
@@ -56,7 +56,7 @@ def test_what_is_asked_is_what_the_run_answers(
                     start = round(question.depth * len(text))
                     assert wanted == set(re.findall(r"word\d+x\d+", text[start:])[:1])
         assert {q.question for q in made.questions} == expected
-        assert made.form is Form.TRANSCRIPT and "{question}" in made.question_prompt
+        assert made.form is PromptLayout.TRANSCRIPT and "{question}" in made.question_prompt
         assert text.startswith("DATE: ")
         assert whole == (tokens == 3000)
 
@@ -166,7 +166,7 @@ def test_the_answer_is_what_follows(of: str, material: TaskSources) -> None:
     task = parse_task(f'text(of="{of}", following=20)')
     made, longer = task.make(1, 200, material), task.make(1, 260, material)
     (question,) = made.questions
-    assert words(question.answer) == 20 and made.form is Form.DOCUMENT
+    assert words(question.answer) == 20 and made.form is PromptLayout.DOCUMENT
     together = f"{text_of(made)} {question.answer}".split()
     assert together == text_of(longer).split()[: len(together)]
 

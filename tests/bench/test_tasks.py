@@ -9,7 +9,7 @@ import pytest
 
 from bench.corpus_files import sources, words
 from larder.cli.citations import citations
-from larder.core.conversation import Conversation, Form
+from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName, UsageError
 from larder.core.spelling import spell
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
@@ -46,7 +46,7 @@ def test_tokens_are_a_bound_that_is_nearly_reached(
 ) -> None:
     messages, opening = made[name].messages, made[name].opening
     taken = count_message_tokens(messages, words)
-    if made[name].form is not Form.CHAT:
+    if made[name].form is not PromptLayout.CHAT:
         taken = words(opening + "".join(message.content for message in messages))
     assert 0.7 * TOKENS < taken <= TOKENS
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
-from larder.cache.base import Store
-from larder.cache.compact import Compact
-from larder.cache.dense import Dense
-from larder.cache.graded import Graded
-from larder.cache.ragged import Ragged
-from larder.cache.tiered import Tiered
-from larder.cache.window import Window
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.compact import CompactLayer
+from larder.cache.forms.dense import DenseLayer
+from larder.cache.forms.graded import GradedLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.forms.tiered import TieredLayer
+from larder.cache.forms.window import SlidingWindowLayer
 from larder.core.codec import Codec
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Plan
-from larder.core.recall import Parking
+from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec
 from larder.recall.flat import Flat
 from references.cache.compact import CompactLoop
@@ -51,7 +51,7 @@ class Kind:
         parks: whether what plans reject is attended to all the same.
     """
 
-    store: Callable[[LayerSpec, torch.dtype, torch.device], Store]
+    store: Callable[[LayerSpec, torch.dtype, torch.device], CacheLayer]
     loop: Callable[[LayerSpec], RaggedLoop]
     plans: Plans
     merges: bool = False
@@ -67,27 +67,27 @@ LOSSLESS = (Codec(0, 0, 3), Codec(0, 0, 2))
 LEDGER = Ledger(("mass", LOG_COUNT, "age"), ("threshold", "mean"))
 
 
-def a_graded(ledger: Ledger) -> Callable[[LayerSpec, torch.dtype, torch.device], Store]:
-    return lambda *form: Graded(*form, ledger, LOSSLESS)
+def a_graded(ledger: Ledger) -> Callable[[LayerSpec, torch.dtype, torch.device], CacheLayer]:
+    return lambda *form: GradedLayer(*form, ledger, LOSSLESS)
 
 
-def a_tiered(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> Store:
-    return Tiered(layer, dtype, device, Ledger(), Parking(Flat(tokens=8, page=4, dense=0)))
+def a_tiered(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> CacheLayer:
+    return TieredLayer(layer, dtype, device, Ledger(), OffloadSpec(Flat(tokens=8, page=4, dense=0)))
 
 
 KINDS = {
-    "dense": Kind(Dense, DenseLoop, Plans.SAME_IN_EVERY_HEAD),
-    "ragged": Kind(Ragged, RaggedLoop, Plans.ANY, merges=True),
+    "dense": Kind(DenseLayer, DenseLoop, Plans.SAME_IN_EVERY_HEAD),
+    "ragged": Kind(RaggedLayer, RaggedLoop, Plans.ANY, merges=True),
     "remembering": Kind(
-        partial(Ragged, ledger=LEDGER), RaggedLoop, Plans.ANY, merges=True, ledger=LEDGER
+        partial(RaggedLayer, ledger=LEDGER), RaggedLoop, Plans.ANY, merges=True, ledger=LEDGER
     ),
-    "compact": Kind(Compact, CompactLoop, Plans.ANY, merges=True),
+    "compact": Kind(CompactLayer, CompactLoop, Plans.ANY, merges=True),
     "graded": Kind(a_graded(LEDGER), RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS),
     "coded": Kind(
         a_graded(LEDGER), RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS, (0, 0, 1, 0, 2, 1)
     ),
     "tiered": Kind(a_tiered, RaggedLoop, Plans.NONE, parks=True),
-    "window": Kind(Window, WindowLoop, Plans.NONE, window=6),
+    "window": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6),
 }
 SHAPES = {"grouped": (2, 2), "multi_query": (1, 3), "multi_head": (3, 1)}  # K, R
 
@@ -99,7 +99,7 @@ class Subject:
     kind: Kind
     layer: LayerSpec
 
-    def new(self, dtype: torch.dtype = torch.float32) -> Store:
+    def new(self, dtype: torch.dtype = torch.float32) -> CacheLayer:
         return self.kind.store(self.layer, dtype, torch.device("cpu"))
 
     def loop(self) -> RaggedLoop:
@@ -130,7 +130,7 @@ class Subject:
 
     def filled(
         self, count: int = 13, dtype: torch.dtype = torch.float32
-    ) -> tuple[Store, RaggedLoop]:
+    ) -> tuple[CacheLayer, RaggedLoop]:
         """Some tokens appended, and a plan carried out if the form takes plans."""
         store, loop = self.new(dtype), self.loop()
         new = self.stored(self.tokens(count), dtype)
@@ -189,6 +189,6 @@ def remembering(request: pytest.FixtureRequest) -> Subject:
 
 
 @pytest.fixture(params=["apply", "evict"])
-def carry_out(request: pytest.FixtureRequest) -> Callable[[Store, Plan], None]:
+def carry_out(request: pytest.FixtureRequest) -> Callable[[CacheLayer, Plan], None]:
     """Both ways of carrying out a plan."""
     return lambda store, plan: getattr(store, request.param)(plan)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
-from larder.cache.tiered import Tiered
+from larder.cache.forms.tiered import TieredLayer
 from larder.core.ledger import Ledger
-from larder.core.recall import Parking, Prefill
-from larder.core.types import Coming
+from larder.core.recall import OffloadSpec, PrefillRecall
+from larder.core.types import AppendKind
 from larder.recall.votes import Votes
 from references import votes as loop
 from references.cache.loop import Entry, attend_one
@@ -18,9 +18,9 @@ from stores import append, assert_close, attend, extend
 LAYER, COUNT = a_layer(2, 2), 41
 
 
-def a_store(prefill: Prefill, tokens: int = 8) -> Tiered:
-    parking = Parking(Votes(tokens=tokens, dense=0, prefill=prefill))
-    store = Tiered(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+def a_store(prefill: PrefillRecall, tokens: int = 8) -> TieredLayer:
+    parking = OffloadSpec(Votes(tokens=tokens, dense=0, prefill=prefill))
+    store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
     append(store, draw(LAYER, COUNT))
     store.apply(a_plan([[COUNT - 1]] * 2, [COUNT] * 2))
     return store
@@ -42,21 +42,21 @@ def by_loop(new: Tokens, count: int) -> torch.Tensor:
     return outs
 
 
-@pytest.mark.parametrize("coming", [Coming.TEXT, Coming.QUESTION])
+@pytest.mark.parametrize("coming", [AppendKind.TEXT, AppendKind.QUESTION])
 @pytest.mark.parametrize(("tokens", "block"), [(8, 5), (3, 1), (COUNT, 4)])
 def test_a_block_sees_what_its_mean_query_finds(coming, tokens, block) -> None:
-    store, new = a_store(Prefill.RECALLED, tokens), draw(LAYER, block, COUNT, 1)
+    store, new = a_store(PrefillRecall.RECALLED, tokens), draw(LAYER, block, COUNT, 1)
     store.expect(coming)
     assert_close(extend(store, new), by_loop(new, tokens))
 
 
 def test_where_all_is_found_or_nothing_is_said_a_block_is_exact() -> None:
     new = draw(LAYER, 4, COUNT, 1)
-    stores = a_store(Prefill.RECALLED, COUNT), a_store(Prefill.EXACT, 3)
+    stores = a_store(PrefillRecall.RECALLED, COUNT), a_store(PrefillRecall.EXACT, 3)
     for store in stores:
-        store.expect(Coming.TEXT)
-    some = a_store(Prefill.RECALLED, 3)
-    some.expect(Coming.TEXT)
+        store.expect(AppendKind.TEXT)
+    some = a_store(PrefillRecall.RECALLED, 3)
+    some.expect(AppendKind.TEXT)
     outs = [extend(store, new) for store in (*stores, some)]
     assert_close(outs[0], outs[1])
     assert not torch.allclose(outs[2], outs[1], atol=1e-3)
@@ -64,9 +64,9 @@ def test_where_all_is_found_or_nothing_is_said_a_block_is_exact() -> None:
 
 def test_what_is_only_looked_at_sees_everything() -> None:
     new = draw(LAYER, 4, COUNT, 1)
-    some, exact = a_store(Prefill.RECALLED, 3), a_store(Prefill.EXACT, 3)
+    some, exact = a_store(PrefillRecall.RECALLED, 3), a_store(PrefillRecall.EXACT, 3)
     for store in (some, exact):
-        store.expect(Coming.TEXT)
+        store.expect(AppendKind.TEXT)
     assert_close(attend(some, new), attend(exact, new))
 
 

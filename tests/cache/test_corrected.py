@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from builders import a_layer, draw
-from larder.cache.corrected import Corrected
+from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter, CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
-from larder.core.recall import Parking, Recall
-from larder.core.types import Coming
+from larder.core.recall import OffloadSpec, RecallPart
+from larder.core.types import AppendKind
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
 from larder.recall.sparq import SparQ
@@ -47,9 +47,11 @@ class Loop:
         return torch.stack([self.values[h] / self.sums[h] for h in range(LAYER.query_heads)])
 
 
-def a_store(recall: Recall, codec: Codec | None = None) -> tuple[Corrected, Tensor, Tensor]:
-    parking = Parking(recall, None, codec)
-    store = Corrected(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+def a_store(
+    recall: RecallPart, codec: Codec | None = None
+) -> tuple[CorrectedLayer, Tensor, Tensor]:
+    parking = OffloadSpec(recall, None, codec)
+    store = CorrectedLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
     new = draw(LAYER, READ, 0)
     append(store, new)
     latest = torch.arange(READ - NEAR, READ)
@@ -61,7 +63,7 @@ def a_store(recall: Recall, codec: Codec | None = None) -> tuple[Corrected, Tens
     return store, keys, values
 
 
-def fetched(store: Corrected, head: int) -> list[int]:
+def fetched(store: CorrectedLayer, head: int) -> list[int]:
     """Numbers of the entries that a query head was given; here they are positions, too."""
     choice = store.finder.choice
     own = choice.numbers[head * len(choice.numbers) // LAYER.query_heads]
@@ -110,7 +112,7 @@ def test_it_comes_back_with_what_it_remembers() -> None:
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
     store.read_on((5,))
-    back = Corrected.restore(LAYER, store.state())
+    back = CorrectedLayer.restore(LAYER, store.state())
     assert same_bits(back.state(), store.state()) and back.ids == (5,)
     fork = store.fork()
     told = draw(LAYER, 2, READ, 3)
@@ -129,7 +131,7 @@ def test_nothing_is_corrected_after_a_text(count) -> None:
     """It has attended to everything, be it one token."""
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
-    store.expect(Coming.TEXT)
+    store.expect(AppendKind.TEXT)
     extend(store, draw(LAYER, count, READ + 1))
     store.read_on((5,) * count)
     assert store.ids == ()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from builders import Tokens, a_plan
-from larder.cache.base import Store
-from larder.cache.ragged import Ragged
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.ragged import RaggedLayer
 from larder.core.errors import CacheError
 from larder.core.plan import Plan
 from references.cache.ragged import RaggedLoop
@@ -19,12 +19,12 @@ from stores import append, assert_holds, attend, extend, places, same, same_bits
 TYPES = [torch.float32, torch.bfloat16]
 
 
-def evict(store: Store, loop: RaggedLoop, chosen: list[list[int]]) -> None:
+def evict(store: CacheLayer, loop: RaggedLoop, chosen: list[list[int]]) -> None:
     store.evict(a_plan(chosen, store.lengths))
     loop.keep(chosen)
 
 
-def step(subject: Any, store: Store, loop: RaggedLoop, new: Tokens) -> None:
+def step(subject: Any, store: CacheLayer, loop: RaggedLoop, new: Tokens) -> None:
     """Tokens come in, and see what the loop sees."""
     dtype = store.entries().keys.dtype
     new = subject.stored(new, dtype)
@@ -92,7 +92,7 @@ def test_heads_wander_through_their_room_and_come_back(planned) -> None:
         assert store.lengths == held
         assert_holds(store, loop)
         begins.add(store.entries().starts)
-    if isinstance(store, Ragged):
+    if isinstance(store, RaggedLayer):
         assert (places(store), store.nbytes) == (before, size)
         assert len(begins) > 1  # later entries stay where they are until the room is used up
 

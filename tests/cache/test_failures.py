@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import a_plan
-from larder.cache.base import Store
-from larder.cache.graded import Graded
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.graded import GradedLayer
 from larder.core.plan import Folds, Plan
 from stores import exact, same_bits
 
@@ -35,12 +35,12 @@ class Scarce(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def refusals(make: Callable[[], Store], change: Callable[[Store], None]) -> int:
+def refusals(make: Callable[[], CacheLayer], change: Callable[[CacheLayer], None]) -> int:
     """Try the change with every allocation refused in turn; how many were refused.
 
     Of the many that a store of several precisions makes, only some.
     """
-    step = 7 if isinstance(make(), Graded) else 1
+    step = 7 if isinstance(make(), GradedLayer) else 1
     for refused in range(0, 300 * step, step):
         store = make()
         before = store.state()
@@ -54,7 +54,9 @@ def refusals(make: Callable[[], Store], change: Callable[[Store], None]) -> int:
     raise AssertionError("never enough memory")
 
 
-def assert_refused_in_vain(make: Callable[[], Store], change: Callable[[Store], None]) -> None:
+def assert_refused_in_vain(
+    make: Callable[[], CacheLayer], change: Callable[[CacheLayer], None]
+) -> None:
     """After all refusals, one store that suffered them holds what an untroubled one does."""
     store, untroubled = make(), make()
     assert refusals(lambda: store, change) > 0
@@ -67,7 +69,7 @@ def thinned(lengths: tuple[int, ...]) -> Plan:
     return a_plan([list(range(0, length, 2)) for length in lengths], lengths)
 
 
-def full_plan(store: Store) -> Plan:
+def full_plan(store: CacheLayer) -> Plan:
     """A plan that folds and writes everything that there is to write."""
     plan, entries = thinned(store.lengths), store.entries()
     targets = plan.kept[exact(store)[plan.kept]]
@@ -95,7 +97,7 @@ def test_appending(subject, size) -> None:
 
 
 def test_reserving_and_compacting(subject) -> None:
-    def slack() -> Store:
+    def slack() -> CacheLayer:
         store, _ = subject.filled()
         store.reserve(5)
         return store
@@ -115,7 +117,7 @@ def test_carrying_out_a_plan(planned, carry_out) -> None:
 
 @pytest.mark.parametrize("remembering", ["remembering-grouped", "coded-grouped"], indirect=True)
 def test_folding_and_writing(remembering, carry_out) -> None:
-    def roomy() -> Store:
+    def roomy() -> CacheLayer:
         store = remembering.filled(dtype=torch.bfloat16)[0]
         store.allocate(3)
         return store
@@ -127,7 +129,7 @@ def test_folding_and_writing(remembering, carry_out) -> None:
 def test_noting(remembering) -> None:
     names = remembering.kind.ledger.columns
 
-    def change(store: Store) -> None:
+    def change(store: CacheLayer) -> None:
         store.note(written)
 
     store = remembering.filled()[0]

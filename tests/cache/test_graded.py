@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import larder.cache.tiers as tiers
+import larder.cache.forms._graded_tiers as tiers
 from builders import HEAD_DIM, a_layer, a_plan, draw
-from larder.cache.graded import Graded
+from larder.cache.forms.graded import GradedLayer
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Folds, Plan
 from larder.ops.attention import ragged_attention
-from larder.ops.rounded import Rounded
+from larder.ops.rounded import QuantizedRows
 from references.cache.graded import GradedLoop
 from references.ops import quantization
 from stores import same_bits
@@ -29,27 +29,27 @@ CODECS = (Codec(4, 8, 4), Codec(2, 4, 3, outliers=0.1))
 LEDGER = Ledger(("mass", LOG_COUNT))
 
 
-def a_store(codecs=CODECS, ledger: Ledger = LEDGER, dtype=torch.float32) -> Graded:
-    return Graded(LAYER, dtype, CPU, ledger, codecs)
+def a_store(codecs=CODECS, ledger: Ledger = LEDGER, dtype=torch.float32) -> GradedLayer:
+    return GradedLayer(LAYER, dtype, CPU, ledger, codecs)
 
 
-def filled(count: int = 24, codecs=CODECS) -> Graded:
+def filled(count: int = 24, codecs=CODECS) -> GradedLayer:
     store, new = a_store(codecs), draw(LAYER, count)
     store.append(new.keys, new.values, new.positions)
     return store
 
 
-def graded(store: Graded, chosen: list[list[tuple[int, int]]]) -> Plan:
+def graded(store: GradedLayer, chosen: list[list[tuple[int, int]]]) -> Plan:
     plan = a_plan([[index for index, _ in head] for head in chosen], store.lengths)
     grades = [grade for head in chosen for _, grade in head]
     return replace(plan, grades=torch.tensor(grades, dtype=torch.int8))
 
 
-def every(store: Graded, grade: int) -> Plan:
+def every(store: GradedLayer, grade: int) -> Plan:
     return graded(store, [[(i, grade) for i in range(n)] for n in store.lengths])
 
 
-def numbers(store: Graded) -> dict[tuple[int, int], Tensor]:
+def numbers(store: GradedLayer) -> dict[tuple[int, int], Tensor]:
     """Key and value of every entry, by head and position."""
     entries = store.entries()
     return {
@@ -61,14 +61,14 @@ def numbers(store: Graded) -> dict[tuple[int, int], Tensor]:
     }
 
 
-def grades(store: Graded) -> list[list[int]]:
+def grades(store: GradedLayer) -> list[list[int]]:
     entries = store.entries()
     if not len(entries.grades):
         return [[0] * n for n in entries.lengths]
     return [entries.grades[entries.rows(h)].tolist() for h in range(len(entries.lengths))]
 
 
-def assert_structure(store: Graded, loop: GradedLoop) -> None:
+def assert_structure(store: GradedLayer, loop: GradedLoop) -> None:
     entries = store.entries()
     for h, head in enumerate(loop.heads):
         assert entries.head_positions(h).tolist() == [slot.position for slot in head]
@@ -80,7 +80,7 @@ def assert_structure(store: Graded, loop: GradedLoop) -> None:
     assert torch.equal(entries.column("mass"), 2.0 * entries.packed_positions())
 
 
-def assert_bound(store: Graded) -> None:
+def assert_bound(store: GradedLayer) -> None:
     for codec, tier in zip(CODECS, store._coded, strict=True):
         most = len(tier) * (codec.bytes_per_entry(HEAD_DIM, 4) + 4 * len(LEDGER.columns))
         assert tier.nbytes <= most + LAYER.kv_heads * codec.group_bytes(HEAD_DIM)
@@ -257,7 +257,7 @@ def test_channels_go_by_their_weights() -> None:
 def test_a_small_piece_at_a_time(monkeypatch) -> None:
     whole, pieces = filled(), filled()
     whole.apply(every(whole, 1))
-    monkeypatch.setattr(tiers, "ROWS", 5)
+    monkeypatch.setattr(tiers, "CODING_CHUNK", 5)
     pieces.apply(every(pieces, 1))
     assert same_bits(whole.state(), pieces.state())
     shown, expected = pieces.entries(), whole.entries()
@@ -265,9 +265,11 @@ def test_a_small_piece_at_a_time(monkeypatch) -> None:
 
 
 def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
-    store, asked, decoded = filled(), [], Rounded.decoded
+    store, asked, decoded = filled(), [], QuantizedRows.decoded
     store.apply(every(store, 1))
-    monkeypatch.setattr(Rounded, "decoded", lambda own, *of: asked.append(own) or decoded(own, *of))
+    monkeypatch.setattr(
+        QuantizedRows, "decoded", lambda own, *of: asked.append(own) or decoded(own, *of)
+    )
     mass = 3.0 * store.entries().positions
     entries = store.entries().remembering({"mass": mass})
     assert torch.equal(entries.column("mass"), mass) and not entries.column(LOG_COUNT).any()
@@ -280,7 +282,7 @@ def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_bytes_shrink_to_what_arithmetic_says(bits) -> None:
     layer = replace(a_layer(2, 1), head_dim=64)
-    store = Graded(layer, torch.float32, CPU, Ledger(), (Codec(bits, bits, 32),))
+    store = GradedLayer(layer, torch.float32, CPU, Ledger(), (Codec(bits, bits, 32),))
     new = draw(layer, 1024)
     store.append(new.keys, new.values, new.positions)
     store.compact()

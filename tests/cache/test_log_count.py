@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from builders import Tokens, a_plan
-from larder.cache.base import Store
+from larder.cache.forms.base import CacheLayer
 from larder.core.ledger import LOG_COUNT
 from references.cache.loop import attend_one
 from references.cache.ragged import RaggedLoop
@@ -19,7 +19,7 @@ from stores import append, assert_close, attend, extend
 Counts = list[list[int]]
 
 
-def weighed(store: Store, loop: RaggedLoop, seed: int = 9) -> Counts:
+def weighed(store: CacheLayer, loop: RaggedLoop, seed: int = 9) -> Counts:
     """Give every entry a count; the loop holds it as often."""
     source = Random(seed)
     counts = [[source.choice((1, 2, 5)) for _ in range(length)] for length in store.lengths]
@@ -28,7 +28,7 @@ def weighed(store: Store, loop: RaggedLoop, seed: int = 9) -> Counts:
     return counts
 
 
-def note(store: Store, counts: Counts) -> None:
+def note(store: CacheLayer, counts: Counts) -> None:
     packed = torch.tensor([float(n) for head in counts for n in head])
     store.note({LOG_COUNT: store.entries().spread(packed.log())})
 

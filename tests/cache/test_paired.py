@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import a_layer, a_plan, draw
-from larder.cache.paired import Half, link
-from larder.cache.shared import LOWER, UPPER
+from larder.cache.forms._shared_entries import LOWER, UPPER
+from larder.cache.forms.paired import PairedLayer, link_pairs
 from larder.core.errors import BadParameter, CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.pairing import Pairing
+from larder.core.pairing import LayerPairing
 from larder.core.plan import Folds, Plan
 from larder.ops.attention import attention
 from larder.ops.slerp import slerp
@@ -25,26 +25,30 @@ from references.ops import slerp as loop
 from stores import append, assert_close, attend, extend, same, same_bits
 
 LEDGER = Ledger(("mass",), ("tau",))
-PAIRING = Pairing(0.0, 0.6, 0.05)
+PAIRING = LayerPairing(0.0, 0.6, 0.05)
 LAYERS = a_layer(index=0), a_layer(index=1)
 
 
-def a_pair(pairing: Pairing = PAIRING, dtype: torch.dtype = torch.float32) -> tuple[Half, Half]:
+def a_pair(
+    pairing: LayerPairing = PAIRING, dtype: torch.dtype = torch.float32
+) -> tuple[PairedLayer, PairedLayer]:
     device = torch.device("cpu")
     halves = [
-        Half(layer, dtype, device, LEDGER, pairing, side)
+        PairedLayer(layer, dtype, device, LEDGER, pairing, side)
         for layer, side in zip(LAYERS, (LOWER, UPPER), strict=True)
     ]
-    link(halves)
+    link_pairs(halves)
     return halves[0], halves[1]
 
 
-def read(pair: tuple[Half, Half], count: int, start: int, seed: int = 0) -> None:
+def read(pair: tuple[PairedLayer, PairedLayer], count: int, start: int, seed: int = 0) -> None:
     for layer, half in zip(LAYERS, pair, strict=True):
         append(half, draw(layer, count, start, seed + layer.index))
 
 
-def shared(pair: tuple[Half, Half], keep: list[list[int]], grades: list[list[int]]) -> None:
+def shared(
+    pair: tuple[PairedLayer, PairedLayer], keep: list[list[int]], grades: list[list[int]]
+) -> None:
     """Carry the same plan out in both layers."""
     for half in pair:
         plan = a_plan(keep, half.lengths)
@@ -54,7 +58,7 @@ def shared(pair: tuple[Half, Half], keep: list[list[int]], grades: list[list[int
 @given(st.integers(0, 10_000))
 @settings(max_examples=12, deadline=None)
 def test_any_history_is_that_of_the_loop(seed: int) -> None:
-    rng, pair = Random(seed), a_pair(Pairing(0.0, 0.3, 0.2))
+    rng, pair = Random(seed), a_pair(LayerPairing(0.0, 0.3, 0.2))
     told = PairLoop(0.3, 0.2)
     length = 0
     for _ in range(4):
@@ -106,7 +110,7 @@ def folded(told: PairLoop, side: int, kept: list[dict[int, int]], rng: Random) -
     return Folds(indices[:, 0], indices[:, 1], weights, weights)
 
 
-def assert_is(half: Half, heads: list[dict[int, Held]]) -> None:
+def assert_is(half: PairedLayer, heads: list[dict[int, Held]]) -> None:
     entries = half.entries()
     for head, held in enumerate(heads):
         places = sorted(held)
@@ -127,7 +131,7 @@ def assert_is(half: Half, heads: list[dict[int, Held]]) -> None:
 
 
 def test_bytes_shrink_to_one_direction_for_two_layers() -> None:
-    pair = a_pair(Pairing(0.0, 0.6, 0.0))
+    pair = a_pair(LayerPairing(0.0, 0.6, 0.0))
     read(pair, 100, 0)
     for half in pair:
         half.compact()
@@ -145,7 +149,7 @@ def test_bytes_shrink_to_one_direction_for_two_layers() -> None:
 
 
 def test_what_one_layer_evicts_the_other_still_holds_and_then_it_is_gone() -> None:
-    pair = a_pair(Pairing(0.0, 0.6, 0.0))
+    pair = a_pair(LayerPairing(0.0, 0.6, 0.0))
     read(pair, 6, 0)
     shared(pair, [[0, 1, 2, 3, 4, 5]] * 2, [[1] * 6] * 2)
     kept = pair[1].entries().head_keys(0)[[0, 3]].clone()
@@ -163,7 +167,7 @@ def test_what_one_layer_evicts_the_other_still_holds_and_then_it_is_gone() -> No
 
 def test_a_layer_without_a_partner_shares_nothing() -> None:
     half = a_pair()[0]
-    alone = Half(LAYERS[0], torch.float32, torch.device("cpu"), LEDGER, PAIRING)
+    alone = PairedLayer(LAYERS[0], torch.float32, torch.device("cpu"), LEDGER, PAIRING)
     append(alone, draw(LAYERS[0], 4))
     plan = a_plan([[0, 1, 2]] * 2, alone.lengths)
     alone.apply(replace(plan, grades=torch.ones(6, dtype=torch.int8)))
@@ -180,9 +184,9 @@ def test_a_pair_is_restored_to_the_bit_and_on_its_own(dtype: torch.dtype) -> Non
     shared(pair, [[0, 1, 2, 3, 4, 5, 6, 7]] * 2, [[1] * 5 + [0] * 3] * 2)
     states = [half.state() for half in pair]
     copies = [half.restore(half.layer, state) for half, state in zip(pair, states, strict=True)]
-    link(copies)
+    link_pairs(copies)
     forks = [half.fork() for half in pair]
-    link(forks)
+    link_pairs(forks)
     for copy, fork, half, state in zip(copies, forks, pair, states, strict=True):
         assert same(copy, half) and same(fork, half)
         assert same_bits(copy.state(), state)
@@ -191,7 +195,7 @@ def test_a_pair_is_restored_to_the_bit_and_on_its_own(dtype: torch.dtype) -> Non
 
 
 def test_truncating_takes_new_tokens_back_and_columns_follow_their_entries() -> None:
-    pair = a_pair(Pairing(0.0, 0.6, 0.0))
+    pair = a_pair(LayerPairing(0.0, 0.6, 0.0))
     read(pair, 6, 0)
     for number, half in enumerate(pair):
         rows = half.entries().positions.float() + 10 * number
@@ -203,7 +207,7 @@ def test_truncating_takes_new_tokens_back_and_columns_follow_their_entries() -> 
         half.note({"mass": half.entries().columns["mass"] + 100})
         assert half.entries().column("mass").tolist() == [n + 100 for n in expected]
     before = [half.fork() for half in pair]
-    link(before)
+    link_pairs(before)
     for half, layer in zip(pair, LAYERS, strict=True):
         extend(half, draw(layer, 2, 6, seed=5))
         half.truncate(6)
@@ -231,10 +235,10 @@ def test_new_tokens_see_what_is_shared() -> None:
 
 def test_an_entry_that_stands_for_many_weighs_as_many() -> None:
     halves = [
-        Half(layer, torch.float32, torch.device("cpu"), Ledger((LOG_COUNT,)), PAIRING, side)
+        PairedLayer(layer, torch.float32, torch.device("cpu"), Ledger((LOG_COUNT,)), PAIRING, side)
         for layer, side in zip(LAYERS, (LOWER, UPPER), strict=True)
     ]
-    link(halves)
+    link_pairs(halves)
     pair = halves[0], halves[1]
     read(pair, 4, 0)
     shared(pair, [[0, 1, 2, 3]] * 2, [[1, 1, 0, 0]] * 2)
@@ -282,9 +286,9 @@ def _unit(vectors: Tensor) -> Tensor:
 
 def test_pairs_begin_at_their_depth_and_need_like_heads() -> None:
     layers = [a_layer(index=i) for i in (0, 1, 3, 4, 5)]
-    assert Pairing(0.0).pairs(layers) == [(0, 1), (3, 4)]
-    assert Pairing(0.5).pairs(layers) == [(3, 4)]
-    assert Pairing(1.0).pairs(layers) == []
-    assert Pairing(0.0).pairs([a_layer(2), a_layer(4, index=1)]) == []
+    assert LayerPairing(0.0).pairs(layers) == [(0, 1), (3, 4)]
+    assert LayerPairing(0.5).pairs(layers) == [(3, 4)]
+    assert LayerPairing(1.0).pairs(layers) == []
+    assert LayerPairing(0.0).pairs([a_layer(2), a_layer(4, index=1)]) == []
     with pytest.raises(BadParameter, match="minicache.weight"):
-        Pairing(weight=1.5)
+        LayerPairing(weight=1.5)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, draw
-from larder.cache.dense import Dense
-from larder.cache.ragged import Ragged
+from larder.cache.forms.dense import DenseLayer
+from larder.cache.forms.ragged import RaggedLayer
 
 
 @st.composite
@@ -26,7 +26,7 @@ def test_ragged_attention_is_masked_dense_attention(case, count, seed) -> None:
     kv_heads, group, held, kept = case
     layer = a_layer(kv_heads, group)
     old, new = draw(layer, held, 0, seed), draw(layer, count, held, seed)
-    store = Ragged(layer, torch.float32, torch.device("cpu"))
+    store = RaggedLayer(layer, torch.float32, torch.device("cpu"))
     store.append(old.keys, old.values, old.positions)
     store.apply(a_plan(kept, [held] * kv_heads))
     got = store.extend(new.queries, new.keys, new.values, new.positions)
@@ -45,7 +45,7 @@ def test_ragged_attention_is_masked_dense_attention(case, count, seed) -> None:
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_ragged_and_dense_agree_while_nothing_is_evicted(kv_heads, group, blocks) -> None:
     layer = a_layer(kv_heads, group)
-    stores = [kind(layer, torch.float32, torch.device("cpu")) for kind in (Dense, Ragged)]
+    stores = [kind(layer, torch.float32, torch.device("cpu")) for kind in (DenseLayer, RaggedLayer)]
     start = 0
     for size in blocks:
         new = draw(layer, size, start)

@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.types import Mode
@@ -43,7 +43,7 @@ def identities(cache: SequenceCache, layer: int) -> Tensor:
 
 def remembering() -> SequenceCache:
     """Uneven heads, whose entries know who they are; one scalar of two is written."""
-    cache = SequenceCache(SPEC, Form.RAGGED, LEDGER)
+    cache = SequenceCache(SPEC, CacheForm.RAGGED, LEDGER)
     read(cache, READ)
     for index in MANAGED:
         heads = LAYERS[index].kv_heads
@@ -191,7 +191,7 @@ def test_a_spoiled_cache_changes_no_more() -> None:
 
 
 def test_only_what_is_asked_for_is_held() -> None:
-    caches = [SequenceCache(SPEC, Form.RAGGED, ledger) for ledger in (Ledger(), LEDGER)]
+    caches = [SequenceCache(SPEC, CacheForm.RAGGED, ledger) for ledger in (Ledger(), LEDGER)]
     for cache in caches:
         cache.allocate(10)
         assert cache.nbytes == storage_bytes(reachable_tensors(cache._stores))
@@ -204,7 +204,7 @@ def test_only_what_is_asked_for_is_held() -> None:
 
 def test_a_dense_cache_remembers_nothing() -> None:
     with pytest.raises(CacheError, match="remembers no mass, .*use a ragged cache"):
-        SequenceCache(SPEC, Form.DENSE, LEDGER)
+        SequenceCache(SPEC, CacheForm.DENSE, LEDGER)
 
 
 @pytest.mark.parametrize("lost", ["2.column.mass", "0.scalar.mean"])

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import Tokens, a_layer, a_plan, draw
-from larder.cache.tiered import Tiered
+from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
-from larder.core.recall import Parking, Recall, Search
+from larder.core.recall import OffloadSpec, RecallPart, SearchMode
 from larder.core.spec import LayerSpec
 from larder.recall.flat import Flat
 from references.cache.loop import Entry, attend_one
@@ -25,12 +25,16 @@ LAYER = a_layer(2, 2)
 EVERYTHING = Flat(tokens=400, page=4, dense=0)
 
 
-def a_tiered(recall: Recall = EVERYTHING, layer: LayerSpec = LAYER, host_mib: int | None = None):
+def a_tiered(
+    recall: RecallPart = EVERYTHING, layer: LayerSpec = LAYER, host_mib: int | None = None
+):
     place = torch.device("cpu")
-    return Tiered(layer, torch.float32, place, Ledger(("mass",)), Parking(recall, host_mib))
+    return TieredLayer(
+        layer, torch.float32, place, Ledger(("mass",)), OffloadSpec(recall, host_mib)
+    )
 
 
-def keeping(store: Tiered, source: Random, share: float = 0.5) -> Plan:
+def keeping(store: TieredLayer, source: Random, share: float = 0.5) -> Plan:
     """Any entries of each head of the fast tier, the latest always."""
     chosen = [
         sorted({*source.sample(range(n), int(n * share)), n - 1}) if n else []
@@ -39,7 +43,7 @@ def keeping(store: Tiered, source: Random, share: float = 0.5) -> Plan:
     return a_plan(chosen, list(store.lengths))
 
 
-def filled(store: Tiered, count: int = 40, seed: int = 0) -> list[list[Entry]]:
+def filled(store: TieredLayer, count: int = 40, seed: int = 0) -> list[list[Entry]]:
     """Tokens appended in three goes, parked after each; all there ever was, head by head."""
     source, ever = Random(seed), [[] for _ in range(store.layer.kv_heads)]
     for start in range(0, count, count // 3):
@@ -98,7 +102,7 @@ def test_a_single_token_sees_the_fast_tier_and_the_best_pages() -> None:
         assert_close(got[h, 0], attend_one(new.queries[h, 0], [*seen, own], LAYER.scaling))
 
 
-def _both(store: Tiered) -> list[list[list[Entry]]]:
+def _both(store: TieredLayer) -> list[list[list[Entry]]]:
     """The entries of the fast and of the slow tier, head by head."""
     told = []
     for held in (store.entries(), store.parked()):
@@ -118,7 +122,7 @@ def _both(store: Tiered) -> list[list[list[Entry]]]:
     return told
 
 
-def _best_pages(new: Tokens, store: Tiered, head: int, recall: Flat) -> list[int]:
+def _best_pages(new: Tokens, store: TieredLayer, head: int, recall: Flat) -> list[int]:
     """Entries of the pages that the queries of a group name in turn, by their best key."""
     keys = store.parked().head_keys(head)
     pages = [list(range(first, min(first + 4, len(keys)))) for first in range(0, len(keys), 4)]
@@ -165,7 +169,7 @@ def test_pages_that_stay_are_not_moved_again() -> None:
 
 
 def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
-    store = a_tiered(replace(EVERYTHING, search=Search.EXACT))
+    store = a_tiered(replace(EVERYTHING, search=SearchMode.EXACT))
     filled(store)
 
     def refuse(*given: object) -> None:
@@ -183,7 +187,7 @@ def test_a_restored_store_answers_alike_and_to_the_bit() -> None:
     store = a_tiered(Flat(tokens=8, page=4, dense=0))
     filled(store)
     state = store.state()
-    twin = Tiered.restore(LAYER, state)
+    twin = TieredLayer.restore(LAYER, state)
     assert same_bits(state, twin.state())
     for start in (40, 41):
         new = draw(LAYER, 1, start, 1)

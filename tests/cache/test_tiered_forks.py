@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from larder.cache.owners import Owners
-from larder.cache.tiered import Tiered
+from larder.cache.forms.tiered import TieredLayer
+from larder.cache.owners import StorageOwners
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
-from larder.core.recall import Parking, Recall
+from larder.core.recall import OffloadSpec, RecallPart
 from larder.recall.dci import Dci
 from larder.recall.flat import Flat
 from larder.recall.votes import Votes
@@ -27,10 +27,10 @@ PARTS = {
 }
 
 
-def a_store(recall: Recall = PARTS["flat"], count: int = 90) -> Tiered:
+def a_store(recall: RecallPart = PARTS["flat"], count: int = 90) -> TieredLayer:
     """With room in its slow tier, given back as far as it is."""
     place = torch.device("cpu")
-    store = Tiered(LAYER, torch.float32, place, Ledger(("mass",)), Parking(recall))
+    store = TieredLayer(LAYER, torch.float32, place, Ledger(("mass",)), OffloadSpec(recall))
     for start in range(0, count, 30):
         append(store, draw(LAYER, 30, start))
         store.apply(keeping(store, Random(start), 0.5))
@@ -38,13 +38,13 @@ def a_store(recall: Recall = PARTS["flat"], count: int = 90) -> Tiered:
     return store
 
 
-def keeping(store: Tiered, source: Random, share: float) -> Plan:
+def keeping(store: TieredLayer, source: Random, share: float) -> Plan:
     """Any entries of each head of the fast tier, the latest always."""
     chosen = [sorted({*source.sample(range(n), int(n * share)), n - 1}) for n in store.lengths]
     return a_plan(chosen, list(store.lengths))
 
 
-def places(store: Tiered) -> tuple[int, int]:
+def places(store: TieredLayer) -> tuple[int, int]:
     """Where the parked keys and values are."""
     held = store.parked()
     return held.keys.data_ptr(), held.values.data_ptr()
@@ -55,7 +55,7 @@ def alike(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return same and left.keys() == right.keys()
 
 
-def go_on(store: Tiered, start: int, seed: int, steps: int = 4) -> list[torch.Tensor]:
+def go_on(store: TieredLayer, start: int, seed: int, steps: int = 4) -> list[torch.Tensor]:
     """Attend, park, and attend again."""
     source, outs = Random(seed), []
     for position in range(start, start + steps):
@@ -69,13 +69,13 @@ def test_a_fork_goes_its_own_way_and_answers_as_a_copy_would(name) -> None:
     store = a_store(PARTS[name])
     extend(store, draw(LAYER, 1, 90, 0))
     before = {key: tensor.clone() for key, tensor in store.state().items()}
-    twin, fork = Tiered.restore(LAYER, store.state()), store.fork()
+    twin, fork = TieredLayer.restore(LAYER, store.state()), store.fork()
     assert places(fork) == places(store)
     for got, expected in zip(go_on(fork, 91, 1), go_on(twin, 91, 1), strict=True):
         assert torch.equal(got, expected)
     assert alike(store.state(), before)
     assert alike(fork.state(), twin.state())
-    other, again = Tiered.restore(LAYER, before), go_on(store, 91, 2)
+    other, again = TieredLayer.restore(LAYER, before), go_on(store, 91, 2)
     for got, expected in zip(again, go_on(other, 91, 2), strict=True):
         assert_close(got, expected)  # pages may lie in other slots
     assert alike(store.state(), other.state()) and alike(fork.state(), twin.state())
@@ -154,7 +154,7 @@ CLAIMS: dict[str, tuple[tuple[int, int], bool]] = {
 def test_rows_are_claimed_head_by_head(name) -> None:
     wanted, granted = CLAIMS[name]
     one, other = Somebody(), Somebody()
-    owners = Owners(one, (4, 4))
+    owners = StorageOwners(one, (4, 4))
     owners.join(other, (4, 4))
     assert owners.claim(other, (4, 6))
     assert owners.claim(one, wanted) is granted

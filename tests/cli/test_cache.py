@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commands import Run, complaint, document
-from larder.cli.cache import LOCAL
+from larder.cli.cache import LOCAL_PRINCIPAL
 from larder.core.settings import home
 from larder.server.web.archive import RESPONSE, Archive
 from larder.store.store import Store
@@ -21,14 +21,14 @@ def kept(larder_home: Path) -> Path:
     """A session called talk, saved in two states."""
     store = Store(str(home() / "store"), home())
     for ids in (IDS[:9], IDS):
-        store.sessions.save(LOCAL, "talk", ids, snapshot(read(ids)))
+        store.sessions.save(LOCAL_PRINCIPAL, "talk", ids, snapshot(read(ids)))
     store.close()
     return larder_home
 
 
 def loaded(name: str) -> Any:
     store = Store(str(home() / "store"), home())
-    found = store.sessions.load(LOCAL, name, asking())
+    found = store.sessions.load(LOCAL_PRINCIPAL, name, asking())
     store.close()
     return found
 
@@ -57,7 +57,7 @@ def test_a_store_under_a_key_opens_with_it_alone(run: Run, tmp_path: Path) -> No
     key.write_bytes(b"k" * 32)
     other.write_text("ab" * 32)
     store = Store(str(home() / "store"), home(), key=b"k" * 32)
-    store.sessions.save(LOCAL, "talk", IDS, snapshot(read(IDS)))
+    store.sessions.save(LOCAL_PRINCIPAL, "talk", IDS, snapshot(read(IDS)))
     store.close()
     assert "talk" in run("cache", "list", "--key-file", str(key)).stdout
     assert "1 sessions are whole" in run("cache", "verify", "--key-file", str(key)).stdout

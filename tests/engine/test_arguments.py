@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from larder import Conversation, Engine, Message, read_conversation
-from larder.core.amount import Amount, Unit
 from larder.core.errors import InputError, UsageError
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.models.loading import SEED, load, seed_tokenizer
 from larder.models.tiny import tiny
 from larder.session.policy import Policy
@@ -21,11 +21,11 @@ from larder.session.sizes import resolve
 FILE = Path("examples/conversation.json")
 SHARES = [0.25, "0.25", "1/4", "25%", " 1 / 4 ", "25.0%"]
 EQUAL = {
-    (1.0, Unit.SHARE): [1.0, "1.0", "1/1", "100%"],
-    (0.25, Unit.SHARE): SHARES,
-    (512.0, Unit.TOKENS): [512, "512"],
-    (64.0 * (1 << 20), Unit.BYTES): ["64MiB", "65536KiB", " 64 MiB "],
-    (1e6, Unit.BYTES): ["1MB", "0.001GB"],
+    (1.0, BudgetUnit.SHARE): [1.0, "1.0", "1/1", "100%"],
+    (0.25, BudgetUnit.SHARE): SHARES,
+    (512.0, BudgetUnit.TOKENS): [512, "512"],
+    (64.0 * (1 << 20), BudgetUnit.BYTES): ["64MiB", "65536KiB", " 64 MiB "],
+    (1e6, BudgetUnit.BYTES): ["1MB", "0.001GB"],
 }
 
 
@@ -36,13 +36,13 @@ def engine() -> Engine:
 
 @pytest.mark.parametrize("amount", EQUAL, ids=str)
 def test_a_budget_is_written_in_many_ways(amount) -> None:
-    assert {Amount.parse(given) for given in EQUAL[amount]} == {Amount(*amount)}
+    assert {MemoryBudget.parse(given) for given in EQUAL[amount]} == {MemoryBudget(*amount)}
 
 
 @pytest.mark.parametrize("given", [0, -1, "0", 1.5, "1.5", "5/4", "1/0", "many", "64 apples", ""])
 def test_what_is_no_budget(given) -> None:
     with pytest.raises(UsageError, match=r"budget .*write 512 .*25%, 1/4 or 0\.25 .*64MiB"):
-        Amount.parse(given)
+        MemoryBudget.parse(given)
 
 
 def test_a_share_is_the_same_however_it_is_written(engine) -> None:

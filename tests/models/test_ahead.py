@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from larder.cache.finding import Finder
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.offload.page_fetch import PageFetcher
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.plan import Plan
-from larder.core.recall import Fetch, Parking, Recall
+from larder.core.recall import FetchMode, OffloadSpec, RecallPart
 from larder.core.types import Mode
 from larder.models.ahead import attentions
 from larder.models.decoder import Decoder
@@ -30,10 +30,12 @@ def decoder() -> Decoder:
     return Decoder(tiny("qwen3", layers=LAYERS))
 
 
-def a_cache(decoder: Decoder, recall: Recall, fetch: Fetch, start: int = 1) -> SequenceCache:
+def a_cache(
+    decoder: Decoder, recall: RecallPart, fetch: FetchMode, start: int = 1
+) -> SequenceCache:
     """Forty tokens, all but the last four of each head parked, but for the first layer's."""
-    parking = Parking(replace(recall, fetch=fetch))
-    cache = SequenceCache(decoder.spec, Form.TIERED, parking=parking)
+    parking = OffloadSpec(replace(recall, fetch=fetch))
+    cache = SequenceCache(decoder.spec, CacheForm.TIERED, parking=parking)
     decoder.read([Row(cache, tuple(range(start, start + 40)))], Mode.APPEND)
     for layer in range(1, LAYERS):
         lengths = cache.lengths()[layer]
@@ -57,21 +59,21 @@ def threads() -> list[str]:
 
 def noting_threads(monkeypatch) -> list[tuple[int, bool]]:
     """The layer of each search, and whether a worker made it."""
-    noted, find = [], Finder._found
+    noted, find = [], PageFetcher._found
 
-    def note(self: Finder, *given: object):
+    def note(self: PageFetcher, *given: object):
         is_worker = threading.current_thread() is not threading.main_thread()
         noted.append((self.layer.index, is_worker))
         return find(self, *given)
 
-    monkeypatch.setattr(Finder, "_found", note)
+    monkeypatch.setattr(PageFetcher, "_found", note)
     return noted
 
 
 def test_where_all_is_recalled_ahead_is_as_good_as_in_turn(decoder, monkeypatch) -> None:
-    expected = steps(decoder, a_cache(decoder, ALL, Fetch.IN_TURN))
+    expected = steps(decoder, a_cache(decoder, ALL, FetchMode.IN_TURN))
     noted = noting_threads(monkeypatch)
-    got = steps(decoder, a_cache(decoder, ALL, Fetch.AHEAD))
+    got = steps(decoder, a_cache(decoder, ALL, FetchMode.AHEAD))
     assert torch.allclose(got, expected, atol=1e-5)
     assert sorted(noted) == sorted([(1, False), (2, True), (3, True)] * STEPS)
     assert not threads()
@@ -80,18 +82,18 @@ def test_where_all_is_recalled_ahead_is_as_good_as_in_turn(decoder, monkeypatch)
 def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
     """Of three layers that park, the first two share a search, the third has one of its own."""
     shared = replace(SOME, layers=2)
-    fetch, asked = Finder.fetch, {}
+    fetch, asked = PageFetcher.fetch, {}
 
-    def note(self: Finder, *given: object) -> None:
+    def note(self: PageFetcher, *given: object) -> None:
         asked[self.layer.index] = threading.current_thread() is not threading.main_thread()
         fetch(self, *given)
 
-    monkeypatch.setattr(Finder, "fetch", note)
-    cache = a_cache(decoder, shared, Fetch.AHEAD)
+    monkeypatch.setattr(PageFetcher, "fetch", note)
+    cache = a_cache(decoder, shared, FetchMode.AHEAD)
     first = steps(decoder, cache, count=1)
     assert asked == {3: True}
     assert not cache.tiers[2].finder.learned.is_used
-    again = steps(decoder, a_cache(decoder, shared, Fetch.AHEAD), count=1)
+    again = steps(decoder, a_cache(decoder, shared, FetchMode.AHEAD), count=1)
     assert torch.equal(first, again)
 
 
@@ -99,14 +101,14 @@ def test_queries_ahead_are_those_of_the_next_layer_for_what_entered_this_one(
     decoder, monkeypatch
 ) -> None:
     """Recomputed by hand: the hidden states before each layer, its norm, the next projection."""
-    asked, fetch = {}, Finder.fetch
+    asked, fetch = {}, PageFetcher.fetch
 
-    def note(self: Finder, queries: torch.Tensor, *given: object) -> None:
+    def note(self: PageFetcher, queries: torch.Tensor, *given: object) -> None:
         asked[self.layer.index] = queries
         fetch(self, queries, *given)
 
-    monkeypatch.setattr(Finder, "fetch", note)
-    model, entered, cache = decoder.module.base_model, {}, a_cache(decoder, SOME, Fetch.AHEAD)
+    monkeypatch.setattr(PageFetcher, "fetch", note)
+    model, entered, cache = decoder.module.base_model, {}, a_cache(decoder, SOME, FetchMode.AHEAD)
     hooks = [
         layer.input_layernorm.register_forward_hook(
             lambda module, given, out, i=i: entered.setdefault(i, out)
@@ -128,13 +130,17 @@ def test_queries_ahead_are_those_of_the_next_layer_for_what_entered_this_one(
 
 
 def test_several_rows_each_get_their_own_pages(decoder) -> None:
-    alone = [steps(decoder, a_cache(decoder, SOME, Fetch.AHEAD, start)) for start in (1, 20)]
-    together = steps(decoder, *(a_cache(decoder, SOME, Fetch.AHEAD, start) for start in (1, 20)))
+    alone = [steps(decoder, a_cache(decoder, SOME, FetchMode.AHEAD, start)) for start in (1, 20)]
+    together = steps(
+        decoder, *(a_cache(decoder, SOME, FetchMode.AHEAD, start) for start in (1, 20))
+    )
     assert torch.allclose(torch.cat(alone, 1), together, atol=1e-4)
 
 
 def test_agreement_is_counted_and_changes_nothing(decoder) -> None:
-    ahead, compared = (a_cache(decoder, SOME, fetch) for fetch in (Fetch.AHEAD, Fetch.COMPARED))
+    ahead, compared = (
+        a_cache(decoder, SOME, fetch) for fetch in (FetchMode.AHEAD, FetchMode.COMPARED)
+    )
     assert torch.equal(steps(decoder, ahead), steps(decoder, compared))
     assert [tier.finder.agreement for tier in ahead.tiers] == [(0, 0)] * LAYERS
     counts = [tier.finder.agreement for tier in compared.tiers]
@@ -142,7 +148,7 @@ def test_agreement_is_counted_and_changes_nothing(decoder) -> None:
     for pages, common in counts[2:]:
         assert pages == STEPS * 2 * SOME.pages  # of two kv heads
         assert 0 <= common <= pages
-    full = a_cache(decoder, ALL, Fetch.COMPARED)
+    full = a_cache(decoder, ALL, FetchMode.COMPARED)
     steps(decoder, full)
     assert all(pages == common for pages, common in (t.finder.agreement for t in full.tiers))
 
@@ -151,14 +157,14 @@ def test_agreement_is_counted_and_changes_nothing(decoder) -> None:
 def test_a_worker_that_dies_is_told_of_once_and_changes_nothing(
     decoder, monkeypatch, fault
 ) -> None:
-    expected = steps(decoder, a_cache(decoder, SOME, Fetch.IN_TURN))
-    cache, fetch = a_cache(decoder, SOME, Fetch.AHEAD), Finder.fetch
+    expected = steps(decoder, a_cache(decoder, SOME, FetchMode.IN_TURN))
+    cache, fetch = a_cache(decoder, SOME, FetchMode.AHEAD), PageFetcher.fetch
 
-    def die(self: Finder, queries: torch.Tensor, *given: object) -> None:
+    def die(self: PageFetcher, queries: torch.Tensor, *given: object) -> None:
         fetch(self, -queries, *given)  # leaves the wrong pages, and then
         raise fault
 
-    monkeypatch.setattr(Finder, "fetch", die)
+    monkeypatch.setattr(PageFetcher, "fetch", die)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         got = steps(decoder, cache)
@@ -169,7 +175,7 @@ def test_a_worker_that_dies_is_told_of_once_and_changes_nothing(
 
 
 def test_a_pass_that_breaks_leaves_no_thread_and_nothing_expected(decoder) -> None:
-    cache = a_cache(decoder, SOME, Fetch.AHEAD)
+    cache = a_cache(decoder, SOME, FetchMode.AHEAD)
 
     def refuse(row: int, layer: int, recorded: object) -> None:
         if layer == 1:
@@ -181,12 +187,12 @@ def test_a_pass_that_breaks_leaves_no_thread_and_nothing_expected(decoder) -> No
     assert all(tier.finder._arrived is None for tier in cache.tiers)
     hooks = [module._forward_pre_hooks for module in decoder.module.modules()]
     assert not any(hooks)
-    fresh = a_cache(decoder, SOME, Fetch.AHEAD)
+    fresh = a_cache(decoder, SOME, FetchMode.AHEAD)
     assert torch.allclose(steps(decoder, cache), steps(decoder, fresh), atol=1e-5)
 
 
 def test_a_fork_goes_on_fetching_ahead(decoder, monkeypatch) -> None:
-    cache = a_cache(decoder, SOME, Fetch.AHEAD)
+    cache = a_cache(decoder, SOME, FetchMode.AHEAD)
     noted = noting_threads(monkeypatch)
     steps(decoder, cache.fork(), count=1)
     assert sorted(noted) == [(1, False), (2, True), (3, True)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from builders import a_plan
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.models.checkpoint import Checkpoint, put_aside
@@ -37,7 +37,7 @@ def aside(decoder: Decoder, cache: SequenceCache, held: Held) -> tuple[Checkpoin
 
 def ragged_after_eviction(decoder: Decoder, ledger: Ledger) -> tuple:
     """Heads that hold different entries, evicted while more was still to be read."""
-    cache = SequenceCache(decoder.spec, Form.RAGGED, ledger)
+    cache = SequenceCache(decoder.spec, CacheForm.RAGGED, ledger)
     recompute, residuals = Recompute(decoder), Residuals(range(3))
     recompute.read(Row(cache, IDS[:32]), residuals)
     for layer in range(3):
@@ -46,7 +46,7 @@ def ragged_after_eviction(decoder: Decoder, ledger: Ledger) -> tuple:
     return cache, recompute, residuals
 
 
-@pytest.mark.parametrize("form", [Form.DENSE, Form.RAGGED])
+@pytest.mark.parametrize("form", [CacheForm.DENSE, CacheForm.RAGGED])
 @pytest.mark.parametrize("held", MANNERS)
 def test_what_comes_back_is_what_was_put_aside(three_layers, held, form) -> None:
     cache = SequenceCache(three_layers.spec, form)
@@ -63,7 +63,7 @@ def test_what_comes_back_is_what_was_put_aside(three_layers, held, form) -> None
 @pytest.mark.parametrize("held", [Held.IDS, Held.EVERY])
 def test_layers_with_windows_come_back(adopted, held) -> None:
     decoder = adopted("gemma3")
-    cache, recompute = SequenceCache(decoder.spec, Form.DENSE), Recompute(decoder)
+    cache, recompute = SequenceCache(decoder.spec, CacheForm.DENSE), Recompute(decoder)
     residuals = Residuals(range(2) if held is Held.EVERY else ())
     for start, stop in cuts(READ, BLOCK):
         recompute.read(Row(cache, IDS[start:stop]), residuals)
@@ -88,7 +88,7 @@ def test_what_a_policy_chose_comes_back(three_layers) -> None:
 def test_bytes_are_less_only_where_the_manner_says_so(three_layers) -> None:
     found = {}
     for held in MANNERS:
-        cache = SequenceCache(three_layers.spec, Form.DENSE)
+        cache = SequenceCache(three_layers.spec, CacheForm.DENSE)
         found[held] = aside(three_layers, cache, held)[0].nbytes
     entries, residual, position = 2 * 2 * 16 * 4, 64 * 4, 4
     assert found[Held.IDS] == READ * 4
@@ -104,7 +104,7 @@ def test_what_is_read_again_cannot_leave_out_what_was_rejected(three_layers, hel
 
 
 def test_a_plan_that_kept_everything_may_have_merged(three_layers) -> None:
-    cache = SequenceCache(three_layers.spec, Form.RAGGED)
+    cache = SequenceCache(three_layers.spec, CacheForm.RAGGED)
     recompute, residuals = read(three_layers, cache, (0,))
     cache.apply(1, a_plan([range(READ), range(READ)], (READ, READ)))
     with pytest.raises(CacheError, match="A policy works on this cache"):
@@ -112,7 +112,7 @@ def test_a_plan_that_kept_everything_may_have_merged(three_layers) -> None:
 
 
 def test_keys_that_were_changed_are_noticed(three_layers) -> None:
-    cache = SequenceCache(three_layers.spec, Form.RAGGED)
+    cache = SequenceCache(three_layers.spec, CacheForm.RAGGED)
     recompute, residuals = read(three_layers, cache)
     cache.entries(1).keys[3] += 1
     with pytest.raises(CacheError, match="1.keys of this cache do not follow.*merged"):
@@ -128,13 +128,15 @@ def test_keys_that_were_changed_are_noticed(three_layers) -> None:
     ],
 )
 def test_what_is_lacking_is_named(three_layers, held, layers, ids) -> None:
-    cache = SequenceCache(three_layers.spec, Form.DENSE)
+    cache = SequenceCache(three_layers.spec, CacheForm.DENSE)
     recompute, residuals = read(three_layers, cache, layers)
     with pytest.raises(CacheError, match="have all of them taken"):
         put_aside(held, cache, ids, residuals, recompute)
 
 
-@pytest.mark.parametrize("held, form", [(Held.ENTRIES, Form.DENSE), (Held.EVERY, Form.COMPACT)])
+@pytest.mark.parametrize(
+    "held, form", [(Held.ENTRIES, CacheForm.DENSE), (Held.EVERY, CacheForm.COMPACT)]
+)
 def test_forms_that_cannot_be_rebuilt_are_refused(three_layers, held, form) -> None:
     cache = SequenceCache(three_layers.spec, form)
     recompute, residuals = read(three_layers, cache)

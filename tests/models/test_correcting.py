@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.plan import Plan
-from larder.core.recall import Fetch, Parking, Recall
+from larder.core.recall import FetchMode, OffloadSpec, RecallPart
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
@@ -29,9 +29,9 @@ def decoder() -> Decoder:
     return adopt(tiny("qwen3", layers=LAYERS))
 
 
-def a_cache(decoder: Decoder, recall: Recall, ids: tuple[int, ...] = IDS) -> SequenceCache:
+def a_cache(decoder: Decoder, recall: RecallPart, ids: tuple[int, ...] = IDS) -> SequenceCache:
     """All but the latest of each head parked, but for the first layer's."""
-    cache = SequenceCache(decoder.spec, Form.TIERED, parking=Parking(recall))
+    cache = SequenceCache(decoder.spec, CacheForm.TIERED, parking=OffloadSpec(recall))
     decoder.read([Row(cache, ids[:READ])], Mode.APPEND)
     for layer in range(1, LAYERS):
         latest = torch.arange(READ - NEAR, READ)
@@ -73,7 +73,7 @@ def test_what_was_missed_reaches_the_layers_above(decoder) -> None:
     assert torch.allclose(left[:NEAR], right[:NEAR], atol=1e-5)  # what was read, not generated
 
 
-@pytest.mark.parametrize("fetch", [Fetch.IN_TURN, Fetch.AHEAD])
+@pytest.mark.parametrize("fetch", [FetchMode.IN_TURN, FetchMode.AHEAD])
 def test_rows_are_corrected_each_for_itself(decoder, fetch) -> None:
     recall, other = replace(SOME, corrected=2, fetch=fetch), some_ids(READ + STEPS, seed=4)
     texts = IDS, (*other[:READ], *IDS[READ:])
@@ -96,4 +96,4 @@ def test_a_pass_that_breaks_is_taken_back(decoder) -> None:
 
 def test_a_model_whose_layers_slide_windows_is_refused() -> None:
     with adopt(tiny("gemma3")) as held, pytest.raises(CacheError, match="slides a window and rem"):
-        SequenceCache(held.spec, Form.TIERED, parking=Parking(replace(SOME, corrected=1)))
+        SequenceCache(held.spec, CacheForm.TIERED, parking=OffloadSpec(replace(SOME, corrected=1)))

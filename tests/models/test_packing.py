@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from builders import tiers_of
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
@@ -19,13 +19,13 @@ PROMPTS = (13, 1, 6, 3)
 NEW = 5
 # Every form in both modes where windows slide and where they do not, the other models in some.
 PACKED = [
-    *((name, form, mode) for name in ("llama", "gemma3") for form in Form for mode in MODES),
-    *((name, Form.RAGGED, Mode.APPEND) for name in ("qwen2", "qwen3", "mistral", "phi3")),
-    *((name, Form.DENSE, Mode.SCRATCH) for name in ("qwen2", "qwen3", "mistral", "phi3")),
+    *((name, form, mode) for name in ("llama", "gemma3") for form in CacheForm for mode in MODES),
+    *((name, CacheForm.RAGGED, Mode.APPEND) for name in ("qwen2", "qwen3", "mistral", "phi3")),
+    *((name, CacheForm.DENSE, Mode.SCRATCH) for name in ("qwen2", "qwen3", "mistral", "phi3")),
 ]
 
 
-def rows(decoder, form: Form) -> list[SequenceCache]:
+def rows(decoder, form: CacheForm) -> list[SequenceCache]:
     """Caches with contexts of different lengths."""
     caches = [SequenceCache(decoder.spec, form, **tiers_of(form)) for _ in CONTEXTS]
     for number, (cache, count) in enumerate(zip(caches, CONTEXTS, strict=True)):
@@ -54,9 +54,9 @@ def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form,
 @pytest.mark.parametrize(
     "form, sampling",
     [
-        (Form.DENSE, Sampling()),
-        (Form.RAGGED, Sampling()),
-        (Form.RAGGED, Sampling(temperature=1.0, top_k=9, seed=4)),
+        (CacheForm.DENSE, Sampling()),
+        (CacheForm.RAGGED, Sampling()),
+        (CacheForm.RAGGED, Sampling(temperature=1.0, top_k=9, seed=4)),
     ],
 )
 def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampling) -> None:
@@ -70,7 +70,9 @@ def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampli
 
 def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> None:
     decoder, module = adopted(architecture), own(architecture)
-    together = generate(decoder, rows(decoder, Form.RAGGED), prompts(), Sampling(), Limits(NEW))
+    together = generate(
+        decoder, rows(decoder, CacheForm.RAGGED), prompts(), Sampling(), Limits(NEW)
+    )
     for number, (count, ids, said) in enumerate(zip(CONTEXTS, prompts(), together, strict=True)):
         context = some_ids(count, seed=number) if count else ()
         whole = (*context, *ids, *said)
@@ -80,17 +82,17 @@ def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> N
 
 def test_a_row_that_stops_early_does_not_disturb_the_others(adopted) -> None:
     decoder = adopted("llama")
-    free = generate(decoder, rows(decoder, Form.RAGGED), prompts(), Sampling(), Limits(NEW))
+    free = generate(decoder, rows(decoder, CacheForm.RAGGED), prompts(), Sampling(), Limits(NEW))
     stop = free[0][3]
     limits = Limits(NEW, frozenset({stop}))
-    stopped = generate(decoder, rows(decoder, Form.RAGGED), prompts(), Sampling(), limits)
+    stopped = generate(decoder, rows(decoder, CacheForm.RAGGED), prompts(), Sampling(), limits)
     for whole, cut in zip(free, stopped, strict=True):
         assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
 
 
 def test_questions_packed_as_sections_each_continue_the_cache_alone(architecture, adopted) -> None:
     decoder = adopted(architecture)
-    cache = SequenceCache(decoder.spec, Form.RAGGED)
+    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
     read_on(decoder, cache, some_ids(25), 10)
     packed = Row(cache, sum(prompts(), ()), PROMPTS)
     together = decoder.predict([packed], Mode.SCRATCH, range(sum(PROMPTS))).split(PROMPTS)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from larder.cache.rebuilt import rebuilt
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.forms.rebuilt import recomputed_layers
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BadParameter, CacheError
 from larder.core.plan import Plan
-from larder.core.rebuilding import Manner, Rebuilding
+from larder.core.rebuilding import RecomputeSource, RecomputeSpec
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
@@ -21,9 +21,9 @@ from reading import read_on, some_ids
 from stores import same_bits
 
 MANNERS = {
-    "every": Rebuilding(),
-    "one": Rebuilding(Manner.ONE, 1),
-    "ids": Rebuilding(Manner.IDS),
+    "every": RecomputeSpec(),
+    "one": RecomputeSpec(RecomputeSource.ONE, 1),
+    "ids": RecomputeSpec(RecomputeSource.IDS),
 }
 EACH = pytest.mark.parametrize("manner", MANNERS)
 READ, NEAR, LAYERS = 24, 3, 3
@@ -36,7 +36,7 @@ def decoder(request) -> Decoder:
 
 
 def bare(decoder: Decoder, manner: str) -> SequenceCache:
-    return SequenceCache(decoder.spec, Form.REBUILT, rebuilding=MANNERS[manner])
+    return SequenceCache(decoder.spec, CacheForm.REBUILT, rebuilding=MANNERS[manner])
 
 
 def evict(cache: SequenceCache) -> None:
@@ -62,13 +62,13 @@ def filled(decoder: Decoder, manner: str, ids: tuple[int, ...] = IDS) -> Sequenc
 
 def full(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
     """Logits over a cache that holds everything."""
-    return read_on(decoder, SequenceCache(decoder.spec, Form.DENSE), ids, len(ids))
+    return read_on(decoder, SequenceCache(decoder.spec, CacheForm.DENSE), ids, len(ids))
 
 
 @EACH
 def test_logits_are_those_over_a_full_cache(decoder, manner) -> None:
     cache, whole = filled(decoder, manner), full(decoder, IDS)
-    for store in rebuilt(cache.stores):
+    for store in recomputed_layers(cache.stores):
         least = cache.makeup.rebuilding.depth
         assert all(len(own) == 16 for own in store.gone) == (store.layer.index >= least)
     got = [read_on(decoder, cache, IDS[READ : READ + 3], 1)]
@@ -141,17 +141,17 @@ def test_a_pass_that_breaks_leaves_nothing(three_layers, manner) -> None:
 def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None:
     """By hand, for the tiny Llama: 64 numbers a residual, 4 query and 2 kv heads of 16."""
     cache, shape = filled(three_layers, manner), three_layers.shape
-    tokens = sum(store.tokens for store in rebuilt(cache.stores))
-    operations = sum(store.operations for store in rebuilt(cache.stores))
+    tokens = sum(store.tokens for store in recomputed_layers(cache.stores))
+    operations = sum(store.operations for store in recomputed_layers(cache.stores))
     three_layers.read([Row(cache, IDS[READ : READ + 1])], Mode.APPEND)
-    gone = len({*torch.cat(rebuilt(cache.stores)[-1].gone).tolist()})
-    sources = sum(store.source.nbytes for store in rebuilt(cache.stores))
+    gone = len({*torch.cat(recomputed_layers(cache.stores)[-1].gone).tolist()})
+    sources = sum(store.source.nbytes for store in recomputed_layers(cache.stores))
     per_token = {"every": 3 * 4 * shape.hidden, "one": 4 * shape.hidden, "ids": 4}[manner]
     assert sources == (READ + 1) * per_token
-    reread = rebuilt(cache.stores)[-1].wanted
+    reread = recomputed_layers(cache.stores)[-1].wanted
     run = {"every": 3 * gone, "one": 3 * reread, "ids": 3 * reread}[manner]
-    assert sum(s.tokens for s in rebuilt(cache.stores)) - tokens == run
-    made = sum(s.operations for s in rebuilt(cache.stores)) - operations
+    assert sum(s.tokens for s in recomputed_layers(cache.stores)) - tokens == run
+    made = sum(s.operations for s in recomputed_layers(cache.stores)) - operations
     below = reread * (shape.projections + shape.rest)
     again = reread * (shape.projections + shape.rest + 2 * 4 * 16 * (reread + 1))
     assert (
@@ -170,13 +170,13 @@ def test_what_cannot_come_back_is_refused(three_layers) -> None:
         cache.forget(2, 4)
     every = filled(three_layers, "every")
     every.forget(2, 4)
-    for store in rebuilt(every.stores):
+    for store in recomputed_layers(every.stores):
         assert not {2, 3} & {*torch.cat(store.gone).tolist()}
     with pytest.raises(CacheError, match="nobody rebuilds them"):
         new = torch.zeros(4, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
         every.attend(0, *new, torch.tensor([READ]), Mode.SCRATCH, (1,))
     with pytest.raises(BadParameter, match="recompute.depth must be at least 1, got 0: before"):
-        Rebuilding(Manner.ONE, 0)
+        RecomputeSpec(RecomputeSource.ONE, 0)
     one = filled(three_layers, "one")
     with pytest.raises(CacheError, match="Layer 0 lies before the residual of layer 1"):
         one.apply(0, Plan(torch.tensor([0, READ]), (1, 1)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.ledger import SURPRISE, Ledger
 from larder.core.types import Mode
 from larder.models import head as head_module
@@ -30,7 +30,7 @@ def decoder() -> Decoder:
 
 
 def following(decoder: Decoder) -> SequenceCache:
-    return SequenceCache(decoder.spec, Form.RAGGED, Ledger((SURPRISE,)))
+    return SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger((SURPRISE,)))
 
 
 def of_the_model(module: Any, ids: tuple[int, ...]) -> list[float]:
@@ -103,7 +103,10 @@ def test_a_single_token_without_anything_before_it_is_no_surprise(decoder) -> No
 
 
 def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
-    plain, one, other = SequenceCache(decoder.spec, Form.RAGGED), *map(following, [decoder] * 2)
+    plain, one, other = (
+        SequenceCache(decoder.spec, CacheForm.RAGGED),
+        *map(following, [decoder] * 2),
+    )
     wanted = [2, 6]
     expected = decoder.predict([Row(plain, IDS[:7])], Mode.APPEND, wanted)
     got = decoder.predict([Row(one, IDS[:7])], Mode.APPEND, wanted)
@@ -120,7 +123,7 @@ def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     assert tail.shape == (width,)
     decoder.read([Row(cache, IDS[8:12])], Mode.SCRATCH)
     decoder.weigh([Row(cache, IDS[8:12])], Mode.SCRATCH)
-    bare = SequenceCache(decoder.spec, Form.RAGGED, Ledger((SURPRISE,)))
+    bare = SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger((SURPRISE,)))
     decoder.read([Row(bare, IDS[:8])], Mode.APPEND)
     bare.latest.tail = torch.empty(0)
     assert cache.nbytes == bare.nbytes + 4 * width

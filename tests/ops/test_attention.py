@@ -14,17 +14,22 @@ from larder.ops.attention import (
     attention,
     causal_attention,
     ragged_attention,
-    readable_causal,
-    readable_masked,
-    readable_ragged,
+    reference_causal,
+    reference_masked,
+    reference_ragged,
     windowed_attention,
 )
-from larder.ops.fast import blocks, decode
-from larder.ops.merging import merge
+from larder.ops.cpu import decode_attention, flash_attention
+from larder.ops.merging import merge_attention
 from references.ops import attention as loop
 
 SCALING = 0.3
-FORMS = (ragged_attention, readable_ragged, decode.decode_attention, blocks.ragged)
+FORMS = (
+    ragged_attention,
+    reference_ragged,
+    decode_attention.decode_attention,
+    flash_attention.ragged,
+)
 
 group_lens = st.integers(1, 3)
 query_lens = st.integers(1, 6)
@@ -61,7 +66,7 @@ def agree(result: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: f
 
 def tolerance(form: Callable[..., object], dtype: torch.dtype) -> float:
     """All read the same rounded inputs; only torch's kernel rounds its bfloat16 outputs again."""
-    rounds = form in (ragged_attention, blocks.ragged) and dtype is torch.bfloat16
+    rounds = form in (ragged_attention, flash_attention.ragged) and dtype is torch.bfloat16
     return 2e-2 if rounds else 2e-5
 
 
@@ -147,21 +152,21 @@ def test_spans_across_heads_equal_the_readable_form(dtype, threads):
     queries, bias = random(2, 10, 2, 64, dtype=dtype), bias_of(3, cached[0])
     torch.set_num_threads(threads)
     try:
-        result = decode.decode_attention(queries, *cached, SCALING)
-        biased = decode.decode_attention(queries, *cached, SCALING, bias)
+        result = decode_attention.decode_attention(queries, *cached, SCALING)
+        biased = decode_attention.decode_attention(queries, *cached, SCALING, bias)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    agree(result, readable_ragged(queries, *cached, SCALING), 2e-5)
-    agree(biased, readable_ragged(queries, *cached, SCALING, bias), 2e-5)
+    agree(result, reference_ragged(queries, *cached, SCALING), 2e-5)
+    agree(biased, reference_ragged(queries, *cached, SCALING, bias), 2e-5)
 
 
 def test_dispatch_takes_the_kernel_for_few_queries_only():
     keys, values, _, _ = ragged_storage(0, [5, 6], 16, torch.float32)
-    assert decode.serves(random(0, 4, 1, 16), keys, values, 2)
-    assert not decode.serves(random(0, 4, 1000, 16), keys, values, 2)
-    assert not decode.serves(random(0, 4, 1, 16), keys.half(), values.half(), 2)
-    assert not decode.serves(random(0, 4, 1, 16), keys.T.contiguous().T, values, 2)
+    assert decode_attention.supports(random(0, 4, 1, 16), keys, values, 2)
+    assert not decode_attention.supports(random(0, 4, 1000, 16), keys, values, 2)
+    assert not decode_attention.supports(random(0, 4, 1, 16), keys.half(), values.half(), 2)
+    assert not decode_attention.supports(random(0, 4, 1, 16), keys.T.contiguous().T, values, 2)
 
 
 @pytest.mark.parametrize("query_len", [1, 64])
@@ -170,7 +175,7 @@ def test_gradients_are_those_of_the_readable_form(query_len):
     queries = random(4, 4, query_len, 8).requires_grad_()
     ragged_attention(queries, *cached, SCALING)[0].sum().backward()
     again = queries.detach().clone().requires_grad_()
-    readable_ragged(again, *cached, SCALING)[0].sum().backward()
+    reference_ragged(again, *cached, SCALING)[0].sum().backward()
     torch.testing.assert_close(queries.grad, again.grad)
 
 
@@ -181,7 +186,9 @@ def test_a_bias_that_needs_a_gradient_gets_one():
     assert bias.grad is not None and bias.grad.any()
 
 
-@pytest.mark.parametrize("form", [readable_ragged, decode.decode_attention, blocks.ragged])
+@pytest.mark.parametrize(
+    "form", [reference_ragged, decode_attention.decode_attention, flash_attention.ragged]
+)
 def test_large_logits_neither_overflow_nor_vanish(form):
     cached = ragged_storage(5, [50, 3], 16, torch.float32)
     queries = random(6, 4, 3, 16) * 1e4
@@ -190,7 +197,9 @@ def test_large_logits_neither_overflow_nor_vanish(form):
     agree(result, loop.ragged(queries, *cached, SCALING), 1e-4)
 
 
-@pytest.mark.parametrize("form", [readable_ragged, decode.decode_attention, blocks.ragged])
+@pytest.mark.parametrize(
+    "form", [reference_ragged, decode_attention.decode_attention, flash_attention.ragged]
+)
 def test_a_query_reads_the_kv_head_of_its_group(form):
     keys, starts, lengths = torch.zeros(3, 4), torch.arange(3), torch.ones(3, dtype=torch.int64)
     values = torch.arange(3.0).unsqueeze(-1).expand(3, 4).contiguous()
@@ -198,7 +207,9 @@ def test_a_query_reads_the_kv_head_of_its_group(form):
     assert out[:, 0, 0].tolist() == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("form", [readable_ragged, decode.decode_attention, blocks.ragged])
+@pytest.mark.parametrize(
+    "form", [reference_ragged, decode_attention.decode_attention, flash_attention.ragged]
+)
 def test_nan_stays_in_its_own_head(form):
     keys, values, starts, lengths = ragged_storage(7, [40, 41], 8, torch.float32)
     keys[starts[0] + 5] = torch.nan
@@ -211,7 +222,7 @@ def test_empty_caches_give_zero_and_minus_infinity():
     none = torch.zeros(2, dtype=torch.int64)
     for query_len in (1, 64):
         queries = random(0, 4, query_len, 8)
-        for form in (ragged_attention, readable_ragged):
+        for form in (ragged_attention, reference_ragged):
             out, lse = form(queries, torch.zeros(0, 8), torch.zeros(0, 8), none, none, SCALING)
             assert not out.any() and lse.isneginf().all()
     out, lse = attention(random(0, 2, 3, 8), torch.zeros(0, 8), torch.zeros(0, 8), SCALING)
@@ -221,7 +232,7 @@ def test_empty_caches_give_zero_and_minus_infinity():
 def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity():
     mask = torch.tensor([[True, False, True], [False, False, False]])
     queries, keys, values = random(0, 4, 2, 8), random(1, 2, 3, 8), random(2, 2, 3, 8)
-    for form in (readable_masked, blocks.masked):
+    for form in (reference_masked, flash_attention.masked):
         out, lse = form(queries, keys, values, SCALING, mask)
         assert not out[:, 1].any() and lse[:, 1].isneginf().all()
         assert out[:, 0].any() and lse[:, 0].isfinite().all()
@@ -244,7 +255,7 @@ def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, wi
     )
     case = (queries, keys, values, SCALING, tuple(sections), window)
     expected = loop.causal(*case)
-    for form in (causal_attention, readable_causal):
+    for form in (causal_attention, reference_causal):
         agree(form(*case), expected, 2e-5)
 
 
@@ -252,7 +263,7 @@ def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, wi
 def test_long_windows_cut_into_chunks_equal_the_readable_form(window):
     queries, keys, values = random(0, 4, 200, 8), random(1, 2, 200, 8), random(2, 2, 200, 8)
     case = (queries, keys, values, SCALING, (200,), window)
-    agree(causal_attention(*case), readable_causal(*case), 2e-5)
+    agree(causal_attention(*case), reference_causal(*case), 2e-5)
 
 
 @settings(max_examples=40)
@@ -280,9 +291,9 @@ def test_merging_the_parts_equals_the_whole(seed, cached_len, data):
         for a, b in zip(edges, edges[1:], strict=False)
     ]
     outs, lses = zip(*parts, strict=True)
-    agree(merge(outs, lses), attention(queries, keys, values, SCALING), 2e-5)
+    agree(merge_attention(outs, lses), attention(queries, keys, values, SCALING), 2e-5)
 
 
 def test_merging_nothing_with_nothing_gives_nothing():
-    out, lse = merge([torch.zeros(2, 3)] * 2, [torch.full((2,), -torch.inf)] * 2)
+    out, lse = merge_attention([torch.zeros(2, 3)] * 2, [torch.full((2,), -torch.inf)] * 2)
     assert not out.any() and lse.isneginf().all()

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from larder.ops.attention import readable_ragged
-from larder.ops.fast import decode
+from larder.ops.attention import reference_ragged
+from larder.ops.cpu import decode_attention
 
 FORKING = """
 import os
 import torch
-from larder.ops.fast.decode import decode_attention
+from larder.ops.cpu.decode_attention import decode_attention
 
 torch.set_num_threads(2)
 entries = torch.ones(4096, 64)
@@ -34,12 +34,12 @@ def test_threads_calling_at_once_beside_matrix_products_all_get_their_own_answer
         keys = torch.randn(5000, 32, generator=generator)
         queries = torch.randn(4, 1, 32, generator=generator)
         case = (queries, keys, keys, torch.tensor([0, 4000]), torch.tensor([4000, 1000]), 0.2)
-        expected = readable_ragged(*case)[0]
+        expected = reference_ragged(*case)[0]
         square = torch.randn(64, 64, generator=generator)
         same = []
         for _ in range(20):
             square = torch.tanh(square @ square)
-            given = decode.decode_attention(*case)[0]
+            given = decode_attention.decode_attention(*case)[0]
             same.append(torch.allclose(given, expected, atol=2e-5))
         return all(same)
 
@@ -55,9 +55,9 @@ def test_a_forked_child_attends_and_torch_keeps_its_threads():
 
 
 def test_without_a_threadsafe_layer_everything_runs_in_the_calling_thread(monkeypatch):
-    monkeypatch.setattr(decode, "THREADSAFE_LAYERS", ())
-    decode._launch.cache_clear()
+    monkeypatch.setattr(decode_attention, "THREADSAFE_LAYERS", ())
+    decode_attention._start_numba_threads.cache_clear()
     try:
-        assert len(decode._bounds(1 << 20, 256)) == 2
+        assert len(decode_attention._split_bounds(1 << 20, 256)) == 2
     finally:
-        decode._launch.cache_clear()
+        decode_attention._start_numba_threads.cache_clear()

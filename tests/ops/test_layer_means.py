@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from larder.ops.layer_means import layer_mean, readable_layer_mean
+from larder.ops.layer_means import layer_mean, reference_layer_mean
 
 STARTS, LENGTHS = torch.tensor([1, 5]), torch.tensor([3, 3])
 
 
-@pytest.mark.parametrize("form", [layer_mean, readable_layer_mean])
+@pytest.mark.parametrize("form", [layer_mean, reference_layer_mean])
 def test_heads_that_hold_the_same_are_averaged(form) -> None:
     positions = torch.tensor([9, 0, 2, 5, 9, 0, 2, 5, 9], dtype=torch.int32)
     numbers = torch.tensor([[0, 1, 2, 3, 0, 5, 6, 7, 0], [9, 3, 2, 1, 9, 3, 2, 5, 9.0]])

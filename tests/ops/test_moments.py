@@ -8,12 +8,12 @@ from random import Random
 import pytest
 import torch
 
-from larder.ops.fast import moments as fast
+from larder.ops.cpu import moments as fast
 from larder.ops.moments import (
-    joined_by_one,
-    raised_means,
-    readable_joined_by_one,
-    readable_raised_means,
+    added_moments,
+    reference_added_moments,
+    reference_variance_boosted_means,
+    variance_boosted_means,
 )
 
 
@@ -24,8 +24,8 @@ def test_both_forms_equal_the_moments_of_all_numbers() -> None:
         counted = [place == 0 or source.random() < 0.6 for place in range(6)]
         numbers = [source.uniform(0, 1) for _ in range(6)]
         case = *columns, torch.tensor(numbers), torch.tensor(counted)
-        columns = list(joined_by_one(*case))
-        for one, other in zip(columns, readable_joined_by_one(*case), strict=True):
+        columns = list(added_moments(*case))
+        for one, other in zip(columns, reference_added_moments(*case), strict=True):
             assert torch.equal(one, other)
         for own, number, is_counted in zip(told, numbers, counted, strict=True):
             own += [number] if is_counted else []
@@ -46,8 +46,12 @@ def test_those_that_vary_most_are_raised(share: float) -> None:
         raised = by_variance[: int(share * length)]
         expected += [mean[row] + (row in raised) for row in rows]
     case = *(torch.tensor(part) for part in (count, mean, spread, starts, lengths)), share
-    assert raised_means(*case).tolist() == readable_raised_means(*case).tolist() == expected
+    assert (
+        variance_boosted_means(*case).tolist()
+        == reference_variance_boosted_means(*case).tolist()
+        == expected
+    )
 
 
 def test_the_kernel_takes_float32() -> None:
-    assert fast.serves(torch.zeros(2)) and not fast.serves(torch.zeros(2).double())
+    assert fast.supports(torch.zeros(2)) and not fast.supports(torch.zeros(2).double())

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from larder.core.codec import BITS, Codec
 from larder.core.errors import BadParameter, CacheError
-from larder.ops.quantization import LARGEST, codes_of, grid, numbers_of, packed, unpacked
-from larder.ops.rounded import Rounded, encoded, joined
+from larder.ops.quantization import (
+    FLOAT16_MAX,
+    dequantize,
+    pack_codes,
+    quantize,
+    scales_and_offsets,
+    unpack_codes,
+)
+from larder.ops.rounded import QuantizedRows, concat_rows, quantize_rows
 from references.ops import quantization as loop
 
 NONE = torch.empty(0, 0)
@@ -27,9 +34,9 @@ some_numbers = st.lists(
 @given(some_numbers, bits)
 def test_a_group_is_off_by_half_a_step(numbers, bits) -> None:
     row = torch.tensor(numbers)
-    offset, scale = grid(row.min(), row.max(), bits)
-    codes = codes_of(row, offset.expand(len(row)), scale.expand(len(row)), bits)
-    back = numbers_of(codes, offset.expand(len(row)), scale.expand(len(row)))
+    offset, scale = scales_and_offsets(row.min(), row.max(), bits)
+    codes = quantize(row, offset.expand(len(row)), scale.expand(len(row)), bits)
+    back = dequantize(codes, offset.expand(len(row)), scale.expand(len(row)))
     assert offset.isfinite() and scale.isfinite() and back.isfinite().all()
     allowed = float(scale) / 2 if scale else loop.spacing(numbers[0]) / 2
     assert float((back - row).abs().max()) <= allowed * (1 + 1e-4) + 1e-6 * float(row.abs().max())
@@ -43,9 +50,9 @@ def test_a_group_is_off_by_half_a_step(numbers, bits) -> None:
 def test_packed_codes_come_back(seed, bits, width, rows) -> None:
     codes = torch.randint(2**bits, (rows, width), generator=torch.Generator().manual_seed(seed))
     codes = codes.to(torch.uint8)
-    stored = packed(codes, bits)
+    stored = pack_codes(codes, bits)
     assert stored.shape == (rows, -(-width * bits // 8))
-    assert torch.equal(unpacked(stored, bits, width), codes)
+    assert torch.equal(unpack_codes(stored, bits, width), codes)
 
 
 def drawn(seed: int, rows: int, channels: int = 10) -> Tensor:
@@ -85,9 +92,11 @@ def grouped(counts: list[int]) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
 
 
-def coded(codec: Codec, side: str, rows: Tensor, counts: list[int], weights: Tensor) -> Rounded:
+def coded(
+    codec: Codec, side: str, rows: Tensor, counts: list[int], weights: Tensor
+) -> QuantizedRows:
     manner = codec.keys(rows.shape[1]) if side == "keys" else codec.values(rows.shape[1])
-    return encoded(rows, torch.tensor(counts), manner, weights, torch.float32)
+    return quantize_rows(rows, torch.tensor(counts), manner, weights, torch.float32)
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
@@ -111,7 +120,7 @@ def test_groups_equal_the_loop(name, weighed, side) -> None:
 def test_rows_leave_without_a_trace(name, side, data) -> None:
     counts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     rows = drawn(sum(counts), sum(counts))
-    held = joined([coded(CODECS[name], side, rows, counts, NONE)] * 2)
+    held = concat_rows([coded(CODECS[name], side, rows, counts, NONE)] * 2)
     counts = counts * 2
     own = grouped(counts)
     whole = held.decoded(torch.arange(len(own)), own)
@@ -126,15 +135,15 @@ def test_rows_leave_without_a_trace(name, side, data) -> None:
 
 def test_numbers_beyond_float16_are_refused() -> None:
     rows = torch.ones(3, 4)
-    for bad in (2 * LARGEST, torch.inf, torch.nan):
+    for bad in (2 * FLOAT16_MAX, torch.inf, torch.nan):
         rows[1, 2] = bad
         for side in ("keys", "values"):
             with pytest.raises(CacheError, match="keep such entries at full precision"):
                 coded(Codec(), side, rows, [3], NONE)
-    rows[1, 2] = -LARGEST
+    rows[1, 2] = -FLOAT16_MAX
     coded(Codec(), "keys", rows, [3], NONE)
-    rows[1, 2] = 2 * LARGEST
-    assert coded(Codec(0, 0), "keys", rows, [3], NONE).stored.max() == 2 * LARGEST
+    rows[1, 2] = 2 * FLOAT16_MAX
+    assert coded(Codec(0, 0), "keys", rows, [3], NONE).stored.max() == 2 * FLOAT16_MAX
 
 
 def test_outliers_leave_a_smaller_range() -> None:

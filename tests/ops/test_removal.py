@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from larder.core.errors import CacheError
 from larder.ops import removal
 from larder.ops.removal import (
-    least_motion,
-    readable_least_motion,
-    readable_remove,
+    plan_removal,
+    reference_plan_removal,
+    reference_remove_rows,
     remove_rows,
 )
 from references.ops import removal as loop
@@ -67,7 +67,7 @@ def fast(tensors: list[Tensor], columns: Tensor, *case: Any) -> None:
 def readable(tensors: list[Tensor], columns: Tensor, *case: Any) -> None:
     starts, *rest = case
     *rest, new_starts = rest if len(rest) > 3 else (*rest, starts)
-    assert readable_remove([*tensors, *columns], starts, *rest, new_starts) is None
+    assert reference_remove_rows([*tensors, *columns], starts, *rest, new_starts) is None
 
 
 FORMS = (fast, readable)
@@ -134,7 +134,7 @@ def test_the_shorter_side_moves(case, data):
         moved += down if wanders else up
     ends = [start + held for start, held in zip(expected, new_lengths, strict=True)]
     room = min(edge - end for edge, end in zip(edges[1:], ends, strict=True))
-    for form in (least_motion, readable_least_motion):
+    for form in (plan_removal, reference_plan_removal):
         motion = form(starts, counts, kept, new_lengths, edges, roomy)
         assert motion.starts.tolist() == expected
         assert (motion.room, motion.rows) == (room, moved)
@@ -150,7 +150,7 @@ def test_large_storages_are_moved_whatever_the_threads(threads):
     new_lengths = tuple(int(part.sum()) for part in keep.split(lengths))
     keys = torch.randn(rows, 64, generator=generator)
     by_loop, before = keys.clone(), torch.get_num_threads()
-    readable_remove([by_loop], starts, counts, kept, new_lengths, starts)
+    reference_remove_rows([by_loop], starts, counts, kept, new_lengths, starts)
     torch.set_num_threads(threads)
     try:
         remove_rows([keys], starts, counts, kept, new_lengths)
@@ -224,7 +224,7 @@ def test_entries_that_do_not_fit_are_refused_and_nothing_is_changed(
         remove_rows(tensors, starts, counts, torch.tensor(kept), new_lengths, columns)
     assert torch.equal(tensors[0], storages(rows, torch.float32)[0][0])
     with pytest.raises(CacheError, match="kept entries"):
-        least_motion(starts, counts, torch.tensor(kept), new_lengths, (1, 6, 9), 0)
+        plan_removal(starts, counts, torch.tensor(kept), new_lengths, (1, 6, 9), 0)
 
 
 def test_a_storage_that_cannot_hold_the_heads_is_refused():

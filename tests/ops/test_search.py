@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from larder.ops import search
-from larder.ops.fast import search as fast
+from larder.ops.cpu import search as fast
 from references import flat as loop
-from tiers import Tier
+from slow_tiers import Tier
 
 
 @settings(max_examples=30)
@@ -25,7 +25,7 @@ def test_bests_of_pages(lengths, page, dtype, seed) -> None:
     tier = Tier(a_layer(), seed, dtype)
     tier.grow(lengths)
     query, entries = tier.queries(), tier.entries()
-    for form in (search.page_bests, search.readable_page_bests, fast.page_bests):
+    for form in (search.page_max_scores, search.reference_page_max_scores, fast.page_max_scores):
         found = form(query, entries.keys, *entries.layout, page)
         for row, bests in enumerate(found.tolist()):
             wanted = loop.bests(query[row].tolist(), tier.keys[row // 2].tolist(), page)
@@ -40,21 +40,21 @@ def test_threads_find_the_same() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        shared = fast.page_bests(query, entries.keys, *entries.layout, 16)
+        shared = fast.page_max_scores(query, entries.keys, *entries.layout, 16)
         ranked = fast.top_rows(shared, 50)
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(shared, fast.page_bests(query, entries.keys, *entries.layout, 16))
-    assert torch.equal(ranked, search.readable_top_rows(shared, 50))
+    assert torch.equal(shared, fast.page_max_scores(query, entries.keys, *entries.layout, 16))
+    assert torch.equal(ranked, search.reference_top_rows(shared, 50))
 
 
 def test_chunks_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = Tier(a_layer())
     tier.grow((95, 40))
     query, entries = tier.queries(), tier.entries()
-    whole = search.readable_page_bests(query, entries.keys, *entries.layout, 16)
-    monkeypatch.setattr(search, "MOST_SCORES", 70)
-    parts = search.readable_page_bests(query, entries.keys, *entries.layout, 16)
+    whole = search.reference_page_max_scores(query, entries.keys, *entries.layout, 16)
+    monkeypatch.setattr(search, "MAX_SCORES", 70)
+    parts = search.reference_page_max_scores(query, entries.keys, *entries.layout, 16)
     assert torch.allclose(whole, parts)
 
 
@@ -69,7 +69,7 @@ def test_chunks_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_top_of_rows(rows, count) -> None:
     scores = torch.tensor(rows)
     found = search.top_rows(scores, count)
-    assert torch.equal(found, search.readable_top_rows(scores, count))
+    assert torch.equal(found, search.reference_top_rows(scores, count))
     for row, numbers in zip(rows, found.tolist(), strict=True):
         real = [number for number in numbers if number >= 0]
         finite = [value for value in row if value != -torch.inf]
@@ -83,7 +83,7 @@ def test_the_top_of_rows(rows, count) -> None:
 def test_interleaving(lists, count) -> None:
     ranked = torch.tensor(lists)
     found = search.interleaved(ranked, 2, count)
-    assert torch.equal(found, search.readable_interleaved(ranked, 2, count))
+    assert torch.equal(found, search.reference_interleaved(ranked, 2, count))
     for group, numbers in zip((lists[:2], lists[2:]), found.tolist(), strict=True):
         columns = [page for place in zip(*group, strict=True) for page in place if page >= 0]
         wanted = list(dict.fromkeys(columns))[:count]
@@ -95,6 +95,6 @@ def test_bests_by_page_of_any_entries() -> None:
         [[1.0, 5.0, 2.0], [0.0, -1.0, 4.0], [7.0, 8.0, -torch.inf], [1.0, 2.0, 3.0]]
     )
     page_of = torch.tensor([[1, 0, 1], [0, 0, -1]])
-    found = search.bests_by_page(scores, page_of, 2).tolist()
+    found = search.scatter_page_max(scores, page_of, 2).tolist()
     lost = -torch.inf
     assert found == [[5.0, 2.0], [-1.0, 4.0], [8.0, lost], [2.0, lost]]

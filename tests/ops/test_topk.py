@@ -8,14 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder.ops import topk
+from larder.ops.cpu import topk as cpu_topk
 from larder.ops.fast import choice
-from larder.ops.fast import selection as cpu_topk
-from larder.ops.topk import (
-    readable_top_masks,
-    readable_top_of_heads,
-    top_masks,
-    top_of_heads,
-)
+from larder.ops.topk import reference_top_masks, reference_top_per_head, top_masks, top_per_head
 
 levels = st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5000001, 2.0, torch.inf])
 heads = st.lists(st.lists(levels, max_size=9), min_size=1, max_size=4)
@@ -36,7 +31,7 @@ def by_sorting(scores: list[list[float]], count: int) -> list[int]:
 def test_both_forms_equal_a_sort(scores: list[list[float]], count: int) -> None:
     packed = torch.tensor([score for head in scores for score in head], dtype=torch.float32)
     lengths = tuple(map(len, scores))
-    for form in (top_of_heads, readable_top_of_heads):
+    for form in (top_per_head, reference_top_per_head):
         assert form(packed, lengths, count).tolist() == by_sorting(scores, count)
 
 
@@ -49,7 +44,7 @@ def test_what_is_spared_stands_above_the_others(scores, count, source) -> None:
     raised = [[torch.inf if mark else score for score, mark in head] for head in pairs]
     packed = torch.tensor([score for head in scores for score in head], dtype=torch.float32)
     marks = torch.tensor([mark for head in spared for mark in head], dtype=torch.bool)
-    for form in (top_of_heads, readable_top_of_heads):
+    for form in (top_per_head, reference_top_per_head):
         kept = form(packed, tuple(map(len, scores)), count, marks)
         assert kept.tolist() == by_sorting(raised, count)
 
@@ -62,13 +57,13 @@ near = st.sampled_from([0.25, 0.25 + 2**-24, 0.25 + 2**-23]) | st.floats(width=3
 )
 def test_both_masks_equal_a_sort(pairs: list[tuple[float, float]], count: int) -> None:
     rows = [[pair[row] for pair in pairs] for row in range(2)]
-    for form in (top_masks, readable_top_masks):
+    for form in (top_masks, reference_top_masks):
         marks = form(torch.tensor(rows), count)
         assert torch.nonzero(marks.flatten()).flatten().tolist() == by_sorting(rows, count)
 
 
 def test_a_zero_is_a_zero_whatever_its_sign() -> None:
-    for form in (top_masks, readable_top_masks):
+    for form in (top_masks, reference_top_masks):
         assert form(torch.tensor([[-0.0, 0.0, -1.0, 0.0]]), 2).tolist() == [
             [True, True] + [False] * 2
         ]
@@ -76,30 +71,30 @@ def test_a_zero_is_a_zero_whatever_its_sign() -> None:
 
 def test_what_the_counting_kernel_takes() -> None:
     rows = torch.zeros(2, 4)
-    assert cpu_topk.serves(rows, 3) and not cpu_topk.serves(rows.double(), 3)
-    assert not cpu_topk.serves(rows, 0) and not cpu_topk.serves(rows, 4)
+    assert cpu_topk.supports(rows, 3) and not cpu_topk.supports(rows.double(), 3)
+    assert not cpu_topk.supports(rows, 0) and not cpu_topk.supports(rows, 4)
 
 
-@pytest.mark.parametrize("gone", [0, 1, choice.MOST_GONE, choice.MOST_GONE + 1])
+@pytest.mark.parametrize("gone", [0, 1, choice.MAX_REJECTED, choice.MAX_REJECTED + 1])
 def test_the_kernel_is_taken_where_few_go(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    kernel = choice.top_of_heads
+    kernel = choice.top_per_head
 
     def counted(*case: object) -> torch.Tensor:
         taken.append(1)
         return kernel(*case)  # type: ignore[arg-type]
 
     monkeypatch.setattr(topk.choice, "top_of_heads", counted)
-    top_of_heads(torch.rand(40), (20, 20), 20 - gone)
-    assert len(taken) == (gone <= choice.MOST_GONE)
+    top_per_head(torch.rand(40), (20, 20), 20 - gone)
+    assert len(taken) == (gone <= choice.MAX_REJECTED)
 
 
 def test_a_count_below_zero_keeps_nothing() -> None:
-    assert top_of_heads(torch.rand(6), (3, 3), -1).tolist() == []
+    assert top_per_head(torch.rand(6), (3, 3), -1).tolist() == []
 
 
-@pytest.mark.parametrize("gone", range(1, choice.MOST_GONE + 1))
+@pytest.mark.parametrize("gone", range(1, choice.MAX_REJECTED + 1))
 def test_of_equals_the_latest_go(gone: int) -> None:
-    for form in (choice.top_of_heads, readable_top_of_heads):
+    for form in (choice.top_per_head, reference_top_per_head):
         kept = form(torch.tensor([0.5] * 6 + [0.0] * 6), (6, 6), 6 - gone).tolist()
         assert kept == [*range(6 - gone), *range(6, 12 - gone)]

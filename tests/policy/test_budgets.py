@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from builders import head_numbers
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.core.spelling import name_of
 from larder.session.policy import Policy
@@ -37,7 +37,7 @@ IN_ALL = ("global", "prefixkv", "dynamic", "cake")
 BY_LAYER = ("pooled", "sensitivity", "ada", "headkv", "retrieval_heads")
 
 
-def ready_of(case: dict[int, Any]) -> tuple[dict[int, Scored], dict[int, int]]:
+def ready_of(case: dict[int, Any]) -> tuple[dict[int, LayerScores], dict[int, int]]:
     """Judged layers and their quotas."""
     ready = {}
     for index, (heads, _) in case.items():
@@ -46,11 +46,11 @@ def ready_of(case: dict[int, Any]) -> tuple[dict[int, Scored], dict[int, int]]:
         protected = torch.tensor([shield for _, shield in entries], dtype=torch.bool)
         lengths = tuple(len(head) for head in heads)
         weights = head_numbers(len(lengths))
-        ready[index] = Scored(scores, protected, lengths, MEASURES[index], weights=weights)
+        ready[index] = LayerScores(scores, protected, lengths, MEASURES[index], weights=weights)
     return ready, {index: quota for index, (_, quota) in case.items()}
 
 
-def chosen(budget: Any, ready: dict[int, Scored], quotas: dict[int, int]) -> dict[int, Plan]:
+def chosen(budget: Any, ready: dict[int, LayerScores], quotas: dict[int, int]) -> dict[int, Plan]:
     """Plans for all; where layers are cut again, those that lose nothing may have none."""
     plans = budget.choose(ready, quotas)
     if budget.recuts:
@@ -59,7 +59,7 @@ def chosen(budget: Any, ready: dict[int, Scored], quotas: dict[int, int]) -> dic
     return plans
 
 
-def as_lists(scored: Scored) -> list[list[tuple[float, bool]]]:
+def as_lists(scored: LayerScores) -> list[list[tuple[float, bool]]]:
     pairs = list(zip(scored.scores.tolist(), scored.protected.tolist(), strict=True))
     out, start = [], 0
     for length in scored.lengths:
@@ -96,7 +96,7 @@ def test_a_budget_equals_its_loop_and_keeps_its_promises(budget, loop_of, case) 
 
 
 def assert_a_bound_that_is_used_up(
-    budget: Any, ready: dict[int, Scored], quotas: dict[int, int], plans: dict[int, Plan]
+    budget: Any, ready: dict[int, LayerScores], quotas: dict[int, int], plans: dict[int, Plan]
 ) -> None:
     assert plans.keys() == ready.keys()
     for index, plan in plans.items():
@@ -127,7 +127,7 @@ def test_head_order_does_not_matter(budget) -> None:
 
     def survivors(parts: list[torch.Tensor]) -> list[list[int]]:
         lengths = tuple(len(part) for part in parts)
-        scored = Scored(
+        scored = LayerScores(
             torch.cat(parts), torch.zeros(sum(lengths), dtype=torch.bool), lengths, (1.0,)
         )
         return kept_per_head(budget.choose({0: scored}, {0: 4})[0], lengths)
@@ -137,7 +137,7 @@ def test_head_order_does_not_matter(budget) -> None:
 
 
 def test_a_budget_waits_for_the_layers_it_needs(budget) -> None:
-    scored = Scored(torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.bool), (2,), (1.0,))
+    scored = LayerScores(torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.bool), (2,), (1.0,))
     plans = budget.choose({0: scored}, {0: 1, 1: 1})
     assert list(plans) == ([] if name_of(type(budget)) in WAITING else [0])
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from larder.cache.folding import folded
-from larder.cache.ragged import Ragged
+from larder.cache.entry_merging import merge_entries
+from larder.cache.forms.ragged import RaggedLayer
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
-from larder.core.observation import Entries, Scored, Stage
+from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.policy.compensation.cam import Cam, Merge
 from lines import judged, line, numbers
@@ -29,7 +29,7 @@ def looked_at(entries: Entries, weights: list[float], joined: list[float] | None
     return replace(entries, columns={**entries.columns, **newest})
 
 
-def settled(part: Cam, kept: list[int], entries: Entries, stage: Stage = Stage.GENERATING) -> Plan:
+def settled(part: Cam, kept: list[int], entries: Entries, stage: Phase = Phase.GENERATING) -> Plan:
     count = len(entries.keys)
     scored = replace(judged([0.0] * count), stage=stage)
     return part.settle(a_plan([kept], (count,)), entries, scored)
@@ -52,7 +52,7 @@ def test_cam_by_hand() -> None:
 
 def test_what_leaves_while_a_context_is_read_is_dropped() -> None:
     entries = looked_at(line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3), [1.0, 1.0, 1.0])
-    plan = settled(Cam(), [0, 2], entries, Stage.READING)
+    plan = settled(Cam(), [0, 2], entries, Phase.READING)
     assert not len(plan.folds) and not plan.columns
 
 
@@ -64,7 +64,7 @@ def test_cam_gives_back_what_the_weighted_sum_loses() -> None:
     entries = looked_at(Entries(values, values, places, (0,), (12,)), weights.tolist())
     kept = [0, 1, 2, *range(4, 12)]
     merged, now = (
-        folded(settled(Cam(window=8, merge=EXPECTED), kept, entries), entries),
+        merge_entries(settled(Cam(window=8, merge=EXPECTED), kept, entries), entries),
         values.clone(),
     )
     now[merged.targets] = merged.values
@@ -102,8 +102,8 @@ def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
     columns["newest"][999::1000] = 1.0
     ones = torch.ones(2000, 1)
     entries = Entries(ones, ones, places, (0, 1000), (1000, 1000), columns)
-    scored = Scored(
-        torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), stage=Stage.GENERATING
+    scored = LayerScores(
+        torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), stage=Phase.GENERATING
     )
     plan = Cam().settle(a_plan([[999], [999]], (1000, 1000)), entries, scored)
     joins = plan.folds.sources[plan.folds.sources != plan.folds.targets]
@@ -117,14 +117,14 @@ def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
     """Even attention and equal values: what joins is as large as can be."""
     layer, part, held = a_layer(1, 1), Cam(window=8, merge=merge), 24
     ledger = Ledger(columns=("joined", "newest"))
-    store = Ragged(layer, torch.float32, torch.device("cpu"), ledger)
+    store = RaggedLayer(layer, torch.float32, torch.device("cpu"), ledger)
     for step in range(400):
         new = draw(layer, 1, step)
         store.append(new.keys, torch.ones_like(new.values), new.positions)
         store.note({"newest": torch.ones(len(store.entries().keys))})
         if sum(store.lengths) > held:
             kept = [0, 1, *range(3, held + 1)]
-            scored = replace(judged([0.0] * (held + 1)), stage=Stage.GENERATING)
+            scored = replace(judged([0.0] * (held + 1)), stage=Phase.GENERATING)
             store.apply(part.settle(a_plan([kept], store.lengths), store.entries(), scored))
     assert float(store.entries().pack(store.entries().values).max()) <= 2.0001
 

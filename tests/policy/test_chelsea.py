@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import a_plan
-from larder.cache.folding import folded
+from larder.cache.entry_merging import merge_entries
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
@@ -75,7 +75,7 @@ def test_identical_pairs_merge_first() -> None:
     entries = turned(degrees)
     plan = settled(Chelsea(8), entries, list(range(6)))
     assert pairs(plan) == {2: 3, 6: 7}
-    merged = folded(plan, entries)
+    merged = merge_entries(plan, entries)
     torch.testing.assert_close(merged.keys, entries.keys[[3, 7]])  # the mean of a key and itself
 
 

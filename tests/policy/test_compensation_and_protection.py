@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, some_columns, some_entries
-from larder.cache.folding import folded
+from larder.cache.entry_merging import merge_entries
 from larder.core.errors import BadParameter, BudgetError
-from larder.core.observation import Entries, Scored, Stage
+from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.policy.ends import Ends
 from larder.policy.protect import Protect
@@ -27,15 +27,15 @@ CASES = {
     "one_for_each_that_comes": ([range(12)], [[*range(5), *range(6, 12)]]),
 }
 # Every case in both stages, and with both memories; all four together in the first.
-PAIRS = [(Stage.READING, "unwritten"), (Stage.GENERATING, "written")]
+PAIRS = [(Phase.READING, "unwritten"), (Phase.GENERATING, "written")]
 JUDGED = [
     *((case, *pair) for case in CASES for pair in PAIRS),
-    ("uneven", Stage.READING, "written"),
-    ("uneven", Stage.GENERATING, "unwritten"),
+    ("uneven", Phase.READING, "written"),
+    ("uneven", Phase.GENERATING, "unwritten"),
 ]
 
 
-def judged(compensation, case: str, stage: Stage, remembered: str) -> tuple[Entries, Scored]:
+def judged(compensation, case: str, stage: Phase, remembered: str) -> tuple[Entries, LayerScores]:
     """Entries with all that the part has the cache remember, and how they were judged."""
     held, kept = CASES[case]
     layer, source = a_layer(len(held), 2), torch.Generator().manual_seed(5)
@@ -54,7 +54,7 @@ def judged(compensation, case: str, stage: Stage, remembered: str) -> tuple[Entr
     scores = torch.rand(total, generator=source)
     protected = torch.zeros(total, dtype=torch.bool)
     protected[a_plan(kept, entries.lengths).kept[:1]] = True
-    return entries, Scored(scores, protected, entries.lengths, scalars=scalars, stage=stage)
+    return entries, LayerScores(scores, protected, entries.lengths, scalars=scalars, stage=stage)
 
 
 def carried_out(plan: Plan, entries: Entries) -> Outcome:
@@ -62,7 +62,7 @@ def carried_out(plan: Plan, entries: Entries) -> Outcome:
     heads = torch.split(plan.kept, list(plan.lengths))
     firsts = [sum(entries.lengths[:h]) for h in range(len(heads))]
     kept = [(part - first).tolist() for part, first in zip(heads, firsts, strict=True)]
-    outcome, merged = untouched(entries, kept), folded(plan, entries)
+    outcome, merged = untouched(entries, kept), merge_entries(plan, entries)
     flat = [entry for head in outcome.heads for entry in head]
     places = {index: place for place, index in enumerate(plan.kept.tolist())}
     for target, key, value in zip(merged.targets, merged.keys, merged.values, strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from builders import a_layer, a_view
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored, Stage
+from larder.core.observation import LayerScores, Phase
 from larder.core.types import Variant
 from larder.policy.budgets.inverse_variance import InverseVariance, Rule
 from larder.policy.compensation.drop import Drop
@@ -23,10 +23,10 @@ from larder.policy.scorers.column_mass import ColumnMass
 from references.inverse_variance import tokens as split_by_loop
 
 
-def layers_of(heads: list[int], held: int) -> dict[int, Scored]:
+def layers_of(heads: list[int], held: int) -> dict[int, LayerScores]:
     source = torch.Generator().manual_seed(3)
     return {
-        index: Scored(
+        index: LayerScores(
             torch.rand(k * held, generator=source),
             torch.zeros(k * held, dtype=torch.bool),
             (held,) * k,
@@ -105,7 +105,7 @@ def test_a_measure_is_the_variance_of_what_entries_received() -> None:
     seen = replace(seen, entries=replace(seen.entries, scalars={"share": torch.full((2,), 7.0)}))
     measured = InverseVariance(variant=Variant.PAPER).measure(seen, torch.zeros(8))
     assert measured == pytest.approx((sum(variances) / 2,))
-    later = replace(seen, stage=Stage.GENERATING)
+    later = replace(seen, stage=Phase.GENERATING)
     assert InverseVariance().measure(later, torch.zeros(8)) == ()
 
 
@@ -177,7 +177,7 @@ def test_three_to_one_is_of_each_layers_own_entries() -> None:
 
 def test_while_generating_a_layer_keeps_its_share() -> None:
     ready = {
-        i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, stage=Stage.GENERATING)
+        i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, stage=Phase.GENERATING)
         for i, s in layers_of([1, 1], 30).items()
     }
     plans = InverseVariance().choose({0: ready[0]}, {0: 20, 1: 20})

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from builders import a_plan
-from larder.cache.folding import folded
+from larder.cache.entry_merging import merge_entries
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.types import Variant
 from larder.policy.compensation.fold_ema import FoldEma, Threshold, Weights
 
 
-def judged(lengths: tuple[int, ...]) -> Scored:
+def judged(lengths: tuple[int, ...]) -> LayerScores:
     zeros = torch.zeros(sum(lengths))
-    return Scored(zeros, zeros.bool(), lengths)
+    return LayerScores(zeros, zeros.bool(), lengths)
 
 
 def two_folded_into_one(tau: float = math.nan) -> Entries:
@@ -44,7 +44,7 @@ def test_merged_keys_and_values_by_hand(part, expected) -> None:
     plan = replace(part, threshold=Threshold.NONE).settle(
         a_plan([[0]], (3,)), entries, judged((3,))
     )
-    merged = folded(plan, entries)
+    merged = merge_entries(plan, entries)
     assert merged.keys[0].tolist() == pytest.approx(expected, abs=5e-5)
     assert merged.values[0].tolist() == pytest.approx([10 * x for x in expected], abs=5e-4)
     sums = plan.folds.key_weights.sum()
@@ -56,7 +56,7 @@ def test_larder_leaves_keys_and_counts_attention_by_hand() -> None:
     entries = two_folded_into_one()
     part = FoldEma(threshold=Threshold.NONE)
     plan = part.settle(a_plan([[0]], (3,)), entries, judged((3,)))
-    merged = folded(plan, entries)
+    merged = merge_entries(plan, entries)
     assert merged.keys[0].tolist() == [1.0, 0.0]
     value = [10 * (2 * 1.0 + 0.9 + 3 * 0.8) / 6, 10 * (0.1 + 3 * 0.2) / 6]
     assert merged.values[0].tolist() == pytest.approx(value)
@@ -81,7 +81,7 @@ def test_merging_loses_nothing_for_a_query_like_those_before() -> None:
     for variant in Variant:
         part = FoldEma(threshold=Threshold.NONE, variant=variant)
         plan = part.settle(a_plan([[0, 4, 7, 11]], (12,)), entries, judged((12,)))
-        merged, rows = folded(plan, entries), [keys.clone(), values.clone()]
+        merged, rows = merge_entries(plan, entries), [keys.clone(), values.clone()]
         rows[0][merged.targets], rows[1][merged.targets] = merged.keys, merged.values
         logs = plan.columns.get(LOG_COUNT, torch.zeros(4))
         out = attended(rows[0][plan.kept], rows[1][plan.kept], logs, query)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from builders import a_plan
-from larder.cache.folding import folded
+from larder.cache.entry_merging import merge_entries
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, Scored, Stage
+from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.compensation.chelsea import Chelsea
@@ -27,7 +27,7 @@ KEPT = [[0, 3, 7, 8], [1, 2, 6], []]
 UNNORMALISED = {("fold_ema", Variant.CODE)}  # their released code lets keys and values shrink
 
 
-def some(heads: list[int], counted: bool = True) -> tuple[Entries, Scored]:
+def some(heads: list[int], counted: bool = True) -> tuple[Entries, LayerScores]:
     """Random entries of three heads, in any order of heads, without slack."""
     parts: list[list[Tensor]] = []
     for head in heads:
@@ -46,7 +46,7 @@ def some(heads: list[int], counted: bool = True) -> tuple[Entries, Scored]:
     columns = {LOG_COUNT: logs, "mass": mass}
     scalars = {"tau": torch.full((len(heads),), torch.nan)}
     entries = Entries(keys, values, positions, starts, lengths, columns, scalars)
-    return entries, Scored(scores, protected, lengths, scalars=scalars)
+    return entries, LayerScores(scores, protected, lengths, scalars=scalars)
 
 
 def after(compensation, heads: list[int]) -> dict[int, list[Tensor]]:
@@ -55,7 +55,7 @@ def after(compensation, heads: list[int]) -> dict[int, list[Tensor]]:
     plan = compensation.settle(
         a_plan([KEPT[head] for head in heads], scored.lengths), entries, scored
     )
-    merged, held = folded(plan, entries), [entries.keys.clone(), entries.values.clone()]
+    merged, held = merge_entries(plan, entries), [entries.keys.clone(), entries.values.clone()]
     held[0][merged.targets], held[1][merged.targets] = merged.keys, merged.values
     kept = [*(rows[plan.kept] for rows in held), entries.positions[plan.kept]]
     columns = {name: column[plan.kept] for name, column in entries.columns.items()}
@@ -125,7 +125,7 @@ def test_elastic_by_hand(variant, keys, counts) -> None:
     got = numbers(part.settle(plan, entries, scored), entries)
     assert got[0] == pytest.approx(keys) and got[2] == pytest.approx(counts)
     assert got[1] == pytest.approx([10 * key for key in keys])
-    later = part.settle(plan, entries, replace(scored, stage=Stage.GENERATING))
+    later = part.settle(plan, entries, replace(scored, stage=Phase.GENERATING))
     assert bool(len(later.folds)) == (variant is Variant.LARDER)
 
 
@@ -154,7 +154,7 @@ def test_a_merged_entry_never_gets_more_than_its_tokens_got() -> None:
     places = torch.arange(6, dtype=torch.int32)
     entries = Entries(keys, keys, places, (0,), (6,), {LOG_COUNT: torch.zeros(6)})
     plan = Elastic().settle(a_plan([[2]], (6,)), entries, judged([0.0] * 6))
-    logit = folded(plan, entries).keys[0] @ query + plan.columns[LOG_COUNT][0]
+    logit = merge_entries(plan, entries).keys[0] @ query + plan.columns[LOG_COUNT][0]
     assert float(logit) <= float((keys @ query).logsumexp(0))
     assert math.isclose(float(plan.columns[LOG_COUNT][0]), math.log(6), rel_tol=1e-6)
 
@@ -192,7 +192,7 @@ def test_razor_is_exact_for_equal_keys() -> None:
     entries = Entries(keys, values, places, (0,), (7,), {LOG_COUNT: torch.zeros(7)})
     plan = a_plan([[0, 3, 4, 6]], (7,))
     plan = Razor().settle(plan, entries, judged([1.0, 0, 0, 1, 0.5, 0, 1]))
-    merged, keys, values = folded(plan, entries), keys.clone(), values.clone()
+    merged, keys, values = merge_entries(plan, entries), keys.clone(), values.clone()
     keys[merged.targets], values[merged.targets] = merged.keys, merged.values
     logits = keys[plan.kept] @ query + plan.columns[LOG_COUNT]
     whole = (entries.keys @ query).softmax(0) @ entries.values

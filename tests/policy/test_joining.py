@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import a_layer, a_view, head_numbers, some_entries
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
-from larder.ops.columns import CHUNK
+from larder.core.observation import Observation
+from larder.ops.column_statistics import CHUNK
 from larder.policy.aggregation.defensive import Defensive
 from larder.policy.aggregation.ema import Ema
 from larder.policy.aggregation.max import Max
@@ -36,7 +36,7 @@ PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
 UNEVEN = [[0, 1, 4, 5, 9, 10, 11], [2, 3, 9, 10, 11], [0, 5, 9, 10, 11]]
 
 
-def view(group: int = 2, heads: list[list[int]] = UNEVEN, queries: int = 3) -> Seen:
+def view(group: int = 2, heads: list[list[int]] = UNEVEN, queries: int = 3) -> Observation:
     return a_view(a_layer(len(heads), group), heads, queries)
 
 
@@ -108,7 +108,7 @@ def assert_equal(got: list[Tensor], expected: list[list[float]]) -> None:
         assert one.tolist() == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
-def looped(joining: Joining, seen: Seen, causal: bool, loop_of: Any) -> list[list[float]]:
+def looped(joining: Joining, seen: Observation, causal: bool, loop_of: Any) -> list[list[float]]:
     """Softmax weights, aggregation and head rule, all by loops."""
     positions = [positions_of(seen.entries, head) for head in heads_of(seen)]
     statistics = []
@@ -126,12 +126,12 @@ def looped(joining: Joining, seen: Seen, causal: bool, loop_of: Any) -> list[lis
     return [loop.completed(joining.aggregation, head) for head in own]
 
 
-def queries_of(seen: Seen) -> range:
+def queries_of(seen: Observation) -> range:
     return range(seen.queries.shape[1])
 
 
 def row_of(
-    seen: Seen, query_head: int, query: int, positions: list[int], causal: bool
+    seen: Observation, query_head: int, query: int, positions: list[int], causal: bool
 ) -> list[float]:
     at = int(seen.query_positions[query])
     visible = [not causal or place <= at for place in positions]

@@ -16,7 +16,7 @@ from builders import a_layer, a_view, runnable
 from larder.core.errors import BadParameter, DependencyError, ScoreError, UnknownName
 from larder.core.ledger import LOG_COUNT
 from larder.core.needs import Need
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.policy.ends import Ends
 from larder.policy.scorers._standin import StandIn
 from larder.policy.scorers.column_mass import ColumnMass
@@ -35,7 +35,7 @@ TOKENS = 60
 with_kvpress = pytest.mark.skipif(not runnable(["kvpress"]), reason="kvpress is not installed")
 
 
-def whole(kv_heads: int = 2, group: int = 2, index: int = 1) -> Seen:
+def whole(kv_heads: int = 2, group: int = 2, index: int = 1) -> Observation:
     """A text that was read in one piece."""
     seen = a_view(a_layer(kv_heads, group, index=index), [list(range(TOKENS))] * kv_heads, TOKENS)
     keys = torch.stack([seen.entries.head_keys(head) for head in range(kv_heads)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.types import Variant
 from larder.policy.budgets.ladder import Ladder
 from references.ladder import Climb, slots_kept
@@ -23,10 +23,10 @@ class Layer:
         self.tokens: list[int] = []
         self.scalars: dict[str, torch.Tensor] = {}
 
-    def scored(self, length: int) -> Scored:
+    def scored(self, length: int) -> LayerScores:
         protected = [t < SINKS or t >= length - RECENT for t in self.tokens]
         told = torch.zeros(len(protected)), torch.tensor(protected), (len(protected),)
-        return Scored(*told, scalars=self.scalars)
+        return LayerScores(*told, scalars=self.scalars)
 
 
 def streamed(part: Ladder, layers: int, quota: int, steps: list[int]) -> list[Layer]:

@@ -7,7 +7,7 @@ import pytest
 from builders import a_layer, a_view
 from larder import Engine
 from larder.core.errors import BudgetError
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.models.loading import Loaded
 from larder.session.policy import Policy
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
@@ -16,7 +16,7 @@ from larder_bench.scoring.teacher_forcing import score_answers
 PAPER = "whole() > protect(sinks=16, recent=0) > lagkv(lag=32) > uniform()"
 
 
-def kept_by(sentence: str, seen: Seen, tokens: int) -> list[list[int]]:
+def kept_by(sentence: str, seen: Observation, tokens: int) -> list[list[int]]:
     """Positions of the entries that each head keeps."""
     planner = Policy.parse(sentence).filled(tokens, None).planner
     scored = planner.judge(seen, planner.score(seen), tokens)
@@ -26,17 +26,17 @@ def kept_by(sentence: str, seen: Seen, tokens: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def long_text() -> Seen:
+def long_text() -> Observation:
     return a_view(a_layer(2, 1), [range(3211), range(3211)], 1)
 
 
 @pytest.mark.parametrize("name", ["lagkv", "protect(sinks=0, recent=0) > lagkv()"])
-def test_sinks_stay_at_small_budgets(long_text: Seen, name: str) -> None:
+def test_sinks_stay_at_small_budgets(long_text: Observation, name: str) -> None:
     for head in kept_by(name, long_text, 128):
         assert head[:16] == list(range(16))
 
 
-def test_entries_of_the_whole_text_are_compared_at_small_budgets(long_text: Seen) -> None:
+def test_entries_of_the_whole_text_are_compared_at_small_budgets(long_text: Observation) -> None:
     for head in kept_by("lagkv", long_text, 128):
         older = [place for place in head if 16 <= place < 3211 - 64]
         assert len(older) >= 64

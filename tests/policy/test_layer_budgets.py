@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from builders import a_layer, a_view
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Scored, Stage
+from larder.core.observation import LayerScores, Phase
 from larder.policy.budgets._selection import evenly
 from larder.policy.budgets.ada import Ada
 from larder.policy.budgets.base import Budget
@@ -28,12 +28,12 @@ from larder.session.policy import FAMILIES
 from references import cake as cake_loop
 
 
-def judged(*heads: list[float], shielded: tuple[int, ...] = ()) -> Scored:
+def judged(*heads: list[float], shielded: tuple[int, ...] = ()) -> LayerScores:
     """A layer with these scores; `shielded` are packed indices of what is protected."""
     scores = torch.tensor([score for head in heads for score in head])
     protected = torch.zeros(len(scores), dtype=torch.bool)
     protected[list(shielded)] = True
-    return Scored(scores, protected, tuple(len(head) for head in heads))
+    return LayerScores(scores, protected, tuple(len(head) for head in heads))
 
 
 def test_a_pyramid_falls_in_equal_steps() -> None:
@@ -82,7 +82,7 @@ def test_negative_scores_count_from_the_least() -> None:
     assert Threshold(share=0.5).choose({0: layer}, {0: 4})[0].kept.tolist() == [0, 1]
 
 
-def lengths_of(budget: Budget, layers: list[Scored], tokens: int) -> list[tuple[int, ...]]:
+def lengths_of(budget: Budget, layers: list[LayerScores], tokens: int) -> list[tuple[int, ...]]:
     """What each head of each layer keeps."""
     ready = dict(enumerate(layers))
     plans = budget.choose(ready, dict.fromkeys(ready, tokens))
@@ -152,15 +152,15 @@ def test_a_preference_equals_its_loop(window, tau) -> None:
 
 
 def test_a_layer_is_measured_while_generating_only_until_it_has_a_share() -> None:
-    seen = replace(a_view(a_layer(), HEADS), stage=Stage.GENERATING)
+    seen = replace(a_view(a_layer(), HEADS), stage=Phase.GENERATING)
     for share, numbers in ((torch.full((2,), torch.nan), 1), (torch.full((2,), 6.0), 0)):
         view = replace(seen, entries=replace(seen.entries, scalars={"share": share}))
         assert len(Cake().measure(view, torch.zeros(16))) == numbers
 
 
-def cascade(layers: list[Scored], tokens: int) -> Iterator[dict[int, Scored]]:
+def cascade(layers: list[LayerScores], tokens: int) -> Iterator[dict[int, LayerScores]]:
     """What is left of the layers after each of them went by."""
-    ready: dict[int, Scored] = {}
+    ready: dict[int, LayerScores] = {}
     quotas = dict.fromkeys(range(len(layers)), tokens)
     for index, layer in enumerate(layers):
         ready[index] = layer
@@ -212,7 +212,7 @@ def test_dynamic_budgets_are_cut_again_after_every_few_layers() -> None:
     layers = {i: judged([float(i)] * 40) for i in range(4)}
     quotas = dict.fromkeys(layers, 10)
     part = Dynamic(most=3.0, least=0.1, every=2)
-    held = dict[int, Scored]()
+    held = dict[int, LayerScores]()
     left = []
     for index, layer in layers.items():
         held[index] = layer

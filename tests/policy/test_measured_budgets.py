@@ -9,7 +9,7 @@ import torch
 
 from builders import a_layer, some_entries
 from larder.core.errors import BadParameter, ModelError
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.policy.budgets.composite import Composite
 from larder.policy.budgets.eviction_error import EvictionError
 from larder.policy.budgets.headkv import HeadKV
@@ -21,14 +21,14 @@ from larder.policy.heads.retrieval import Retrieval
 from larder.session.policy import Policy
 
 
-def judged(*heads: list[float], weights: tuple[float, ...] = (), shielded: int = 0) -> Scored:
+def judged(*heads: list[float], weights: tuple[float, ...] = (), shielded: int = 0) -> LayerScores:
     """A layer with these scores; the first entries of every head are protected."""
     scores = torch.tensor([score for head in heads for score in head])
     protected = torch.tensor([at < shielded for head in heads for at in range(len(head))])
-    return Scored(scores, protected, tuple(len(head) for head in heads), weights=weights)
+    return LayerScores(scores, protected, tuple(len(head) for head in heads), weights=weights)
 
 
-def lengths(budget: object, scored: Scored, tokens: int) -> tuple[int, ...]:
+def lengths(budget: object, scored: LayerScores, tokens: int) -> tuple[int, ...]:
     return budget.choose({0: scored}, {0: tokens})[0].lengths
 
 
@@ -109,7 +109,7 @@ def test_a_share_of_recent_tokens_does_not_lift_a_squeezed_layer() -> None:
     scores = torch.zeros(1000)
     scores[:100] = 1.0
     recent = partial(planner.protect.mask, torch.arange(1000), 1000)
-    squeezed = Scored(scores, recent(100), (1000,), protection=recent)
+    squeezed = LayerScores(scores, recent(100), (1000,), protection=recent)
     kept = planner.budget.choose({3: squeezed}, {3: 35})[3].kept
     assert kept.tolist() == [*range(18), *range(983, 1000)]  # 17 of 35 are recent
 

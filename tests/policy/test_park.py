@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, some_entries
-from larder.core.observation import Scored, Stage
+from larder.core.observation import LayerScores, Phase
 from larder.policy.compensation.park import Cut, Park
 from references.park import dropped, split
 
 HELD, KEPT = [range(30), range(4, 30)], [[0, 3, 7, 29], [0, 20, 25]]
 
 
-def scored(stage: Stage = Stage.READING) -> Scored:
+def scored(stage: Phase = Phase.READING) -> LayerScores:
     source = torch.Generator().manual_seed(3)
     scores = torch.randint(0, 9, (56,), generator=source).float()
-    return Scored(scores, torch.zeros(56, dtype=torch.bool), (30, 26), stage=stage)
+    return LayerScores(scores, torch.zeros(56, dtype=torch.bool), (30, 26), stage=stage)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_nothing_that_is_generated_is_dropped_and_nothing_without_a_cut() -> Non
     entries = some_entries(a_layer(2, 2), HELD)
     plan = a_plan(KEPT, entries.lengths)
     cutting = Park(cut=Cut.SHARE, size=0.5)
-    assert not len(cutting.settle(plan, entries, scored(Stage.GENERATING)).dropped)
+    assert not len(cutting.settle(plan, entries, scored(Phase.GENERATING)).dropped)
     assert not len(Park().settle(plan, entries, scored()).dropped)
 
 
@@ -61,7 +61,7 @@ def test_a_budget_left_open_is_the_policys() -> None:
     assert Park().under(64) == Park() != replace(Park(), tokens=64)
 
 
-@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("stage", Phase)
 @pytest.mark.parametrize(("weights", "head"), [((1.0, 0.0), 1), ((0.0, 0.5), 0)])
 def test_streaming_heads_lose_what_they_reject(weights, head, stage) -> None:
     entries, judged = some_entries(a_layer(2, 2), HELD), replace(scored(stage), weights=weights)

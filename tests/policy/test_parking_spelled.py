@@ -6,7 +6,7 @@ import pytest
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.recall import Parking
+from larder.core.recall import OffloadSpec
 from larder.core.spelling import spell
 from larder.policy.storage.exact import Exact
 from larder.recall.flat import Flat
@@ -26,8 +26,8 @@ def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
     assert Policy.parse(str(policy)) == policy
     parking = policy.parking
     assert parking is not None and parking.codec == Codec(8, 8, 16)
-    assert Parking.of(parking.told()) == parking
-    assert Parking.of("7 flat(tokens=4)") == Parking(Flat(tokens=4), 7)
+    assert OffloadSpec.of(parking.told()) == parking
+    assert OffloadSpec.of("7 flat(tokens=4)") == OffloadSpec(Flat(tokens=4), 7)
     assert policy.staying == policy.planner.storage == Exact()
 
 

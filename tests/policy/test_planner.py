@@ -11,7 +11,7 @@ from torch import Tensor
 
 from builders import a_layer, a_view
 from larder.core.errors import BudgetError, ScoreError
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.budgets.uniform import Uniform
@@ -31,7 +31,7 @@ class Given(Scorer):
 
     scores: Any
 
-    def score(self, seen: Seen) -> Tensor:
+    def score(self, seen: Observation) -> Tensor:
         return self.scores
 
 

@@ -12,7 +12,7 @@ import torch
 
 from larder.core.errors import LarderError, SpellingError
 from larder.core.latest import LatestQueries
-from larder.core.observation import Entries, Seen, Stage
+from larder.core.observation import Entries, Observation, Phase
 from larder.core.spec import LayerSpec
 from larder.policy.scorers.last_query import LastQuery
 from larder.policy.scorers.morph import Fusion, Morph
@@ -26,7 +26,9 @@ from references import criticality
 NOTHING = 1e-9  # a weight that is as good as none
 
 
-def attended(rows: Sequence[Sequence[Sequence[float]]], values: torch.Tensor | None = None) -> Seen:
+def attended(
+    rows: Sequence[Sequence[Sequence[float]]], values: torch.Tensor | None = None
+) -> Observation:
     """A layer of one kv head whose queries give these weights.
 
     Args:
@@ -47,7 +49,7 @@ def attended(rows: Sequence[Sequence[Sequence[float]]], values: torch.Tensor | N
     held = torch.ones_like(keys) if values is None else values
     entries = Entries(keys, held, positions.int(), (0,), (count,))
     own = torch.zeros(1, queries, layer.head_dim)
-    return Seen(layer, entries, asked, positions[-queries:], count, (0, count), keys=own)
+    return Observation(layer, entries, asked, positions[-queries:], count, (0, count), keys=own)
 
 
 PEAK = [0.0] * 4 + [1.0] + [0.0] * 5  # one entry has all of the weight; the last one is the query
@@ -164,12 +166,12 @@ def test_the_preset_keeps_what_its_stages_say() -> None:
     assert scored.scores.isposinf().nonzero().flatten().tolist() == [0, 4, 6]
 
 
-def looked(seen: Seen, generating: bool, held: int) -> Seen:
+def looked(seen: Observation, generating: bool, held: int) -> Observation:
     """The same after a pass of the newest token alone; `held` queries before it are remembered."""
     count = seen.queries.shape[1]
     before = slice(count - 1 - held, count - 1)
     latest = LatestQueries(seen.queries[:, before], seen.query_positions[before])
-    stage = Stage.GENERATING if generating else Stage.READING
+    stage = Phase.GENERATING if generating else Phase.READING
     return replace(
         seen,
         queries=seen.queries[:, -1:],
@@ -238,7 +240,7 @@ def test_scope_reads_by_the_scorer_of_prompts_and_goes_on_by_the_newest_query() 
     row = [0.0, 0.5, 0.1, 0.2, 0.15, 0.05]
     reading = attended([[row]])
     assert planner.score(reading).tolist()[:2] == pytest.approx([0.5, 0.5], abs=1e-5)  # smoothed
-    generating = replace(reading, stage=Stage.GENERATING)
+    generating = replace(reading, stage=Phase.GENERATING)
     assert planner.score(generating).tolist() == pytest.approx(row, abs=1e-5)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_view, some_columns, some_entries
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, Seen
+from larder.core.observation import Entries, Observation
 from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.scorers.patched import Patched
@@ -31,14 +31,14 @@ LAYOUT = (0, 4), (4, 4)  # two heads of four entries
 PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
 
 
-def view(case: str, group: int = 2, layer: int = 1) -> Seen:
+def view(case: str, group: int = 2, layer: int = 1) -> Observation:
     old, block = CASES[case]
     first = 1 + max((p for head in old for p in head), default=-1)
     heads = [[*head, *range(first, first + block)] for head in old]
     return a_view(a_layer(len(heads), group, index=layer), heads, block)
 
 
-def judged(scorer, seen: Seen) -> list[list[float]]:
+def judged(scorer, seen: Observation) -> list[list[float]]:
     scores = scorer.score(seen)
     assert scores.dtype is torch.float32
     assert scores.shape == (sum(seen.entries.lengths),)
@@ -120,7 +120,7 @@ def test_rows_that_nobody_owns_do_not_count(scorer) -> None:
     assert torch.equal(scorer.score(spoiled), scorer.score(seen))
 
 
-def reordered(seen: Seen, order: list[int]) -> Seen:
+def reordered(seen: Observation, order: list[int]) -> Observation:
     """The same with kv heads, and their query heads, in another order."""
     old, group = seen.entries, seen.layer.group
     heads = [old.head_positions(head).tolist() for head in order]
@@ -207,7 +207,7 @@ def test_published_requests_quote_what_came_before(loop_of, variant, length, chu
     assert [(s.ids, s.span) for s in later] == [((1, 2, *block), (0, 30 + length))]
 
 
-def a_prompt_that_looks_at_itself() -> Seen:
+def a_prompt_that_looks_at_itself() -> Observation:
     """Two entries and two prompt tokens: the first asks for entry 0, but more for itself."""
     layer = a_layer(1, 1)
     entries = some_entries(layer, [[0, 1]], slack=0)
@@ -216,7 +216,7 @@ def a_prompt_that_looks_at_itself() -> Seen:
     first = math.log(9) * axes[0] + 5 * axes[2]
     second = math.log(1.5) * axes[1]
     queries, keys = torch.stack([first, second])[None], torch.eye(layer.head_dim)[None, [2, 2]]
-    return Seen(layer, entries, queries, torch.tensor([2, 3]), 2, (0, 2), keys=keys)
+    return Observation(layer, entries, queries, torch.tensor([2, 3]), 2, (0, 2), keys=keys)
 
 
 @pytest.mark.parametrize("kind", [Patched, Reconstruct])

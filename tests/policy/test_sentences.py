@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from larder.cache.ragged import Ragged
+from larder.cache.forms.ragged import RaggedLayer
 from larder.core.ledger import Ledger
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.policy.planner import TALLIES
 from larder.policy.tallies.sentence import ENDS
 from larder.session.policy import Policy
@@ -22,7 +22,7 @@ class Text:
     """A layer that reads tokens of which `DOT` ends a sentence."""
 
     def __init__(self) -> None:
-        self.store = Ragged(LAYER, torch.float32, torch.device("cpu"), Ledger(("sentence",)))
+        self.store = RaggedLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(("sentence",)))
         self.position = 0
 
     def read(self, *ids: int) -> None:
@@ -30,7 +30,7 @@ class Text:
         self.store.append(new.keys, new.values, new.positions)
         self.position += len(ids)
         told = (new.queries, new.positions, self.position, (0, self.position), ids)
-        seen = Seen(LAYER, self.store.entries(), *told, lexicon={ENDS: frozenset({DOT})})
+        seen = Observation(LAYER, self.store.entries(), *told, lexicon={ENDS: frozenset({DOT})})
         self.store.note(TALLIES.load("sentence")().update(seen))
 
     def sentences(self, head: int) -> list[float]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, a_view
 from larder.core.errors import BadParameter, BudgetError
-from larder.core.inspected import Inspected
-from larder.core.observation import Entries, Scored, Seen
+from larder.core.inspected import StorageStatistics
+from larder.core.observation import Entries, LayerScores, Observation
 from larder.core.plan import Folds
 from larder.core.spelling import name_of
 from larder.policy.storage._tiers import lowered
@@ -42,7 +42,7 @@ PARTS = (
 POSITIONS = ([0, 1, 2, 3, 5, 6, 8, 9, 10, 11], [0, 2, 4, 9, 10, 11], [1, 6, 7, 8, 9, 10, 11])
 
 
-def judged(part: Any, seed: int, is_graded: bool) -> tuple[Seen, Scored]:
+def judged(part: Any, seed: int, is_graded: bool) -> tuple[Observation, LayerScores]:
     """A layer of three heads, some entries of which may have a grade already."""
     seen = a_view(a_layer(3, 2), POSITIONS, queries=6, seed=seed)
     source = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def judged(part: Any, seed: int, is_graded: bool) -> tuple[Seen, Scored]:
     scores = torch.randint(0, 5, (total,), generator=source).float()
     protected = torch.rand(total, generator=source) < 0.1
     inspected = part.inspect(seen)
-    return seen, Scored(scores, protected, seen.entries.lengths, inspected=inspected)
+    return seen, LayerScores(scores, protected, seen.entries.lengths, inspected=inspected)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -138,7 +138,7 @@ def test_preference_of_a_layer_is_that_of_the_loop() -> None:
 
 
 def test_layers_are_compared_with_the_best() -> None:
-    told = [Inspected(numbers=(math.log(n),)) for n in (2.0, 8.0, 4.0)]
+    told = [StorageStatistics(numbers=(math.log(n),)) for n in (2.0, 8.0, 4.0)]
     assert ARKV().compare(told) == pytest.approx([0.25, 1.0, 0.5])
     assert Exact().compare(told) == [1.0] * 3
 
@@ -159,9 +159,9 @@ def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]
     count = len(vectors)
     places = torch.arange(count, dtype=torch.int32)
     entries = Entries(torch.zeros_like(vectors), vectors, places, (0,), (count,))
-    seen = Inspected(weights=weights, numbers=(1.0,))
+    seen = StorageStatistics(weights=weights, numbers=(1.0,))
     scores, spared = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
-    grades = part.found(entries, Scored(scores, spared, (count,), inspected=seen))
+    grades = part.found(entries, LayerScores(scores, spared, (count,), inspected=seen))
     return [part.tiers()[grade - 1].codec.value_bits for grade in grades.tolist()]
 
 

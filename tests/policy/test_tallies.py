@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, a_view, draw
-from larder.cache.ragged import Ragged
+from larder.cache.forms.ragged import RaggedLayer
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.observation import Seen, Stage
+from larder.core.observation import Observation, Phase
 from larder.policy.planner import TALLIES
 from larder.policy.scorers.lagkv import LagKV, Within
 from larder.policy.scorers.recurrence import Recurrence
@@ -48,7 +48,7 @@ class Run:
     def __init__(self, tallies: list[Any], counted: bool, dtype: torch.dtype, sharp: float) -> None:
         names = [name for tally in tallies for name in tally.columns]
         columns = [*names, LOG_COUNT] if counted else names
-        self.store = Ragged(LAYER, dtype, torch.device("cpu"), Ledger(tuple(sorted(columns))))
+        self.store = RaggedLayer(LAYER, dtype, torch.device("cpu"), Ledger(tuple(sorted(columns))))
         self.listener, self.position = Listener(), 0
         self._tallies, self._counted, self._dtype, self._sharp = tallies, counted, dtype, sharp
 
@@ -58,8 +58,8 @@ class Run:
         self.position += count
         entries = self.store.entries()
         told = (new.queries * self._sharp, new.positions, self.position, (0, self.position))
-        stage = Stage.GENERATING if count == 1 else Stage.READING
-        seen = Seen(LAYER, entries, *told, stage=stage)
+        stage = Phase.GENERATING if count == 1 else Phase.READING
+        seen = Observation(LAYER, entries, *told, stage=stage)
         self.listener.hear(seen)
         for tally in self._tallies:
             self.store.note(tally.update(seen))
@@ -144,7 +144,7 @@ def test_an_update_writes_nothing(tally) -> None:
     new = draw(LAYER, 2, done.position)
     done.store.append(new.keys, new.values, new.positions)
     told = (new.queries, new.positions, done.position + 2, (0, done.position + 2))
-    seen = Seen(LAYER, done.store.entries(), *told)
+    seen = Observation(LAYER, done.store.entries(), *told)
     before = {name: column.clone() for name, column in seen.entries.columns.items()}
     update = tally.update(seen)
     assert set(update) == set(tally.columns)
@@ -163,7 +163,7 @@ def test_a_tally_names_its_paper(tally) -> None:
     assert "arXiv:" in (inspect.getmodule(type(tally)).__doc__ or "")
 
 
-def told_of(**columns: list[float]) -> Seen:
+def told_of(**columns: list[float]) -> Observation:
     """One head whose columns hold these numbers, after 21 tokens."""
     count = len(next(iter(columns.values())))
     seen = a_view(a_layer(1, 1), [range(count)], 1)

@@ -10,8 +10,8 @@ import torch
 
 from builders import RADIANS, a_layer, a_view
 from larder.core.errors import BadParameter, ScoreError
-from larder.core.observation import Seen
-from larder.ops.rope import rotate, rotate_each
+from larder.core.observation import Observation
+from larder.ops.rope import rotate, rotate_per_head
 from larder.policy.scorers.expected import Expected
 from larder.policy.scorers.leverage import Leverage
 
@@ -19,7 +19,7 @@ HEADS = [[0, 1, 4, 5, 9, 10, 11], [2, 3, 8, 9, 10, 11]]
 PARTS = (Expected(future=5, sinks=2), Leverage(sketch=9), Leverage(sketch=5, ridge=0.02))
 
 
-def a_compact_view() -> Seen:
+def a_compact_view() -> Observation:
     """Keys turned to their order, queries behind them."""
     seen = a_view(a_layer(2, 2), HEADS, 3)
     places = torch.zeros_like(seen.entries.positions)
@@ -29,12 +29,12 @@ def a_compact_view() -> Seen:
     return replace(seen, entries=entries, places=torch.tensor([[4, 5, 6], [3, 4, 5]]))
 
 
-def shifted(seen: Seen, by: int) -> Seen:
+def shifted(seen: Observation, by: int) -> Observation:
     """The same, as if it stood elsewhere in the text; what is a sink stays one."""
     radians, rows = torch.tensor(RADIANS), torch.full((len(seen.entries.keys),), by)
     keys = rotate(seen.entries.keys[None], rows, radians)[0]
     moved = seen.turned_to + by
-    queries = rotate_each(seen.queries, torch.full_like(moved, by), radians)
+    queries = rotate_per_head(seen.queries, torch.full_like(moved, by), radians)
     entries = replace(seen.entries, keys=keys, places=seen.entries.turned_to + by)
     return replace(seen, entries=entries, queries=queries, places=moved)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from builders import a_layer, a_view
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.policy.units.chunk import Chunk
 from larder.policy.units.window import Window
 from larder.policy.values.caote import Caote
@@ -43,22 +43,22 @@ CASE = {
 }
 
 
-def told(heads: list[dict[int, float]]) -> tuple[Tensor, Seen]:
+def told(heads: list[dict[int, float]]) -> tuple[Tensor, Observation]:
     """Packed scores, and a layer that holds their entries."""
     held = [sorted(head) for head in heads]
     scores = [head[place] for head, places in zip(heads, held, strict=True) for place in places]
     return torch.tensor(scores), a_view(a_layer(len(heads), 2), held, 2)
 
 
-def values_of(seen: Seen) -> list[list[list[float]]]:
+def values_of(seen: Observation) -> list[list[list[float]]]:
     return [seen.entries.head_values(head).tolist() for head in heads_of(seen)]
 
 
-def places_of(seen: Seen) -> list[list[int]]:
+def places_of(seen: Observation) -> list[list[int]]:
     return [positions_of(seen.entries, head) for head in heads_of(seen)]
 
 
-def split(scores: Tensor, seen: Seen) -> list[list[float]]:
+def split(scores: Tensor, seen: Observation) -> list[list[float]]:
     return [part.tolist() for part in scores.split(seen.entries.lengths)]
 
 

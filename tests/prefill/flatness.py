@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.loading import load
 from larder.models.passes import Row
@@ -42,7 +42,7 @@ def main(kind: str, tokens: int) -> None:
     planner = Policy.parse("snapkv() > pooled()").planner
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = planner.quotas(BUDGET, tokens, layers, {})
-    form = Form.RAGGED if kind == "bounded" else Form.DENSE
+    form = CacheForm.RAGGED if kind == "bounded" else CacheForm.DENSE
     cache = SequenceCache(decoder.spec, form)
     meter, told = Meter(), {}
     reader = Reader(decoder, planner, BUDGET, quotas, meter)

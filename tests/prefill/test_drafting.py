@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from larder.core.observation import Scratch
+from larder.core.observation import ScratchPrompt
 from larder.core.types import Mode
 from larder.models.loading import adopt
 from larder.models.passes import Row
@@ -53,12 +53,14 @@ def test_a_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     module, ids, request = tiny("qwen3", layers=3), some_ids(16), some_ids(4, seed=8)
     lane = lane_for(watched)
     reader_for(watched, Policy.parse("keydiff()").planner, 40, 16).append([lane], ids)
-    [asked] = drafted(watched, [lane.cache], [Scratch(request, SPAN, drafts=4)], ())
+    [asked] = drafted(watched, [lane.cache], [ScratchPrompt(request, SPAN, drafts=4)], ())
     text = (*ids, *request)
     expected = lookahead.draft(lambda said: own_logits(module, (*text, *said))[-1].tolist(), 4)
-    assert asked == Scratch((*request, *expected), SPAN)
+    assert asked == ScratchPrompt((*request, *expected), SPAN)
     part = Lookahead(tokens=4, prompt="question")
-    assert part.scratch(ids, 0, {"question": request}) == (Scratch(request, (0, 16), drafts=4),)
+    assert part.scratch(ids, 0, {"question": request}) == (
+        ScratchPrompt(request, (0, 16), drafts=4),
+    )
     assert part.wanted() == {"question"} and Lookahead().wanted() == frozenset()
 
 
@@ -76,7 +78,7 @@ def test_pseudo_tokens_stand_behind_a_prompt() -> None:
         {"question": (70, 71)},
     )
     [asked] = part.scratch(block, 50, book)
-    assert asked == Scratch((70, 71, 0, 1, 70, 71), (0, 59))
+    assert asked == ScratchPrompt((70, 71, 0, 1, 70, 71), (0, 59))
     fixed = PositionsFirst(4, Content.FIXED, prompt="question")
     assert fixed.wanted() == {"question", "repeat"}
     assert fixed.scratch(block, 0, {**book, "repeat": (5,)})[0].ids == (70, 71, 5, 5, 5, 5)
@@ -87,11 +89,11 @@ def test_caches_draft_together_what_they_draft_alone(watched, reader_for, lane_f
     reader = reader_for(watched, Policy.parse("keydiff()").planner, 40, 16)
     for number, lane in enumerate(lanes):
         reader.append([lane], some_ids(9 + number, seed=number))
-    caches, asked = [lane.cache for lane in lanes], [Scratch((), SPAN, drafts=4)] * 2
+    caches, asked = [lane.cache for lane in lanes], [ScratchPrompt((), SPAN, drafts=4)] * 2
     before = [cache.state() for cache in caches]
     together = drafted(watched, caches, asked, [5, 6])
     alone = [
-        drafted(watched, [cache], [Scratch((), SPAN, drafts=4)], [first])[0]
+        drafted(watched, [cache], [ScratchPrompt((), SPAN, drafts=4)], [first])[0]
         for cache, first in zip(caches, (5, 6), strict=True)
     ]
     assert together == alone and together[0].ids != together[1].ids
@@ -126,14 +128,14 @@ def test_every_block_is_judged_by_what_stands_behind_it(
 
 def kept_by(decoder: Any, cache: Any, asked: Row, loop: Any, scorer: Any) -> list[list[int]]:
     """Positions that nine entries per head keep, judged by one pass with a loop."""
-    from larder.core.observation import Seen
+    from larder.core.observation import Observation
 
     out: list[list[int]] = []
 
     def watch(row: int, layer: int, recorded: Any) -> None:
         entries = cache.entries(layer)
         tensors = (recorded.queries, recorded.positions)
-        seen = Seen(cache.spec.layers[layer], entries, *tensors, 24, (0, 24))
+        seen = Observation(cache.spec.layers[layer], entries, *tensors, 24, (0, 24))
         for head, scores in enumerate(loop.scores(scorer, seen)):
             places = entries.head_positions(head).tolist()
             ranked = sorted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.observation import Scratch, Seen
+from larder.core.observation import Observation, ScratchPrompt
 from larder.core.types import Mode
 from larder.models.passes import Row
 from larder.prefill.base import silent
@@ -18,7 +18,7 @@ from references.choosing_loop import pool
 PROTECT = "protect(sinks=1, recent=2)"
 
 
-def looked_at(decoder, cache, asked: tuple[Scratch, ...], length: int, loop, scorer):
+def looked_at(decoder, cache, asked: tuple[ScratchPrompt, ...], length: int, loop, scorer):
     """Scores per layer and head, the highest over all scratch passes."""
     best: dict[int, list[list[float]]] = {}
     for scratch in asked:
@@ -27,7 +27,7 @@ def looked_at(decoder, cache, asked: tuple[Scratch, ...], length: int, loop, sco
             spec = cache.spec.layers[layer]
             tensors = (recorded.queries, recorded.positions)
             told = (spec, cache.entries(layer), *tensors, length, span)
-            seen = Seen(*told, keys=recorded.keys)
+            seen = Observation(*told, keys=recorded.keys)
             scores = loop.scores(scorer, seen)
             earlier = best.get(layer, scores)
             best[layer] = [

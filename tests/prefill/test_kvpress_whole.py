@@ -11,10 +11,10 @@ import torch
 from packaging.version import Version
 
 from builders import runnable
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.needs import Need
-from larder.core.observation import Seen
-from larder.core.recall import Parking
+from larder.core.observation import Observation
+from larder.core.recall import OffloadSpec
 from larder.core.types import Packed
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
@@ -113,8 +113,10 @@ def test_presses_go_with_budgets_folding_and_recall(
     planner = Policy.parse(f"blockwise(tokens=16) > {sentence}").planner
     reader, lane = reader_for(watched, planner, KEPT, CONTEXT), lane_for(watched, planner)
     if "park" in rest:
-        parking = Parking(Flat(tokens=8, page=4, dense=0))
-        lane = Lane(SequenceCache(watched.spec, Form.TIERED, planner.ledger, parking=parking), {})
+        parking = OffloadSpec(Flat(tokens=8, page=4, dense=0))
+        lane = Lane(
+            SequenceCache(watched.spec, CacheForm.TIERED, planner.ledger, parking=parking), {}
+        )
     Blockwise(16).read(reader, [lane], IDS, silent)
     assert reader.wrong == []
     assert 0 < lane.cache.managed_entries <= 3 * 2 * KEPT
@@ -125,19 +127,19 @@ class Curious(Scorer):
     """Asks for everything, and remembers what it saw."""
 
     asked: frozenset[Need]
-    saw: list[Seen] = field(default_factory=list, compare=False)
+    saw: list[Observation] = field(default_factory=list, compare=False)
 
     def needs(self) -> frozenset[Need]:
         return self.asked
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         self.saw.append(seen)
         return seen.entries.packed_positions().float()
 
 
 def looked(
     reader_for: Any, lane_for: Any, decoder: Any, *asked: Need, lanes: int = 1
-) -> list[Seen]:
+) -> list[Observation]:
     scorer = Curious(frozenset(asked))
     planner = Planner(Protect(0, 0), scorer, Uniform(), Drop())
     reader = reader_for(decoder, planner, KEPT, CONTEXT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.observation import Stage
+from larder.core.observation import Phase
 from larder.core.types import Variant
 from larder.policy.budgets.inverse_variance import InverseVariance
 from larder.policy.compensation.drop import Drop
@@ -24,7 +24,7 @@ def test_the_code_measures_all_queries_of_a_text_read_whole(
     seen, measure = list[int](), InverseVariance.measure
 
     def counted(part, view, scores):
-        assert view.stage is Stage.READING
+        assert view.stage is Phase.READING
         seen.append(len(view.query_positions))
         return measure(part, view, scores)
 

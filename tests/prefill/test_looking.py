@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from larder.cache.compact import Compact
+from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
 from larder.core.plan import Plan
 from larder.engine.decoding import Limits, generate
@@ -69,7 +69,7 @@ def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
     desk, cache = read(decoder, policy, Meter())
     tended = tend(desk, policy, [cache])
     answer(decoder, cache, tended, 1)
-    calls = counting(monkeypatch, Compact, "_turned")
+    calls = counting(monkeypatch, CompactLayer, "_turned")
     answer(decoder, cache, tended, STEPS)
     steps = STEPS - 1  # the first token comes from the question, read as a whole
     turns = 2 if name == "merging" else 1  # merging turns what it merges again
@@ -89,7 +89,7 @@ def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
 
 
 def test_what_a_look_copies_is_counted() -> None:
-    store = Compact(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
     append(store, draw(store.layer, 9))
     store.allocate(5)
     held, shown = store.nbytes, store.entries()
@@ -107,7 +107,7 @@ def test_what_a_look_copies_is_counted() -> None:
 
 @pytest.mark.parametrize("change", ["append", "apply", "truncate", "compact", "allocate"])
 def test_kept_keys_are_forgotten_when_anything_changes(change) -> None:
-    store = Compact(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
     append(store, draw(store.layer, 9))
     new, more = draw(store.layer, 1, 9), draw(store.layer, 2, 10)
     store.listen()
@@ -151,7 +151,7 @@ def test_the_peak_of_reading_counts_what_looks_copy(decoder) -> None:
     assert any(passing >= copied >= fullest for passing, copied in meter.noted)
 
 
-def _all_but_first(store: Compact) -> Plan:
+def _all_but_first(store: CompactLayer) -> Plan:
     return a_plan([range(1, length) for length in store.lengths], store.lengths)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from larder.cache.ragged import Ragged
+from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.sequence import SequenceCache
 from larder.models.passes import Recorded
 from larder.prefill.base import silent
@@ -28,14 +28,14 @@ class Highest:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caches: list[SequenceCache]) -> None:
         self.nbytes = 0
-        lay_out = Ragged._lay_out
+        lay_out = RaggedLayer._lay_out
 
-        def spy(store: Ragged, rows: Any, room: int) -> None:
+        def spy(store: RaggedLayer, rows: Any, room: int) -> None:
             before = sum(cache.nbytes for cache in caches)
             lay_out(store, rows, room)
             self.nbytes = max(self.nbytes, before + store.nbytes)
 
-        monkeypatch.setattr(Ragged, "_lay_out", spy)
+        monkeypatch.setattr(RaggedLayer, "_lay_out", spy)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda part: type(part).__name__)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
-from larder.cache.compact import Compact
-from larder.cache.layers import Form
+from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
-from larder.core.observation import Seen
+from larder.cache.spec import CacheForm
+from larder.core.observation import Observation
 from larder.core.types import Mode
 from larder.models.loading import adopt
 from larder.models.passes import Row
@@ -30,20 +30,20 @@ from stores import attend as attend_behind
 HELD = 11
 
 
-def a_store() -> Compact:
+def a_store() -> CompactLayer:
     """Two heads that lost different entries."""
-    store = Compact(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
     append(store, draw(store.layer, HELD))
     store.apply(a_plan([[0, 3, 4, 9, 10], [1, 10]], [HELD, HELD]))
     return store
 
 
-def shown(store: Compact, new: Tokens, own: int) -> Seen:
+def shown(store: CompactLayer, new: Tokens, own: int) -> Observation:
     told = (store.layer, store.entries(), new.queries, new.positions, HELD + own, (0, HELD))
-    return placed(Seen(*told, keys=new.keys), own)
+    return placed(Observation(*told, keys=new.keys), own)
 
 
-def looked_at(seen: Seen, new: Tokens, head: int, own: int) -> torch.Tensor:
+def looked_at(seen: Observation, new: Tokens, head: int, own: int) -> torch.Tensor:
     """Attention of a head's queries to what they are shown, under a causal mask."""
     keys, values = seen.entries.head_keys(head), seen.entries.head_values(head)
     if not own:
@@ -92,7 +92,7 @@ def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> Non
     ids, new = some_ids(20), some_ids(6, seed=1)
     expected: list[torch.Tensor] = []
     with adopt(tiny("llama", layers=2)) as decoder:
-        for form in (Form.RAGGED, Form.COMPACT):
+        for form in (CacheForm.RAGGED, CacheForm.COMPACT):
             cache = SequenceCache(decoder.spec, form)
             read_on(decoder, cache, ids, 20)
             for shift in (0, 30, -15):
@@ -107,7 +107,7 @@ def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> Non
 def test_true_positions_are_shown_as_they_are() -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
     entries = replace(store.entries(), places=torch.empty(0, dtype=torch.int32))
-    seen = Seen(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
+    seen = Observation(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
     assert placed(seen, 0) is seen
     assert seen.turned_to.tolist() == [[11, 12, 13]] * 2
     assert seen.entries.turned_to is entries.positions

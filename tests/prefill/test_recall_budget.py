@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.cache.tiered import Tiered
+from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import BudgetError
-from larder.core.types import Coming
+from larder.core.types import AppendKind
 from larder.engine.decoding import Limits, endless, generate
 from larder.engine.sampling import Sampling
 from larder.models.decoder import Decoder
@@ -41,7 +41,7 @@ def desk(decoder: Decoder) -> Desk:
     return Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
 
 
-def attended(tier: Tiered) -> list[int]:
+def attended(tier: TieredLayer) -> list[int]:
     """Entries that each set of query heads has just attended to."""
     stays, choice = tier.lengths, tier.finder.choice
     if not tier.recalls or choice is None:
@@ -53,16 +53,16 @@ def attended(tier: Tiered) -> list[int]:
 
 def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) -> list[int]:
     """`attended` of every layer and every generated token that was read behind a text."""
-    counts, attention = list[int](), Tiered._attention
+    counts, attention = list[int](), TieredLayer._attention
 
-    def noting(self: Tiered, queries: Any, positions: Any, own: int, shift: int) -> Any:
+    def noting(self: TieredLayer, queries: Any, positions: Any, own: int, shift: int) -> Any:
         out = attention(self, queries, positions, own, shift)
-        if own == queries.shape[1] == 1 and self._coming is Coming.STEP:
+        if own == queries.shape[1] == 1 and self._coming is AppendKind.STEP:
             counts.extend(attended(self))
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tiered, "_attention", noting)
+        patch.setattr(TieredLayer, "_attention", noting)
         cache = build(desk(decoder), wanted, some_ids(context), [{}], Meter()).activate(0)
         tending = tend(desk(decoder), wanted, [cache])
         assert tending is not None

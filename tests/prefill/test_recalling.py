@@ -10,11 +10,11 @@ import torch
 from _pytest.outcomes import Failed
 from torch import Tensor
 
-from larder.cache.finding import Finder
+from larder.cache.offload.page_fetch import PageFetcher
+from larder.cache.offload.slow_tier import SlowTier
 from larder.cache.sequence import SequenceCache
-from larder.cache.slow import Slow
 from larder.core.errors import BudgetError
-from larder.core.recall import RECALLS, Prefill
+from larder.core.recall import RECALLS, PrefillRecall
 from larder.core.types import Mode
 from larder.engine.decoding import Limits, generate
 from larder.engine.sampling import Sampling
@@ -137,9 +137,9 @@ def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
     decoder, own, monkeypatch
 ) -> None:
     wanted = policy("votes", 320)
-    wanted = replace(wanted, recall=replace(wanted.recall, prefill=Prefill.RECALLED))
+    wanted = replace(wanted, recall=replace(wanted.recall, prefill=PrefillRecall.RECALLED))
     park_at_once(monkeypatch)
-    monkeypatch.setattr(Slow, "attended", lambda self, queries: pytest.fail("attended to all"))
+    monkeypatch.setattr(SlowTier, "attended", lambda self, queries: pytest.fail("attended to all"))
     cache = read(decoder, wanted).activate(0)
     tokens, heard = said(decoder, wanted, cache, QUESTION, 5)
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
@@ -151,14 +151,14 @@ def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeyp
     """Every token is the first of one, or the first of all is."""
     wanted, steps, seen = policy("sentences", 8), 6, list[int]()
     cache = build(desk(decoder, closing), wanted, CONTEXT, [{}], Meter()).activate(0)
-    recalled = Finder.recalled
+    recalled = PageFetcher.recalled
 
-    def noting(self: Finder, *given: Any) -> Any:
+    def noting(self: PageFetcher, *given: Any) -> Any:
         parts = recalled(self, *given)
         seen.append(parts is None)
         return parts
 
-    monkeypatch.setattr(Finder, "recalled", noting)
+    monkeypatch.setattr(PageFetcher, "recalled", noting)
     observer = tend(desk(decoder, closing), wanted, [cache]).observer
     generate(decoder, [cache], [QUESTION], Hearing(), Limits(steps), lambda *_: True, observer)
     layers = len(decoder.spec.layers)
@@ -241,7 +241,7 @@ def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder
 
 def test_a_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkeypatch) -> None:
     wanted = policy("flat", 8)
-    monkeypatch.setattr(Finder, "recalled", lambda *given: pytest.fail("recalled"))
+    monkeypatch.setattr(PageFetcher, "recalled", lambda *given: pytest.fail("recalled"))
     cache = read(decoder, wanted).activate(0)
     heard = said(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
     expected = own_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]

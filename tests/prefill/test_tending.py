@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Mode
 from larder.engine.decoding import Limits, generate, untended
 from larder.engine.sampling import Sampling
@@ -79,7 +79,7 @@ class Overheard(Decoder):
         def watch(number: int, layer: int, recorded: Recorded) -> None:
             if layer == 0:
                 told = (recorded.queries, recorded.positions, end, (0, end))
-                self.listener.hear(Seen(self.spec.layers[0], row.cache.entries(0), *told))
+                self.listener.hear(Observation(self.spec.layers[0], row.cache.entries(0), *told))
             if observer is not None:
                 observer(number, layer, recorded)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from larder.core.errors import BadParameter
-from larder.recall.bounds import Bounds, Digest
+from larder.recall.bounds import Bounds, PageSummary
 from ranks import assert_best, built, keys_of
 from references import bounds as loop
 from references import flat
@@ -22,7 +22,7 @@ LENGTHS = st.tuples(st.integers(0, 40), st.integers(0, 40))
 @given(
     growths=st.lists(LENGTHS, min_size=1, max_size=3),
     page=st.sampled_from([1, 3, 8]),
-    digest=st.sampled_from(Digest),
+    digest=st.sampled_from(PageSummary),
     count=st.sampled_from([1, 4, 100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
@@ -45,7 +45,7 @@ def test_a_box_of_quest_bounds_every_key_of_its_page() -> None:
 
 
 def test_arkvale_has_one_set_for_all_heads_that_are_equally_long() -> None:
-    tier, index = built(Bounds(page=4, digest=Digest.ARKVALE), LAYER, [(40, 40)])
+    tier, index = built(Bounds(page=4, digest=PageSummary.ARKVALE), LAYER, [(40, 40)])
     for search in (index.find, index.exact):
         pages = search(tier.queries(), tier.entries(), 3).pages
         assert pages.shape == (2, 3)

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from larder.core.errors import BadParameter
-from larder.recall._clustering import Nearness, clustered
+from larder.recall._clustering import ClusterMetric, kmeans
 from larder.recall.clusters import Clusters
 from ranks import assert_best, built, keys_of
 from references import clusters as loop
 from references import lloyd
 from references.lloyd import dot
-from tiers import Tier
+from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 
 
 @settings(max_examples=20)
 @given(
-    nearness=st.sampled_from(Nearness),
+    nearness=st.sampled_from(ClusterMetric),
     length=st.integers(1, 40),
     count=st.integers(1, 6),
     seed=st.integers(0, 2**31),
@@ -30,7 +30,7 @@ LAYER = a_layer(kv_heads=2, group=2)
 def test_clustering_equals_the_loop(nearness, length, count, seed) -> None:
     source = torch.Generator().manual_seed(seed)
     points = torch.randn(length, 4, generator=source)
-    centers, labels = clustered(points, count, 3, nearness)
+    centers, labels = kmeans(points, count, 3, nearness)
     wanted, owned = lloyd.clustered(points.tolist(), count, 3, nearness.value)
     assert labels.tolist() == owned
     assert centers.flatten().tolist() == pytest.approx(sum(wanted, []), abs=1e-4)

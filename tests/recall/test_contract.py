@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from larder.core.errors import BadParameter, CacheError
-from larder.core.recall import RECALLS, Index, Recall
-from tiers import Tier, pages_of
+from larder.core.recall import RECALLS, RecallIndex, RecallPart
+from slow_tiers import Tier, pages_of
 
 LAYER = a_layer(kv_heads=2, group=2)
 # Sizes around nothing, one page, several pages, and twice what was there.
@@ -29,20 +29,20 @@ NEEDS = {"graph": "usearch"}  # packages that may be missing
 PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
 
 
-def part(name: str) -> Recall:
+def part(name: str) -> RecallPart:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     return RECALLS.load(name)(**SMALL.get(name, {}))
 
 
-def asked(tier: Tier, wanted: Recall) -> torch.Tensor | None:
+def asked(tier: Tier, wanted: RecallPart) -> torch.Tensor | None:
     """The latest queries, for parts that want them."""
     if not wanted.observed:
         return None
     return torch.stack([tier.queries() for _ in range(wanted.observed)], 1)
 
 
-def grown(name: str, growths: list[tuple[int, int]], seed: int = 0) -> tuple[Tier, Index]:
+def grown(name: str, growths: list[tuple[int, int]], seed: int = 0) -> tuple[Tier, RecallIndex]:
     wanted, tier = part(name), Tier(LAYER, seed)
     index = wanted.index(LAYER)
     for growth in growths:

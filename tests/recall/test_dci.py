@@ -15,12 +15,12 @@ from builders import a_layer
 from larder.core.errors import BadParameter
 from larder.core.types import Variant
 from larder.ops import dci as ops
-from larder.ops.fast import dci as fast
+from larder.ops.cpu import dci as fast
 from larder.recall import _dci_build
-from larder.recall._dci_levels import Levels
+from larder.recall._dci_levels import LevelAssigner
 from larder.recall.dci import Dci, DciIndex
 from references import dci as loop
-from tiers import Tier, pages_of
+from slow_tiers import Tier, pages_of
 
 LAYER = a_layer(kv_heads=2, group=2)
 SMALL = Dci(page=4, first=0.2, further=0.3)
@@ -45,18 +45,18 @@ def grown(part: Dci, lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Tie
 
 @pytest.mark.parametrize(("count", "first"), TABLE)
 def test_level_sizes_equal_the_table(count, first) -> None:
-    targets, _ = Levels(first, 0.2, False, (0,)).of_all(count, 0)
+    targets, _ = LevelAssigner(first, 0.2, False, (0,)).of_all(count, 0)
     assert np.bincount(targets).tolist() == TABLE[count, first]
 
 
 @given(count=st.integers(0, 400), first=st.sampled_from([0.02, 0.1, 1 / 3]))
 def test_levels_equal_the_loop(count, first) -> None:
-    targets, _ = Levels(first, 0.25, False, (0,)).of_all(count, 0)
+    targets, _ = LevelAssigner(first, 0.25, False, (0,)).of_all(count, 0)
     assert targets.tolist() == loop.levels(count, first, 0.25)
 
 
 def test_levels_at_random_have_the_ratio() -> None:
-    levels = Levels(0.1, 0.25, True, (3, 1))
+    levels = LevelAssigner(0.1, 0.25, True, (3, 1))
     targets, _ = levels.of_all(40000, 0)
     sizes = np.bincount(targets)
     assert 3700 < sizes[1:].sum() < 4300
@@ -119,7 +119,7 @@ def readable(index: DciIndex, tier: Tier, query: Tensor, count: int) -> Tensor:
     form = (coarse(query), coarse(entries.keys), *layout, beams, count)
     assert all(
         np.array_equal(one, other)
-        for one, other in zip(ops.readable_search(*form), fast.search(*form), strict=True)
+        for one, other in zip(ops.reference_search(*form), fast.search(*form), strict=True)
     )
     return torch.from_numpy(fast.search(*form)[0])
 
@@ -142,7 +142,7 @@ def test_the_kernel_inserts_as_the_readable_form(part, monkeypatch: pytest.Monke
     index.add(tier.entries())
     assert index.forest.built.tolist() == [60, 40]
     with monkeypatch.context() as patch:
-        patch.setattr(fast, "serves", lambda keys: False)
+        patch.setattr(fast, "supports", lambda keys: False)
         twin.add(tier.entries())
     ours, theirs = index.state(), twin.state()
     assert all(torch.allclose(ours[name].double(), theirs[name].double()) for name in ours)
@@ -162,7 +162,7 @@ def test_it_finds_keys_of_half_the_bytes(dtype) -> None:
 
 def test_a_level_too_large_for_all_pairs_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, index = grown(SMALL, [(200, 150)])
-    monkeypatch.setattr(_dci_build, "EXACT", 0)
+    monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
     _, searched = grown(Dci(page=4, first=0.2, further=0.3), [(200, 150)])
     pairs = [set(map(lambda p: p[1], pages)) for pages in pages_of(index, tier.lengths)]
     found = [set(map(lambda p: p[1], pages)) for pages in pages_of(searched, tier.lengths)]
@@ -170,10 +170,10 @@ def test_a_level_too_large_for_all_pairs_is_searched(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_share_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dci_build, "EXACT", 0)
+    monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
     lengths = [(900, 700), (300, 200)]
     tier, alone = grown(SMALL, lengths)
-    monkeypatch.setattr(fast, "MOST_ALONE", 1)
+    monkeypatch.setattr(fast, "MAX_SERIAL_FLOATS", 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

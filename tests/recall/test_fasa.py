@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from builders import HEAD_DIM, RADIANS, a_layer
 from larder.core.errors import BadParameter
-from larder.recall.fasa import Fasa, agreements, pairs_of
+from larder.recall.fasa import Fasa, contextual_agreement, rotary_pairs
 from ranks import assert_best, keys_of
 from references import fasa as loop
 from references.lloyd import dot
-from tiers import Tier
+from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 
@@ -24,7 +24,7 @@ LAYER = a_layer(kv_heads=2, group=2)
 def test_pairs_are_those_of_rope(radians) -> None:
     layer = replace(LAYER, radians=radians)
     wanted = loop.pairs(HEAD_DIM, len(radians or ()))
-    assert [tuple(pair) for pair in pairs_of(layer).tolist()] == wanted
+    assert [tuple(pair) for pair in rotary_pairs(layer).tolist()] == wanted
 
 
 @settings(max_examples=15)
@@ -41,13 +41,15 @@ def test_it_equals_the_loop(lengths, pairs, dtype, seed) -> None:
     index = Fasa(pairs=pairs, agreeing=5).index(LAYER)
     index.add(tier.entries(), seen)
     query, keys = tier.queries(), keys_of(tier)
-    chosen, every = index.state()["chosen"].view(2, -1, 2), pairs_of(LAYER)
+    chosen, every = index.state()["chosen"].view(2, -1, 2), rotary_pairs(LAYER)
     scores, exact = [], []
     for h, own in enumerate(query.tolist()):
         head = keys[h // 2]
         asked = seen[h // 2 * 2 : h // 2 * 2 + 2].flatten(0, 1)
         merits = [loop.agreement(asked.tolist(), head, tuple(p), 5) for p in every.tolist()]
-        assert agreements(asked, torch.tensor(head), every, 5).tolist() == pytest.approx(merits)
+        assert contextual_agreement(asked, torch.tensor(head), every, 5).tolist() == pytest.approx(
+            merits
+        )
         own_pairs = [tuple(pair) for pair in chosen[h // 2].tolist()]
         taken = sorted((merits[every.tolist().index(list(p))] for p in own_pairs), reverse=True)
         assert taken == pytest.approx(sorted(merits, reverse=True)[:pairs])

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from larder.core.errors import BadParameter
-from larder.recall._heads import HeadRule, choose
+from larder.recall._heads import QueryHeadRule, select_pages
 from larder.recall.flat import Flat
 from references import flat as loop
-from tiers import Tier
+from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 
@@ -66,7 +66,7 @@ SCORES[3, 3] = -torch.inf
     ],
 )
 def test_head_rules(rule, wanted) -> None:
-    assert choose(SCORES, 2, HeadRule(rule), 3).tolist() == wanted
+    assert select_pages(SCORES, 2, QueryHeadRule(rule), 3).tolist() == wanted
 
 
 def test_a_page_of_nothing_is_refused() -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from larder.core.errors import BadParameter, DependencyError
-from larder.recall.graph import GUIDES, Graph
+from larder.recall.graph import GUIDE_QUERIES, Graph
 from ranks import assert_best, keys_of
 from references import graph as loop
-from tiers import Tier
+from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 
@@ -69,7 +69,9 @@ def test_found_is_the_best_of_the_linked_the_walked_and_the_late() -> None:
         k = h // 2
         products, first = loop.products(own, keys[k]), [200, 90][k]
         signs = seen[2 * k : 2 * k + 2].flatten(0, 1).tolist()
-        sure = loop.linked(own, signs, keys[k][:first], GUIDES, 3) | set(range(first, len(keys[k])))
+        sure = loop.linked(own, signs, keys[k][:first], GUIDE_QUERIES, 3) | set(
+            range(first, len(keys[k]))
+        )
         ranked = sorted(products, reverse=True)
         told = [products[n] for n in found[h]]
         assert told == sorted(told, reverse=True)

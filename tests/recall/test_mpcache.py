@@ -13,7 +13,7 @@ from larder.recall.mpcache import MPCache
 from ranks import assert_best, built, keys_of
 from references import flat
 from references import mpcache as loop
-from tiers import Tier
+from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from builders import a_layer
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Fetch
+from larder.core.recall import FetchMode
 from larder.recall.sentences import Sentences, SentencesIndex
 from ranks import assert_best, keys_of
 from references import sentences as loop
-from tiers import Tier
+from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 # Lengths of sentences; each is one number, below zero at the last token.
@@ -137,4 +137,4 @@ def test_without_a_column_entries_that_follow_each_other_are_a_sentence() -> Non
 
 def test_queries_that_are_foreseen_are_refused() -> None:
     with pytest.raises(BadParameter, match="sentences.fetch must be in_turn, got ahead"):
-        Sentences(fetch=Fetch.AHEAD)
+        Sentences(fetch=FetchMode.AHEAD)

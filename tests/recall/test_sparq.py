@@ -12,7 +12,7 @@ from larder.core.errors import BadParameter
 from larder.recall.sparq import SparQ
 from ranks import assert_best, built, keys_of
 from references import sparq as loop
-from tiers import Tier
+from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
 

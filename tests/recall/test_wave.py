@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from builders import HEAD_DIM, a_layer
 from larder.core.errors import BadParameter
-from larder.recall.wave import Pending, Wave
+from larder.recall.wave import PendingMode, Wave
 from ranks import assert_best, keys_of
 from references import wave as loop
-from tiers import Tier, pages_of
+from slow_tiers import Tier, pages_of
 
 LAYER = a_layer(kv_heads=2, group=2)
 SMALL = {"page": 4, "size": 3, "segment": 16, "update": 8, "iterations": 2, "estimated": 0.3}
@@ -25,7 +25,7 @@ SMALL = {"page": 4, "size": 3, "segment": 16, "update": 8, "iterations": 2, "est
 @given(
     growths=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=3),
     count=st.sampled_from([1, 3, 100]),
-    pending=st.sampled_from(Pending),
+    pending=st.sampled_from(PendingMode),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
@@ -49,13 +49,13 @@ def test_it_equals_the_loop(growths, count, pending, dtype, seed) -> None:
     centroids = [loop.means(head, own) for head, own in zip(keys, pages, strict=True)]
     scores = loop.scores(query.tolist(), centroids, LAYER.scaling)
     left = [loop.pending(own, 16, 8) for own in lengths]
-    if pending is Pending.EXACT:
+    if pending is PendingMode.EXACT:
         told = zip(scores, pages, left, strict=True)
         scores = [loop.with_pending(*each) for each in told]
     found = index.find(query, tier.entries(), count)
     assert_best(found.pages, scores, count)
     exact = loop.mass(query.tolist(), keys, pages, LAYER.scaling)
-    if pending is Pending.EXACT:
+    if pending is PendingMode.EXACT:
         told = zip(exact, pages, left, strict=True)
         exact = [loop.with_pending(*each) for each in told]
     assert_best(index.exact(query, tier.entries(), count).pages, exact, count)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Entries, Scored, Seen
+from larder.core.observation import Entries, LayerScores, Observation
 from larder.core.plan import Plan
 from references.attention_loop import positions_of, weights
 from references.tiers_loop import lowered
 
 
 def grades(
-    part: Any, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float
+    part: Any, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
 ) -> list[int]:
     """One grade per kept entry."""
     pairs = zip(scored.scores.tolist(), scored.protected.tolist(), strict=True)
@@ -20,7 +20,7 @@ def grades(
     return lowered(plan, entries, ranked, [int(share * quota)], [part.group])
 
 
-def preference(part: Any, seen: Seen) -> float:
+def preference(part: Any, seen: Observation) -> float:
     """A layer's preference, from single weights."""
     entropy = variance = kurtosis = 0.0
     queries = range(max(0, seen.queries.shape[1] - part.window), seen.queries.shape[1])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from larder.core.observation import Entries, Seen
+from larder.core.observation import Entries, Observation
 
 
-def heads_of(seen: Seen) -> range:
+def heads_of(seen: Observation) -> range:
     return range(seen.layer.kv_heads)
 
 
@@ -16,7 +16,7 @@ def positions_of(entries: Entries, head: int) -> list[int]:
     return [int(entries.positions[start + s]) for s in range(length)]
 
 
-def weights(seen: Seen, query_head: int, query: int, visible: list[bool]) -> list[float]:
+def weights(seen: Observation, query_head: int, query: int, visible: list[bool]) -> list[float]:
     """One query head's weights over the entries it may see; the others get nothing."""
     entries, group = seen.entries, seen.layer.query_heads // seen.layer.kv_heads
     start = entries.starts[query_head // group]
@@ -33,13 +33,13 @@ def weights(seen: Seen, query_head: int, query: int, visible: list[bool]) -> lis
     ]
 
 
-def group_of(seen: Seen, head: int) -> range:
+def group_of(seen: Observation, head: int) -> range:
     """The query heads that share a kv head."""
     group = seen.layer.query_heads // seen.layer.kv_heads
     return range(head * group, (head + 1) * group)
 
 
-def highest(seen: Seen, head: int, visible: list[bool]) -> list[float]:
+def highest(seen: Observation, head: int, visible: list[bool]) -> list[float]:
     """The highest weight that any query of the group gives each entry."""
     best = [0.0] * len(visible)
     if any(visible):
@@ -50,7 +50,7 @@ def highest(seen: Seen, head: int, visible: list[bool]) -> list[float]:
     return best
 
 
-def highest_in_plain_attention(seen: Seen, head: int, visible: list[bool]) -> list[float]:
+def highest_in_plain_attention(seen: Observation, head: int, visible: list[bool]) -> list[float]:
     """The same, where the pass's own tokens up to the query take their share of its weight."""
     best = [0.0] * len(visible)
     for query_head in group_of(seen, head):
@@ -60,7 +60,9 @@ def highest_in_plain_attention(seen: Seen, head: int, visible: list[bool]) -> li
     return best
 
 
-def plain_weights(seen: Seen, query_head: int, query: int, visible: list[bool]) -> list[float]:
+def plain_weights(
+    seen: Observation, query_head: int, query: int, visible: list[bool]
+) -> list[float]:
     """One query head's weights over cached entries, beside the pass's own tokens."""
     entries = seen.entries
     head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.counted import places_of
 from references.outcome import Outcome, untouched, value_of
 
 
-def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
+def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     outcome = untouched(entries, kept)
     if scored.stage.value != "generating" or not goes_and_stays(entries, kept):
         return outcome

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.counted import Joined, count_of, mean, merge, protected_of
 from references.ops.nearest import cosine
 from references.outcome import Outcome, key_of, untouched
 
 
-def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
+def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     chosen: list[list[int]] = []
     clusters: list[Joined] = []
     for head, own in enumerate(kept):

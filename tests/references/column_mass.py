@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     entries, column = seen.entries, seen.entries.columns["mass"]
     return [
         [float(column[entries.starts[head] + s]) for s in range(entries.lengths[head])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.outcome import Outcome, key_of, value_of
 
 Joined = dict[int, list[int]]  # what is folded into each kept entry of a head
@@ -20,12 +20,12 @@ def places_of(entries: Entries, head: int) -> list[int]:
     return [int(p) for p in entries.head_positions(head)]
 
 
-def protected_of(entries: Entries, scored: Scored, head: int) -> list[bool]:
+def protected_of(entries: Entries, scored: LayerScores, head: int) -> list[bool]:
     first = sum(entries.lengths[:head])
     return [bool(scored.protected[first + s]) for s in range(entries.lengths[head])]
 
 
-def scores_of(entries: Entries, scored: Scored, head: int) -> list[float]:
+def scores_of(entries: Entries, scored: LayerScores, head: int) -> list[float]:
     first = sum(entries.lengths[:head])
     return [float(scored.scores[first + s]) for s in range(entries.lengths[head])]
 

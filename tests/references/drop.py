@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.outcome import Outcome, untouched
 
 
-def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
+def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     return untouched(entries, kept)

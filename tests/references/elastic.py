@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.counted import Joined, merge, places_of, protected_of
 from references.outcome import Outcome, untouched
 
 
-def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
+def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     outcome, variant = untouched(entries, kept), part.variant.value
     if variant != "larder" and scored.stage.value == "generating":
         return outcome

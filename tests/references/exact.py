@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 
 
 def grades(
-    part: Any, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float
+    part: Any, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
 ) -> list[int]:
     """One grade per kept entry."""
     return [0] * len(plan.kept)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, positions_of
 
 Matrix = list[list[float]]
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]
 
 
-def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     entries, places = seen.entries, positions_of(seen.entries, head)
     start = entries.starts[head]
     judged = [s for s, place in enumerate(places) if place >= part.sinks]
@@ -33,7 +33,7 @@ def one_head(part: Any, seen: Seen, head: int) -> list[float]:
 
 
 def expected_logits(
-    part: Any, seen: Seen, head: int, query_head: int, rows: list[int]
+    part: Any, seen: Observation, head: int, query_head: int, rows: list[int]
 ) -> list[float]:
     at = seen.turned_to[head].tolist()
     true = seen.query_positions.tolist()
@@ -58,7 +58,7 @@ def expected_logits(
     return out
 
 
-def rotation(seen: Seen, position: int) -> Matrix:
+def rotation(seen: Observation, position: int) -> Matrix:
     """The matrix that turns a vector to a position."""
     assert seen.layer.radians is not None
     size, half = seen.layer.head_dim, len(seen.layer.radians)

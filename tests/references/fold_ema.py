@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.ops.nearest import cosine
 from references.outcome import Outcome, key_of, untouched, value_of
 
 Best = tuple[float, int]  # likeness, and the kept entry of the head that is nearest
 
 
-def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
+def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     outcome = untouched(entries, kept)
     gone = [[s for s in range(n) if s not in kept[h]] for h, n in enumerate(entries.lengths)]
     if not any(gone):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from larder.core.ledger import SURPRISE
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, weights
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]
 
 
-def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     start, count = seen.entries.starts[head], seen.entries.lengths[head]
     novelty = [float(seen.entries.columns[SURPRISE][start + place]) for place in range(count)]
     looked = [0.0] * count

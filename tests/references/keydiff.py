@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of
 
 
@@ -18,7 +18,7 @@ def mean(vectors: list[list[float]]) -> list[float]:
     return [sum(column) / len(vectors) for column in zip(*vectors, strict=True)]
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     heads = []
     for head in heads_of(seen):
         start, length = seen.entries.starts[head], seen.entries.lengths[head]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     entries = seen.entries
     return [
         [-length(entries.keys[entries.starts[h] + s].tolist()) for s in range(entries.lengths[h])]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.counted import mean, protected_of, scores_of
 from references.ops.nearest import cosine
 from references.outcome import Outcome, key_of, untouched, value_of
 
 
-def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
+def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     lengths = entries.lengths
     if all(len(own) == held for own, held in zip(kept, lengths, strict=True)):
         return untouched(entries, kept)
@@ -31,7 +31,7 @@ def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -
 
 
 def sets(
-    part: Any, entries: Entries, scored: Scored, head: int, most: int
+    part: Any, entries: Entries, scored: LayerScores, head: int, most: int
 ) -> list[tuple[int, list[int]]]:
     """Pivots and what joins them, in order; the best of them where there is room for fewer."""
     shields, scores = protected_of(entries, scored, head), scores_of(entries, scored, head)

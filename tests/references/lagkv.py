@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]
 
 
-def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     entries, start, held = seen.entries, seen.entries.starts[head], seen.entries.lengths[head]
     out = [1 + s / held for s in range(held)]
     out[: part.sinks] = [math.inf] * min(part.sinks, held)

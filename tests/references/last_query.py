@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, positions_of, weights
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     newest = seen.queries.shape[1] - 1
     said: dict[int, list[float]] = {}
     for head in heads_of(seen):

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of
 from references.expected import dot, product, rotation, times
 
 Matrix = list[list[float]]
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]
 
 
-def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     entries, start, held = seen.entries, seen.entries.starts[head], seen.entries.lengths[head]
     rows = range(start, start + held)
     at = [int(entries.turned_to[row]) for row in rows]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, weights
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]
 
 
-def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     count, queries = seen.entries.lengths[head], seen.queries.shape[1]
     votes = [0.0] * count
     for query_head in group_of(seen, head):

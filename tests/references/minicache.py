@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from references.tiers_loop import standing
 
 
 def grades(
-    part: Any, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float
+    part: Any, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
 ) -> list[int]:
     """One grade per kept entry."""
     held = standing(plan, entries)

@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, positions_of
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]
 
 
-def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     newest = 1 if seen.stage.value == "generating" else 0
     start = seen.length - part.window - newest
     positions = positions_of(seen.entries, head)
@@ -28,7 +28,7 @@ def one_head(part: Any, seen: Seen, head: int) -> list[float]:
     return fused + [math.inf] * (len(positions) - len(older))
 
 
-def judges(part: Any, seen: Seen, stop: int) -> list[Any]:
+def judges(part: Any, seen: Observation, stop: int) -> list[Any]:
     """The vectors of all query heads, for each of the last queries at positions before `stop`."""
     told = [] if seen.latest is None else [(seen.latest.queries, seen.latest.positions)]
     told.append((seen.queries, seen.query_positions))
@@ -41,7 +41,7 @@ def judges(part: Any, seen: Seen, stop: int) -> list[Any]:
     return every[-part.window :]
 
 
-def among(seen: Seen, head: int, query: Any, older: list[int]) -> list[float]:
+def among(seen: Observation, head: int, query: Any, older: list[int]) -> list[float]:
     """Softmax weights over the older entries alone, one of n tokens counting n times."""
     entries, start = seen.entries, seen.entries.starts[head]
     counts = entries.columns.get(LOG_COUNT)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from larder.core.ledger import SURPRISE
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of, positions_of
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     out: list[list[float]] = []
     for head in heads_of(seen):
         start, row = seen.entries.starts[head], []

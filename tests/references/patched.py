@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of, highest, highest_in_plain_attention
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     shown = [[True] * seen.entries.lengths[head] for head in heads_of(seen)]
     look = highest_in_plain_attention if part.variant.value == "paper" else highest
     return [look(seen, head, shown[head]) for head in heads_of(seen)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Entries, Scored, Seen
+from larder.core.observation import Entries, LayerScores, Observation
 from larder.core.plan import Plan
 from references.attention_loop import group_of, positions_of, weights
 from references.tiers_loop import lowered, positions, rooms, standing
 
 
 def grades(
-    part: Any, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float
+    part: Any, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
 ) -> list[int]:
     """One grade per kept entry."""
     size, itemsize = entries.keys.shape[1], entries.keys.dtype.itemsize
@@ -57,7 +57,7 @@ def between(numbers: list[float], place: float) -> float:
     return numbers[first] + (place - first) * (numbers[beyond] - numbers[first])
 
 
-def looked_at(part: Any, seen: Seen) -> list[float]:
+def looked_at(part: Any, seen: Observation) -> list[float]:
     """The highest weight that any of the last queries gives each packed entry."""
     found: list[float] = []
     queries = range(max(0, seen.queries.shape[1] - part.window), seen.queries.shape[1])

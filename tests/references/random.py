@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of, positions_of
 
 
@@ -17,7 +17,7 @@ def draw(position: int, stream: int) -> float:
     return ((mixed ^ (mixed >> 31)) >> 40) / 2**24
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     base = (part.seed * 1_000_003 + seen.layer.index) * 1_009
     return [
         [draw(position, base + head) for position in positions_of(seen.entries, head)]

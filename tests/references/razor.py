@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from references.counted import count_of, merge, protected_of, scores_of
 from references.outcome import Outcome, untouched
 
 
-def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -> Outcome:
+def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     del part
     outcome = untouched(entries, kept)
     for head, own in enumerate(kept):
@@ -20,7 +20,7 @@ def settle(part: Any, entries: Entries, scored: Scored, kept: list[list[int]]) -
     return outcome
 
 
-def slot_of(entries: Entries, scored: Scored, head: int, kept: list[int]) -> int | None:
+def slot_of(entries: Entries, scored: LayerScores, head: int, kept: list[int]) -> int | None:
     several = [j for j in kept if count_of(entries, head, j) > 1]
     if several:
         return max(several, key=lambda j: (count_of(entries, head, j), -j))

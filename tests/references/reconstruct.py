@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import (
     heads_of,
     highest,
@@ -14,7 +14,7 @@ from references.attention_loop import (
 )
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     start, stop = seen.span
     out = []
     for head in heads_of(seen):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of
 from references.tally_loop import Told
 
@@ -18,11 +18,11 @@ def remembered(told: Told) -> dict[str, float]:
     return {"last_needed": float(last), "longest_gap": float(longest)}
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(seen, head) for head in heads_of(seen)]
 
 
-def one_head(seen: Seen, head: int) -> list[float]:
+def one_head(seen: Observation, head: int) -> list[float]:
     entries, now, out = seen.entries, seen.length - 1, []
     for row in range(entries.starts[head], entries.starts[head] + entries.lengths[head]):
         gap = float(entries.columns["longest_gap"][row])

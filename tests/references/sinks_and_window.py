@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import heads_of, positions_of
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [
         [math.inf if p < part.sinks else float(p) for p in positions_of(seen.entries, head)]
         for head in heads_of(seen)

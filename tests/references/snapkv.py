@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, highest, positions_of, weights
 
 
-def scores(part: Any, seen: Seen) -> list[list[float]]:
+def scores(part: Any, seen: Observation) -> list[list[float]]:
     if part.variant.value == "code":
         lengths = seen.entries.lengths
         return [highest(seen, head, [True] * lengths[head]) for head in heads_of(seen)]
     return [one_head(part, seen, head) for head in heads_of(seen)]
 
 
-def one_head(part: Any, seen: Seen, head: int) -> list[float]:
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     positions = positions_of(seen.entries, head)
     count = seen.queries.shape[1]
     voters = range(max(0, count - part.window), count)

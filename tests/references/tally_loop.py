@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from references.attention_loop import group_of, positions_of
 
 
@@ -34,7 +34,7 @@ class Listener:
     def __init__(self) -> None:
         self.told: dict[tuple[int, int], Told] = {}
 
-    def hear(self, seen: Seen) -> None:
+    def hear(self, seen: Observation) -> None:
         for head in range(seen.layer.kv_heads):
             held, first = positions_of(seen.entries, head), int(seen.query_positions[0])
             if first - 1 in held:
@@ -44,7 +44,7 @@ class Listener:
             for query in range(len(seen.query_positions)):
                 self._hear_one(seen, head, query)
 
-    def _hear_one(self, seen: Seen, head: int, query: int) -> None:
+    def _hear_one(self, seen: Observation, head: int, query: int) -> None:
         time = int(seen.query_positions[query])
         rows = [row_of(seen, query_head, query) for query_head in group_of(seen, head)]
         for s, place in enumerate(positions_of(seen.entries, head)):
@@ -54,7 +54,7 @@ class Listener:
                 told.weights.append([row[s] for row in rows])
 
 
-def row_of(seen: Seen, query_head: int, query: int) -> list[float]:
+def row_of(seen: Observation, query_head: int, query: int) -> list[float]:
     """Softmax weights of one query head, an entry of n tokens counting n times."""
     entries = seen.entries
     head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)

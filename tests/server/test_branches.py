@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreSlow
-from larder.core.session_name import root_of
+from larder.core.session_name import root_name
 from larder.models.loading import Loaded
 from larder.server.local_hub import LocalHub
 from larder.server.persisting import MOST_NAMES, Persisting
@@ -139,7 +139,7 @@ def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
             ask(hub, answered(text, each, "Sure?"))
     with hub_in(tmp_path, small) as hub:
         new = ask(hub, answered(told(1), first, "Where?")).told.session
-        assert root_of(new) == root and new not in {each.told.session for each in made}
+        assert root_name(new) == root and new not in {each.told.session for each in made}
 
 
 def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(

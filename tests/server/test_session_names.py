@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from larder.core.errors import InputError
-from larder.core.session_name import branch, check, root_of
+from larder.core.session_name import branch_name, check_session_name, root_name
 from larder.models.loading import Loaded
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
@@ -91,7 +91,7 @@ FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scope
 
 def is_allowed(name: str) -> bool:
     try:
-        check(name)
+        check_session_name(name)
     except InputError:
         return False
     return True
@@ -99,13 +99,13 @@ def is_allowed(name: str) -> bool:
 
 @pytest.mark.parametrize("name", ALLOWED, ids=ascii)
 def test_ordinary_text_is_a_name(name: str) -> None:
-    check(name)
+    check_session_name(name)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "a\ud83d"], ids=ascii)
 def test_what_cannot_be_seen_or_told_apart_is_none(name: str) -> None:
     with pytest.raises(InputError, match="must") as caught:
-        check(name, "session_id")
+        check_session_name(name, "session_id")
     assert str(caught.value).isprintable() and str(caught.value).startswith("session_id must")
 
 
@@ -125,8 +125,10 @@ def test_no_category_of_characters_is_forgotten() -> None:
 @example("~1~2")
 def test_branches_of_a_name_are_names_and_so_is_its_root(name: str) -> None:
     if is_allowed(name):
-        assert is_allowed(root_of(name)) and root_of(branch(root_of(name), 7)) == root_of(name)
-        assert is_allowed(branch(root_of(name), 999_999_999))
+        assert is_allowed(root_name(name)) and root_name(
+            branch_name(root_name(name), 7)
+        ) == root_name(name)
+        assert is_allowed(branch_name(root_name(name), 999_999_999))
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +170,15 @@ def names(client: httpx2.Client) -> set[str]:
 def test_30_a_name_that_is_allowed_goes_all_the_way(
     client: httpx2.Client, hub: LocalHub, name: str
 ) -> None:
-    root = root_of(name)
-    own = [name, root, *(branch(root, number) for number in (2, 3, 4, 5))]
+    root = root_name(name)
+    own = [name, root, *(branch_name(root, number) for number in (2, 3, 4, 5))]
     for each in own:
         client.delete(at(each), params={"branches": True})
     answer = ask(client, "Hi", session_id=name)
     assert (answer.status_code, answer.json().get("kv", {}).get("session")) == (200, name)
     assert name in names(client) and client.get(at(name)).json()["id"] == name
     other = ask(client, "No", headers={"x-session-id": name.encode()}).json()["kv"]["session"]
-    assert other != name and root_of(other) == root  # a branch
+    assert other != name and root_name(other) == root  # a branch
     fork = client.post(at(name, "/fork")).json()["id"]
     assert {name, other, fork} <= names(client)
     store = hub._keeper._store  # pyright: ignore

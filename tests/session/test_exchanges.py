@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.session.exchanges import exchanges
 from larder.session.files.transcript import Session, Utterance, messages
 from larder.session.segments import cut
@@ -23,7 +23,9 @@ def test_an_exchange_across_a_border_belongs_to_both_segments() -> None:
 
 def test_utterances_lose_the_names_that_no_turn_of_a_chat_carries() -> None:
     said = [Utterance("Ann", "Hello.", "May"), Utterance("Bo", 'A "hi".', "May", "and shared it")]
-    talk = Conversation("talk", messages([Session("May", (*said, said[0]))]), form=Form.TRANSCRIPT)
+    talk = Conversation(
+        "talk", messages([Session("May", (*said, said[0]))]), form=PromptLayout.TRANSCRIPT
+    )
     found = exchanges(talk, cut(talk))
     assert [one.text for one in found] == ['Hello.\nA "hi".', "Hello."]
     assert [one.places for one in found] == [(0,), (0,)]
@@ -31,7 +33,7 @@ def test_utterances_lose_the_names_that_no_turn_of_a_chat_carries() -> None:
 
 def test_a_document_is_cut_into_pairs_of_sentences() -> None:
     text = "".join(f"This is the sentence with the number {n} in it. " for n in range(8))
-    paper = Conversation("paper", (Message("user", text),), form=Form.DOCUMENT)
+    paper = Conversation("paper", (Message("user", text),), form=PromptLayout.DOCUMENT)
     found = exchanges(paper, cut(paper))
     assert len(found) == 4 and found[0].text.count("sentence") == 2
     assert [one.places for one in found] == [(0,), (0,), (1,), (1,)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.conversation import Conversation, Form, Message, Question
+from larder.core.conversation import Conversation, Message, PromptLayout, Question
 from larder.core.errors import InputError
 from larder.session.files import document, find_files, read_conversation
 
@@ -64,7 +64,7 @@ class TestChats:
     def test_list_of_messages(self, tmp_path: Path) -> None:
         entries = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         conversation = read_conversation(write(tmp_path, entries))
-        assert conversation.form is Form.CHAT
+        assert conversation.form is PromptLayout.CHAT
         assert [(m.role, m.content) for m in conversation.messages] == [
             ("user", "a"),
             ("assistant", "b"),
@@ -90,7 +90,7 @@ class TestDocuments:
     def test_a_paragraph_is_a_message(self, tmp_path: Path) -> None:
         path = write(tmp_path, "# One\n\n  two\nthree\n \n\nfour", "notes.md")
         conversation = read_conversation(path)
-        assert (conversation.form, conversation.name) == (Form.DOCUMENT, "notes")
+        assert (conversation.form, conversation.name) == (PromptLayout.DOCUMENT, "notes")
         contents = [message.content for message in conversation.messages]
         assert contents == ["# One\n\n", "  two\nthree\n \n\n", "four"]
         assert [m.utterance for m in conversation.messages] == ["# One", "two\nthree", "four"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import InputError
 from larder.session.log import Exchange, Log
 from larder.session.logbook import SessionFile, Stamp, adopt, session_path
@@ -19,7 +19,7 @@ LOG = Log(
     Conversation(
         "talk",
         (Message("user", "«Hi» 👋", "Ann", "8 May", "Hi"), Message("assistant", "Hello.")),
-        form=Form.TRANSCRIPT,
+        form=PromptLayout.TRANSCRIPT,
         opening="Below:\n",
         question_prompt="Say: {question}",
     ),

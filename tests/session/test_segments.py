@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import BadParameter
 from larder.session.files import read_conversation
 from larder.session.segments import Piece, Segment, Unit, cut
@@ -34,10 +34,10 @@ def messages(draw: st.DrawFn) -> Message:
 
 # Conversations are made inside the tests: the type checker draws random items of their tuples.
 MESSAGES = st.lists(messages(), max_size=8)
-FORMS = st.sampled_from(Form)
+FORMS = st.sampled_from(PromptLayout)
 
 
-def talk(said: list[Message], form: Form = Form.CHAT) -> Conversation:
+def talk(said: list[Message], form: PromptLayout = PromptLayout.CHAT) -> Conversation:
     return Conversation("talk", tuple(said), form=form)
 
 
@@ -48,7 +48,7 @@ def vowels(text: str) -> int:
 
 def transcript(*texts: str) -> Conversation:
     said = tuple(Message("user", text, speaker="Ann") for text in texts)
-    return Conversation("talk", said, form=Form.TRANSCRIPT)
+    return Conversation("talk", said, form=PromptLayout.TRANSCRIPT)
 
 
 def weight(segment: Segment, conversation: Conversation, unit: Unit) -> int:
@@ -66,7 +66,7 @@ class TestEverything:
     @settings(max_examples=40)
     @given(MESSAGES, FORMS, st.sampled_from(Unit), st.integers(1, 9))
     def test_every_character_is_in_exactly_one_piece(
-        self, said: list[Message], form: Form, unit: Unit, size: int
+        self, said: list[Message], form: PromptLayout, unit: Unit, size: int
     ) -> None:
         conversation = talk(said, form)
         segments = cut(conversation, unit, size, vowels)
@@ -79,7 +79,9 @@ class TestEverything:
 
     @settings(max_examples=40)
     @given(MESSAGES, FORMS, st.sampled_from(Unit), st.integers(1, 9))
-    def test_order_is_kept(self, said: list[Message], form: Form, unit: Unit, size: int) -> None:
+    def test_order_is_kept(
+        self, said: list[Message], form: PromptLayout, unit: Unit, size: int
+    ) -> None:
         segments = cut(talk(said, form), unit, size, vowels)
         pieces = [piece for segment in segments for piece in segment.pieces]
         assert pieces == sorted(pieces, key=lambda piece: (piece.message, piece.start))
@@ -110,7 +112,7 @@ class TestUtterances:
     def test_equals_the_slow_grouping(self, said: list[Message], size: int) -> None:
         expected = slow_utterances(tuple(said), size)
         assume(expected)
-        segments = cut(talk(said, Form.TRANSCRIPT), size=size)
+        segments = cut(talk(said, PromptLayout.TRANSCRIPT), size=size)
         assert [segment.text for segment in segments] == expected
 
     def test_four_each_and_the_last_is_short(self) -> None:
@@ -134,7 +136,7 @@ class TestUtterances:
 
     def test_headers_and_captions_are_covered_but_not_embedded(self) -> None:
         message = Message("user", "DATE: May\nHello there. [a photo]", utterance="Hello there.")
-        (segment,) = cut(Conversation("talk", (message,), form=Form.TRANSCRIPT))
+        (segment,) = cut(Conversation("talk", (message,), form=PromptLayout.TRANSCRIPT))
         assert segment == Segment(0, (Piece(0, 0, len(message.content)),), "Hello there.")
 
     def test_an_utterance_told_otherwise_stays_whole(self) -> None:
@@ -151,11 +153,11 @@ class TestUtterances:
         assert len(chat) == 5  # 1 + 16 units
         assert chat[0].pieces == (Piece(0, 0, 8), Piece(1, 0, 105))
         assert chat[1].messages == range(1, 2)
-        assert len(cut(Conversation("talk", said, form=Form.TRANSCRIPT))) == 1
+        assert len(cut(Conversation("talk", said, form=PromptLayout.TRANSCRIPT))) == 1
 
     def test_documents_are_cut_whatever_their_length(self) -> None:
         text = "One sentence here.\n\nAnother paragraph. And more of it."
-        document = Conversation("talk", (Message("user", text),), form=Form.DOCUMENT)
+        document = Conversation("talk", (Message("user", text),), form=PromptLayout.DOCUMENT)
         assert [s.text for s in cut(document, size=1)] == [
             "One sentence here.",
             "Another paragraph.",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.plan import Plan
-from larder.core.recall import Parking
+from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Mode
 from larder.recall.flat import Flat
@@ -47,7 +47,7 @@ def test_a_shelf_at_rest_holds_everything_once() -> None:
 
 
 def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
-    cache = _cache(40, Parking(Flat(tokens=8, page=4, dense=0)))
+    cache = _cache(40, OffloadSpec(Flat(tokens=8, page=4, dense=0)))
     for layer in SPEC.layers:
         cache.apply(layer.index, Plan(torch.tensor([0, 1, 39, 40, 41, 79]), (3, 3)))
     shelf = Shelf(SPEC, [cache])
@@ -64,8 +64,8 @@ def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
     assert resting.in_use + 4 * 68 <= shelf.in_use_bytes <= resting.in_use + 4 * 68 + 2 * tables
 
 
-def _cache(tokens: int, parking: Parking | None = None) -> SequenceCache:
-    form = Form.RAGGED if parking is None else Form.TIERED
+def _cache(tokens: int, parking: OffloadSpec | None = None) -> SequenceCache:
+    form = CacheForm.RAGGED if parking is None else CacheForm.TIERED
     cache = SequenceCache(SPEC, form, parking=parking)
     _read(cache, tokens, 0)
     return cache

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.models.loading import Loaded
 from larder.session.transcript import Scribe
 
@@ -36,7 +36,7 @@ def test_a_short_message_is_not_found_in_a_header(seed: Loaded) -> None:
 
 
 def test_utterances_are_not_found_in_the_opening(seed: Loaded) -> None:
-    talk = replace(a_chat(), form=Form.TRANSCRIPT, opening="a user said a word:\n")
+    talk = replace(a_chat(), form=PromptLayout.TRANSCRIPT, opening="a user said a word:\n")
     text, starts = Scribe(seed.tokenizer).text(talk)
     spans = Scribe(seed.tokenizer).write(talk).spans
     stops = [text.index(talk.opening) + len(talk.opening)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.conversation import Conversation, Form, Message, Question
+from larder.core.conversation import Conversation, Message, PromptLayout, Question
 from larder.core.errors import InputError
 from larder.session.files import Adversarial, find_files, read_conversation
 
@@ -78,7 +78,7 @@ def complaint(path: Path) -> str:
 class TestLoCoMo:
     def test_text_is_laid_out_by_session(self, tmp_path: Path) -> None:
         conversation = read_conversation(write(tmp_path, LOCOMO))
-        assert conversation.form is Form.TRANSCRIPT
+        assert conversation.form is PromptLayout.TRANSCRIPT
         assert "Ann" in conversation.opening and "Bo" in conversation.opening
         assert text_of(conversation).removeprefix(conversation.opening) == (
             "DATE: 8 May, 2023\nCONVERSATION:\n"
@@ -130,7 +130,7 @@ class TestLoCoMo:
 class TestRealTalk:
     def test_text_is_laid_out_by_session(self, tmp_path: Path) -> None:
         conversation = read_conversation(write(tmp_path, REALTALK))
-        assert conversation.form is Form.TRANSCRIPT
+        assert conversation.form is PromptLayout.TRANSCRIPT
         assert text_of(conversation).removeprefix(conversation.opening) == (
             "DATE: 29.12.2023, 00:51:12\nCONVERSATION:\n"
             'Ann said, "Look"\nAnn shared an image of there is a stream\nBo said, "Nice"\n'

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Changes:
+class PlanWrites:
     """What a plan writes into the entries that stay, once they lie where they stay.
 
     Args:

@@ -9,21 +9,21 @@ import torch
 from jaxtyping import Float, Int8, Int32
 from torch import Tensor
 
-from larder.core.nothing import nothing
+from larder.core.nothing import empty_tensor
 from larder.core.observation import Entries
 
 
-class Side(Enum):
+class KVField(Enum):
     """Which numbers of an entry, by the name that `Entries` has for them."""
 
     KEYS = "keys"
     VALUES = "values"
 
 
-SIDES = {side.value: side for side in Side}
+KV_FIELDS = {side.value: side for side in KVField}
 
 
-class Deferred(Entries):
+class LazyEntries(Entries):
     """A copy of what a layer holds, whose keys and values are made when first asked for.
 
     Positions, columns and grades are there at once: many policies look at nothing else. As views
@@ -31,24 +31,26 @@ class Deferred(Entries):
     """
 
     _like: Tensor
-    _made: Callable[[Side], Tensor]
+    _made: Callable[[KVField], Tensor]
 
     @staticmethod
     def of(
         like: Float[Tensor, "0 D"],
-        made: Callable[[Side], Tensor],
+        made: Callable[[KVField], Tensor],
         positions: Int32[Tensor, " T"],
         lengths: tuple[int, ...],
         columns: Mapping[str, Float[Tensor, " T"]],
         scalars: Mapping[str, Float[Tensor, " K"]],
         grades: Int8[Tensor, " T"],
-    ) -> Deferred:
+    ) -> LazyEntries:
         """Packed entries, head by head.
 
         Args:
             made: all keys, or all values.
         """
-        entries = object.__new__(Deferred)  # without keys and values, which would be made at once
+        entries = object.__new__(
+            LazyEntries
+        )  # without keys and values, which would be made at once
         vars(entries).update(
             _like=like,
             _made=made,
@@ -57,22 +59,22 @@ class Deferred(Entries):
             lengths=lengths,
             columns=columns,
             scalars=scalars,
-            places=nothing(torch.int32, 0),
+            places=empty_tensor(torch.int32, 0),
             grades=grades,
         )
         return entries
 
     def __getattr__(self, name: str) -> Tensor:
-        if name not in SIDES:
+        if name not in KV_FIELDS:
             raise AttributeError(name)
-        vars(self)[name] = self._made(SIDES[name])
+        vars(self)[name] = self._made(KV_FIELDS[name])
         return vars(self)[name]
 
     @property
     def like(self) -> Float[Tensor, "0 D"]:
         return self._like
 
-    def remembering(self, columns: Mapping[str, Float[Tensor, " T"]]) -> Deferred:
-        entries = object.__new__(Deferred)
+    def remembering(self, columns: Mapping[str, Float[Tensor, " T"]]) -> LazyEntries:
+        entries = object.__new__(LazyEntries)
         vars(entries).update(vars(self), columns={**self.columns, **columns})
         return entries

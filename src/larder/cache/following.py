@@ -16,7 +16,7 @@ from larder.core.observation import Entries
 
 
 @dataclass(frozen=True)
-class Choice:
+class PageSelection:
     """Pages that were chosen for a step.
 
     Args:
@@ -31,7 +31,7 @@ class Choice:
     lengths: tuple[int, ...]
 
 
-class Numbering:
+class EntryNumberCheck:
     """Whether the entries of a slow tier have the numbers that they have in another one.
 
     Each is looked at once: what has a number keeps it.

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.base import Store
-from larder.cache.ragged import Ragged
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.ragged import RaggedLayer
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.types import Keys, Positions, Values
 
 
-class Fronted(Store):
+class RecoverableLayer(CacheLayer):
     """A ragged part, `_fast`, in front of what is rejected; that part alone is a policy's."""
 
-    _fast: Ragged
+    _fast: RaggedLayer
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self._fast.append(keys, values, positions)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 
-def laid_out(
+def relocate_rows(
     stored: Sequence[Tensor],
     columns: Float[Tensor, "n C"],
     rows: Sequence[Int64[Tensor, " _"]],

@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Entries
-from larder.core.recall import SAMPLE_ENTRIES, Index, Recall
+from larder.core.recall import SAMPLE_ENTRIES, RecallIndex, RecallPart
 from larder.core.spec import LayerSpec
 
 
-class Learned:
+class SharedIndex:
     """An index, and how many entries of each head it knows.
 
     Args:
@@ -25,16 +25,16 @@ class Learned:
 
     def __init__(
         self,
-        recall: Recall,
+        recall: RecallPart,
         layer: LayerSpec,
-        index: Index | None = None,
+        index: RecallIndex | None = None,
         known: tuple[int, ...] = (),
     ) -> None:
         self._recall, self._layer = recall, layer
         self.index = recall.index(layer) if index is None else index
         self.known = known or (0,) * layer.kv_heads
         self._each = 0.0  # bytes of the index for an entry, about; 0 where nobody has asked
-        self._sharers: WeakSet[Learned] = WeakSet([self])
+        self._sharers: WeakSet[SharedIndex] = WeakSet([self])
 
     def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
         """Have it take in what came since it last looked; broken off, it knows nothing at all."""
@@ -50,11 +50,11 @@ class Learned:
             raise
         self.known = entries.lengths
 
-    def fork(self) -> Learned:
+    def fork(self) -> SharedIndex:
         """One that answers alike and goes its own way."""
         is_steady = self.index.is_steady
         index = self.index if is_steady else self._copied()
-        copy = Learned(self._recall, self._layer, index, self.known)
+        copy = SharedIndex(self._recall, self._layer, index, self.known)
         if is_steady:
             self._sharers.add(copy)
             copy._sharers = self._sharers
@@ -87,11 +87,11 @@ class Learned:
     def _is_shared(self) -> bool:
         return len(self._sharers) > 1
 
-    def _copied(self) -> Index:
+    def _copied(self) -> RecallIndex:
         return self._recall.adopt(self._layer, self.index.state())
 
-    def _own(self, index: Index) -> None:
+    def _own(self, index: RecallIndex) -> None:
         self._sharers.discard(self)
-        self.index, sharers = index, WeakSet[Learned]()
+        self.index, sharers = index, WeakSet[SharedIndex]()
         sharers.add(self)
         self._sharers = sharers

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 Lengths = tuple[int, ...]
 
 
-class Owners:
+class StorageOwners:
     """Of one storage. Safe from several threads at once; who is gone owns nothing."""
 
     def __init__(self, first: object, lengths: Lengths) -> None:

@@ -10,26 +10,26 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from larder.cache.arriving import Arrivals
-from larder.cache.folding import Folded
-from larder.cache.ragged import Ragged
-from larder.cache.shared import LOWER, UPPER, Shared, Sheet
+from larder.cache.entry_merging import MergedEntries
+from larder.cache.forms._shared_entries import LOWER, UPPER, SharedEntries, SharingCandidates
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.row_updates import InsertedEntries
 from larder.core.observation import Entries
-from larder.core.pairing import Pairing
+from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
 from larder.ops.slerp import angles
 
 ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding's
 # Carries out a plan in a layer's own entries: what folds make of them, and what comes beside them.
-Change = Callable[[Ragged, Plan, Folded, Arrivals | None], None]
+PlanApplier = Callable[[RaggedLayer, Plan, MergedEntries, InsertedEntries | None], None]
 
 
 @runtime_checkable
-class Partner(Protocol):
+class PairMember(Protocol):
     """A layer of a pair, as its pair sees it."""
 
     @property
-    def wished(self) -> Wishes:
+    def wished(self) -> SharingRequest:
         """Entries that it would share."""
         ...
 
@@ -37,51 +37,51 @@ class Partner(Protocol):
         """Those that are not shared, as views."""
         ...
 
-    def give_up(self, rows: Int64[Tensor, " N"], change: Change) -> None:
+    def give_up(self, rows: Int64[Tensor, " N"], change: PlanApplier) -> None:
         """These own entries are held as shared ones from now on."""
         ...
 
 
-class Pair:
+class LayerPair:
     """What two layers share, and who they are; a layer without a partner has a pair of its own."""
 
-    def __init__(self, shared: Shared, pairing: Pairing) -> None:
+    def __init__(self, shared: SharedEntries, pairing: LayerPairing) -> None:
         self.shared = shared
         self.pairing = pairing
-        self.halves: dict[int, Partner] = {}
+        self.halves: dict[int, PairMember] = {}
 
-    def meet(self, change: Change) -> None:
+    def meet(self, change: PlanApplier) -> None:
         """Share what both layers would."""
         if len(self.halves) < 2:
             return
         halves = self.halves[LOWER], self.halves[UPPER]
-        found = _common(halves[0].wished, halves[1].wished)
-        sheet = _sheet(halves, *found)
-        alike = _alike(sheet, self.pairing.apart)
+        found = _requested_by_both(halves[0].wished, halves[1].wished)
+        sheet = _sharing_candidates(halves, *found)
+        alike = _similar_directions(sheet, self.pairing.apart)
         if not bool(alike.any()):
             return
         chosen = [rows[alike.cpu()] for rows in found]
-        shared = self.shared.joined(_sheet(halves, *chosen), self.pairing.weight)
+        shared = self.shared.joined(_sharing_candidates(halves, *chosen), self.pairing.weight)
         for half, rows in zip(halves, chosen, strict=True):
             half.give_up(rows, change)
         self.shared = shared
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SharingRequest:
     """Own entries that a layer would share: packed rows, and what identifies them."""
 
     rows: Int64[Tensor, " N"]
     names: Int64[Tensor, " N"]
 
     @staticmethod
-    def none() -> Wishes:
+    def none() -> SharingRequest:
         nothing = torch.zeros(0, dtype=torch.int64)
-        return Wishes(nothing, nothing)
+        return SharingRequest(nothing, nothing)
 
 
 @dataclass(frozen=True)
-class Order:
+class PairedOrder:
     """All entries of a layer: its own, then the shared ones that it holds; in host memory.
 
     Args:
@@ -99,16 +99,18 @@ class Order:
         return torch.arange(len(self.heads)) >= self.own
 
 
-def _common(one: Wishes, other: Wishes) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+def _requested_by_both(
+    one: SharingRequest, other: SharingRequest
+) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
     """The rows, in either layer, of the entries that both name."""
     mine = torch.isin(one.names, other.names)
     theirs = torch.isin(other.names, one.names)
     return one.rows[mine], other.rows[theirs]
 
 
-def _sheet(
-    halves: tuple[Partner, Partner], lower: Int64[Tensor, " N"], upper: Int64[Tensor, " N"]
-) -> Sheet:
+def _sharing_candidates(
+    halves: tuple[PairMember, PairMember], lower: Int64[Tensor, " N"], upper: Int64[Tensor, " N"]
+) -> SharingCandidates:
     keys: list[Tensor] = []
     values: list[Tensor] = []
     columns: list[Tensor] = []
@@ -123,7 +125,7 @@ def _sheet(
     device, counts = held[0].keys.device, torch.tensor(held[0].lengths)
     heads = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int16), counts)
     positions = held[0].packed_positions()[lower.to(device)].int()
-    return Sheet(
+    return SharingCandidates(
         (keys[0], keys[1]),
         (values[0], values[1]),
         heads[lower].to(device),
@@ -132,7 +134,7 @@ def _sheet(
     )
 
 
-def _alike(sheet: Sheet, apart: float) -> Bool[Tensor, " N"]:
+def _similar_directions(sheet: SharingCandidates, apart: float) -> Bool[Tensor, " N"]:
     """Which entries to share: not those in the upper part of the range of angles, keys or values.
 
     Of a single entry, or all alike, none is apart.

@@ -15,14 +15,14 @@ import torch
 from jaxtyping import Int8, Int64
 from torch import Tensor
 
-from larder.cache.coded import Coded
+from larder.cache.quantized_tier import QuantizedTier
 from larder.core.observation import Entries
 
-PAST_ALL_POSITIONS = 1 << 32
+HEAD_STRIDE = 1 << 32
 
 
 @dataclass(frozen=True)
-class Places:
+class TierOrder:
     """All entries, by place.
 
     Args:
@@ -38,7 +38,7 @@ class Places:
     starts: tuple[int, ...]
 
     @staticmethod
-    def of(finest: Entries, tiers: Sequence[Coded]) -> Places:
+    def of(finest: Entries, tiers: Sequence[QuantizedTier]) -> TierOrder:
         """Count the entries of the finest tier, then those of the others."""
         kv_heads = torch.arange(len(finest.lengths))
         owners = torch.repeat_interleave(kv_heads, torch.tensor(finest.lengths))
@@ -47,9 +47,9 @@ class Places:
         packed = torch.cat([part.cpu().long() for part in positions])
         sizes = torch.tensor([len(part) for part in positions])
         grades = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int8), sizes)
-        order = (heads * PAST_ALL_POSITIONS + packed).argsort()
+        order = (heads * HEAD_STRIDE + packed).argsort()
         starts = (sizes.cumsum(0) - sizes).tolist()
-        return Places(heads, packed, grades, order, tuple(starts))
+        return TierOrder(heads, packed, grades, order, tuple(starts))
 
     def rows(self, grade: int, places: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
         """Rows of a tier that lie at places of its own."""

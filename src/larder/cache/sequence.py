@@ -9,19 +9,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.base import Store
-from larder.cache.latest import Latest
-from larder.cache.layers import Form, Makeup
-from larder.cache.saving import filled, handed_over, told
-from larder.cache.tiered import Tiered, tiered
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.tiered import TieredLayer, tiered_layers
+from larder.cache.latest_activations import LatestActivations
+from larder.cache.spec import CacheForm, CacheSpec
+from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec
 from larder.core.errors import BudgetError, CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
-from larder.core.pairing import Pairing
+from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
-from larder.core.rebuilding import Rebuilding
-from larder.core.recall import Parking
+from larder.core.rebuilding import RecomputeSpec
+from larder.core.recall import OffloadSpec
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 
@@ -37,24 +37,26 @@ class SequenceCache:
     `latest` is what is remembered of the newest tokens, where somebody asks for it.
 
     Args:
-        ledger, ..., rebuilding: as in `Makeup`, which refuses what does not fit.
+        ledger, ..., rebuilding: as in `CacheSpec`, which refuses what does not fit.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        form: Form,
+        form: CacheForm,
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
         codecs: Sequence[Codec] = (),
-        pairing: Pairing | None = None,
-        parking: Parking | None = None,
-        rebuilding: Rebuilding | None = None,
+        pairing: LayerPairing | None = None,
+        parking: OffloadSpec | None = None,
+        rebuilding: RecomputeSpec | None = None,
     ) -> None:
         self.spec = spec
-        self.makeup = Makeup(form, ledger, tuple(codecs), pairing or Pairing(), parking, rebuilding)
+        self.makeup = CacheSpec(
+            form, ledger, tuple(codecs), pairing or LayerPairing(), parking, rebuilding
+        )
         self.next_position = 0
         self.plans = 0
-        self.latest = Latest(ledger.queries)
+        self.latest = LatestActivations(ledger.queries)
         self._is_spoiled = False
         self._stores = [self.makeup.store(layer, spec) for layer in spec.layers]
         self.makeup.connect(self._stores)
@@ -189,14 +191,14 @@ class SequenceCache:
         return sum(sum(s.lengths) for s in self._stores if self.makeup.governs(s.layer))
 
     @property
-    def stores(self) -> tuple[Store, ...]:
+    def stores(self) -> tuple[CacheLayer, ...]:
         """Those of all layers."""
         return tuple(self._stores)
 
     @property
-    def tiers(self) -> list[Tiered]:
+    def tiers(self) -> list[TieredLayer]:
         """The stores of layers that have a slow tier."""
-        return tiered(self._stores)
+        return tiered_layers(self._stores)
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -231,13 +233,13 @@ class SequenceCache:
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
         self._check()
-        return told(self._stores) | self.latest.state()
+        return state_dict(self._stores) | self.latest.state()
 
     def surrender(self, place: torch.device) -> dict[str, Tensor]:
         """As `saving.handed_over`: all tensors, layer by layer; the cache is empty afterwards."""
         self._check()
         try:
-            handed = handed_over(self._stores, self.makeup, self.spec, place)
+            handed = move_state(self._stores, self.makeup, self.spec, place)
         finally:
             self.makeup.connect(self._stores)
         return handed | self.latest.surrender(place)
@@ -290,11 +292,11 @@ class SequenceCache:
         spec: ModelSpec,
         state: Mapping[str, Tensor],
         meta: Mapping[str, str],
-        fill: Callable[[Store, dict[str, Tensor]], Store],
+        fill: Callable[[CacheLayer, dict[str, Tensor]], CacheLayer],
     ) -> SequenceCache:
-        cache = SequenceCache(spec, **vars(Makeup.of(meta)))
-        cache._stores = filled(cache._stores, cache.makeup, spec, state, fill)
+        cache = SequenceCache(spec, **vars(CacheSpec.of(meta)))
+        cache._stores = restore_layers(cache._stores, cache.makeup, spec, state, fill)
         cache.makeup.connect(cache._stores)
         cache.next_position = int(meta["next_position"])
-        cache.latest = Latest.restore(state, cache.makeup.ledger.queries, spec.device)
+        cache.latest = LatestActivations.restore(state, cache.makeup.ledger.queries, spec.device)
         return cache

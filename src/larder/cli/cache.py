@@ -16,7 +16,7 @@ from larder.cli.kept import KeyFile, StoreUrl, opened
 from larder.cli.options import Output, command
 from larder.cli.showing import results, size, table
 from larder.core.errors import Damaged, InputError, UsageError
-from larder.core.settings import LOCAL
+from larder.core.settings import LOCAL_PRINCIPAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Kept(Output):
     key_file: KeyFile = None
     owner: Annotated[
         str, typer.Option(metavar="PRINCIPAL", help="Whose sessions: an API user's name.")
-    ] = LOCAL
+    ] = LOCAL_PRINCIPAL
 
 
 @app.command("list")

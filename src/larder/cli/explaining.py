@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from larder.cache.sequence import SequenceCache
 from larder.cli.sitting import Asked, Sitting
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.spelling import name_of
 from larder.explain import (
     Explanation,
@@ -102,11 +102,11 @@ def _messages(sitting: Sitting) -> tuple[ShownMessage, ...]:
     pieces = token_texts(text, starts)
     last = transcript.spans[-1][1]
     stops = [stop for _, stop in transcript.spans]
-    if conversation.form is Form.CHAT:
+    if conversation.form is PromptLayout.CHAT:
         stops[-1] = len(pieces)  # what closes the last turn
     cut = [pieces[start:stop] for start, stop in pairwise([0, *stops])]
     shown = [_message(m, own) for m, own in zip(_dated(conversation), cut, strict=True)]
-    if conversation.form is not Form.CHAT and last < len(pieces):
+    if conversation.form is not PromptLayout.CHAT and last < len(pieces):
         shown.append(
             _message(Message("assistant", ACKNOWLEDGEMENT, date=shown[-1].date), pieces[last:])
         )

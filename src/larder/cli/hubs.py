@@ -46,19 +46,19 @@ def hub_of_replicas(options: Serving) -> Iterator[Hub]:
         ModelError: no replica starts.
     """
     from larder.cli.sitting import check_early
-    from larder.core.clusters import check_ray, join, leave
+    from larder.core.ray_cluster import connect, require_ray, shutdown
     from larder.server.cluster.hub import ClusterHub
     from larder.server.cluster.serving import RayReplicas, Wanted, check_store
     from larder.store.encryption import read_key
     from larder.store.secret import store_secret
 
-    check_ray("'larder serve --ray'")
+    require_ray("'larder serve --ray'")
     check_early(options)
     replicas = REPLICAS if options.replicas is None else options.replicas
     wanted = Wanted(replicas, accelerators=int(options.device.startswith("cuda")))
     secrets = store_secret(home()), read_key(options.key_file)
     opened = partial(hub_in_replica, options, url_of(options), *secrets)
-    machines = join()
+    machines = connect()
     try:
         check_store(options.store, machines)
         hub = ClusterHub(RayReplicas(opened, wanted))
@@ -67,7 +67,7 @@ def hub_of_replicas(options: Serving) -> Iterator[Hub]:
         finally:
             hub.close()
     finally:
-        leave()
+        shutdown()
 
 
 @contextmanager

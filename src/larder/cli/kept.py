@@ -72,7 +72,7 @@ def keeping(engine: Engine, url: str | None, codec: str, key_file: Path | None) 
     Raises:
         StoreError, InputError: there is a key, and it is none, or not the store's.
     """
-    from larder.core.settings import LOCAL
+    from larder.core.settings import LOCAL_PRINCIPAL
     from larder.engine.keeping import StoreKeeper, Unkept
     from larder.store.encryption import encryption_for, read_key
 
@@ -86,7 +86,9 @@ def keeping(engine: Engine, url: str | None, codec: str, key_file: Path | None) 
         yield Unkept()
         return
     try:
-        yield StoreKeeper(store, engine.loaded, LOCAL, codec, encryption_for(key, "chats"))
+        yield StoreKeeper(
+            store, engine.loaded, LOCAL_PRINCIPAL, codec, encryption_for(key, "chats")
+        )
     finally:
         store.close()
 

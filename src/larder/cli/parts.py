@@ -10,7 +10,7 @@ from typing import Any
 
 from larder.cli.citations import Citation, citations
 from larder.core.errors import UnknownName
-from larder.core.family import LISTING, unknown
+from larder.core.family import LISTING, unknown_name_message
 from larder.core.spelling import name_of, parse, spell
 from larder.policy.protect import Protect
 from larder.session.beyond_budget import beyond_budget
@@ -110,7 +110,7 @@ def find_part(name: str) -> PartPage:
     pages = {kind.name: kind for kind in part_pages()}
     if name not in pages:
         known = sorted({*pages, *PRESETS})
-        raise UnknownName(unknown("policy part or preset", name, known, LISTING))
+        raise UnknownName(unknown_name_message("policy part or preset", name, known, LISTING))
     return pages[name]
 
 

@@ -16,8 +16,8 @@ import typer
 from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
 from larder.cli.kept import CodecName, KeyFile, check_codec
 from larder.cli.options import Common, command
-from larder.core.amount import Amount, Unit
 from larder.core.errors import DependencyError, InputError, UsageError
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 
 if TYPE_CHECKING:
     from larder.server.hub import Hub
@@ -243,7 +243,7 @@ def check_keeping(options: Serving) -> None:
 
 def _bytes(option: str, text: str) -> int:
     """Raises: UsageError: the text is no number of bytes."""
-    amount = Amount.parse(text, option)
-    if amount.unit is not Unit.BYTES:
+    amount = MemoryBudget.parse(text, option)
+    if amount.unit is not BudgetUnit.BYTES:
         raise UsageError(f"{option} {text!r} is not a number of bytes: write 512MiB or 2GiB.")
     return int(amount.number)

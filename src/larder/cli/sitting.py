@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from larder.cli.kept import tell_resumed
 from larder.cli.options import Common
 from larder.cli.showing import asides, watched
-from larder.core.amount import Amount
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
+from larder.core.memory_budget import MemoryBudget
 from larder.core.spelling import name_of
 from larder.engine.answer import Answer
 from larder.engine.decoding import Limits
@@ -132,7 +132,7 @@ def policy_from(option: str, spelling: str) -> Policy:
 def _check_sizes(options: Common) -> None:
     """Raises: UsageError, BadParameter: `--budget` or `--block` is no size."""
     if options.budget is not None:
-        Amount.parse(options.budget, "--budget")
+        MemoryBudget.parse(options.budget, "--budget")
     if options.block is not None and options.block < 1:
         raise BadParameter(f"--block must be at least 1 token, got {options.block}.")
 

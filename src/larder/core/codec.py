@@ -16,7 +16,7 @@ CHANNEL_BYTES = 2  # which channel a group keeps; as much, in float16, for what 
 GROUP_BYTES = 4 + 4  # whose a group is, and how many entries it has
 
 
-class Sharing(Enum):
+class ScaleGranularity(Enum):
     """Which numbers have one offset and scale together.
 
     CHANNEL: those of one channel in all entries of a group.
@@ -28,7 +28,7 @@ class Sharing(Enum):
 
 
 @dataclass(frozen=True)
-class Manner:
+class QuantizationScheme:
     """How one side of the entries, keys or values, is rounded, and what that costs.
 
     Args:
@@ -42,7 +42,7 @@ class Manner:
     bits: int
     channels: int
     group: int
-    sharing: Sharing
+    sharing: ScaleGranularity
     outliers: float
     balance: float
     head_dim: int
@@ -60,13 +60,13 @@ class Manner:
         """What every entry costs; a number that stays as it is has `itemsize` bytes."""
         if not self.bits:
             return self.channels * itemsize
-        shared = 2 * SCALE_BYTES * self.pieces if self.sharing is Sharing.ENTRY else 0
+        shared = 2 * SCALE_BYTES * self.pieces if self.sharing is ScaleGranularity.ENTRY else 0
         return math.ceil(self.channels / (8 // self.bits)) + shared
 
     @property
     def group_bytes(self) -> int:
         """What every group costs beside its entries, at most."""
-        shared = 2 * SCALE_BYTES * self.channels if self.sharing is Sharing.CHANNEL else 0
+        shared = 2 * SCALE_BYTES * self.channels if self.sharing is ScaleGranularity.CHANNEL else 0
         chosen = CHANNEL_BYTES * self.channels if self.channels < self.head_dim else 0
         if not self.bits:
             return chosen
@@ -119,18 +119,18 @@ class Codec:
                 "weight per channel cannot both choose and level."
             )
 
-    def keys(self, head_dim: int) -> Manner:
+    def keys(self, head_dim: int) -> QuantizationScheme:
         """How keys of this size are rounded."""
-        sharing = Sharing.ENTRY if self.balance else Sharing.CHANNEL
+        sharing = ScaleGranularity.ENTRY if self.balance else ScaleGranularity.CHANNEL
         kept = max(round(self.channels * head_dim), 1)
-        return Manner(
+        return QuantizationScheme(
             self.key_bits, kept, self.group, sharing, self.outliers, self.balance, head_dim
         )
 
-    def values(self, head_dim: int) -> Manner:
+    def values(self, head_dim: int) -> QuantizationScheme:
         """How values of this size are rounded."""
-        own = (self.group, Sharing.ENTRY, self.outliers, 0.0, head_dim)
-        return Manner(self.value_bits, head_dim, *own)
+        own = (self.group, ScaleGranularity.ENTRY, self.outliers, 0.0, head_dim)
+        return QuantizationScheme(self.value_bits, head_dim, *own)
 
     @property
     def fewest(self) -> int:

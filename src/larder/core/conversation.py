@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Form(Enum):
+class PromptLayout(Enum):
     """How a source wants to be laid before the model.
 
     CHAT: messages keep their roles and go through the tokenizer's chat template.
@@ -81,6 +81,6 @@ class Conversation:
     name: str
     messages: tuple[Message, ...]
     questions: tuple[Question, ...] = ()
-    form: Form = Form.CHAT
+    form: PromptLayout = PromptLayout.CHAT
     opening: str = ""
     question_prompt: str = "{question}"

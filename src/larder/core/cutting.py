@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def even_cuts(total: int, most: int) -> list[tuple[int, int]]:
+def even_ranges(total: int, most: int) -> list[tuple[int, int]]:
     """Ranges [start, stop) that cover `total` in as few parts of at most `most` as will do.
 
     Parts differ by one at most, the longer ones first: no short rest is judged by its few tokens.

@@ -39,7 +39,7 @@ class Family:
 
     def own(self) -> frozenset[str]:
         """The names of our own parts alone, which is quick: no package's metadata is read."""
-        return _modules(self.package)
+        return _own_names(self.package)
 
     def load(self, name: str) -> type:
         """Import one part, and only that one.
@@ -51,13 +51,13 @@ class Family:
             return import_module(f"{self.package}.{name}").Part
         if name in (offered := self._offered()):
             return offered[name].load()
-        raise UnknownName(unknown(self.kind, name, self.names(), LISTING))
+        raise UnknownName(unknown_name_message(self.kind, name, self.names(), LISTING))
 
     def _offered(self) -> dict[str, EntryPoint]:
         own = self.own()
         return {
             point.name: point
-            for point in _offers(f"larder.{self.kind}", tuple(sys.path))
+            for point in _entry_points(f"larder.{self.kind}", tuple(sys.path))
             if point.name not in own
         }
 
@@ -73,7 +73,7 @@ def public_name(part: type) -> str:
     if module.startswith(_OURS):
         return module.rpartition(".")[2]
     top = module.partition(".")[0]
-    taken = _taken(part)
+    taken = _reserved_names(part)
     for point in (point for each in distributions() for point in each.entry_points):
         is_near = point.group.startswith(_GROUPS) and point.module.partition(".")[0] == top
         if is_near and point.name not in taken and point.load() is part:
@@ -81,22 +81,22 @@ def public_name(part: type) -> str:
     return part.__name__
 
 
-def _taken(part: type) -> frozenset[str]:
+def _reserved_names(part: type) -> frozenset[str]:
     """Names of our own parts of the family that a third party's part belongs to."""
     for base in part.__mro__:
         if base.__module__.startswith(_OURS):
-            return _modules(base.__module__.rpartition(".")[0])
+            return _own_names(base.__module__.rpartition(".")[0])
     return frozenset()
 
 
 @cache
-def _offers(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """What packages on this path offer, read once: every package's metadata is opened for it."""
     return tuple(entry_points(group=group))
 
 
 @cache
-def _modules(package: str) -> frozenset[str]:
+def _own_names(package: str) -> frozenset[str]:
     """Listed once: what is installed of ours stays as it is."""
     modules = {module.name for module in pkgutil.iter_modules(import_module(package).__path__)}
     return frozenset(m for m in modules if not m.startswith("_") and m != "base")
@@ -107,7 +107,7 @@ NEAREST = 3
 LISTING = "`larder policy list`"
 
 
-def unknown(kind: str, name: str, known: list[str], listing: str = "") -> str:
+def unknown_name_message(kind: str, name: str, known: list[str], listing: str = "") -> str:
     """The sentence for a name that nobody has.
 
     Args:
@@ -116,7 +116,7 @@ def unknown(kind: str, name: str, known: list[str], listing: str = "") -> str:
         listing: the command that prints them, where they are many.
     """
     if len(known) > LISTED:
-        near = sorted(known, key=lambda other: (-_alikeness(name, other), other))[:NEAREST]
+        near = sorted(known, key=lambda other: (-_similarity(name, other), other))[:NEAREST]
         *first, last = map(repr, near)
         hint = f" {listing} prints all {len(known)}." if listing else ""
         return f"No {kind} named {name!r}. Did you mean {', '.join(first)} or {last}?{hint}"
@@ -125,7 +125,7 @@ def unknown(kind: str, name: str, known: list[str], listing: str = "") -> str:
     return f"No {kind} named {name!r}.{hint} Known: {', '.join(known)}."
 
 
-def _alikeness(name: str, other: str) -> float:
+def _similarity(name: str, other: str) -> float:
     """Above 1 where one name holds the other, else the share of letters in common."""
     ours, theirs = (text.lower().replace("-", "_") for text in (name, other))
     common = SequenceMatcher(None, ours, theirs).ratio()

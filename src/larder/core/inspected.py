@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.nothing import nothing
+from larder.core.nothing import empty_tensor
 from larder.core.plan import Plan
 from larder.core.types import Packed
 
 
 @dataclass(frozen=True)
-class Inspected:
+class StorageStatistics:
     """What a storage found out about a layer.
 
     Args:
@@ -23,10 +23,12 @@ class Inspected:
         numbers: whatever else it will need.
     """
 
-    channels: Float[Tensor, "K D"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
-    weights: Packed = field(default_factory=lambda: nothing(torch.float32, 0))
+    channels: Float[Tensor, "K D"] = field(
+        default_factory=lambda: empty_tensor(torch.float32, 0, 0)
+    )
+    weights: Packed = field(default_factory=lambda: empty_tensor(torch.float32, 0))
     numbers: tuple[float, ...] = ()
 
-    def after(self, plan: Plan) -> Inspected:
+    def after(self, plan: Plan) -> StorageStatistics:
         """The same of those entries that a plan kept."""
         return replace(self, weights=self.weights[plan.kept]) if len(self.weights) else self

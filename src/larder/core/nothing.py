@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @cache
-def nothing(dtype: torch.dtype, *shape: int) -> Tensor:
+def empty_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
     """A tensor without elements, in host memory, shared by all who say nothing.
 
     A decode step makes a dozen records for every layer, most of which leave most fields empty.

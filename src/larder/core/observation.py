@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int, Int8, Int64, Shaped
 from torch import Tensor
 
-from larder.core.inspected import Inspected
+from larder.core.inspected import StorageStatistics
 from larder.core.latest import LatestQueries
-from larder.core.nothing import nothing
+from larder.core.nothing import empty_tensor
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Packed, PackedMask
@@ -24,7 +24,7 @@ from larder.core.types import Packed, PackedMask
 # layer by layer. Of a single layer: its own numbers.
 Calibration = Mapping[str, tuple[float, ...]]
 # What columns hold: numpy puts the heads of one together several times faster than torch does.
-NUMBERS = (torch.float32, torch.int32)
+NUMPY_DTYPES = (torch.float32, torch.int32)
 # Sets of token ids by name, such as the tokens that end a sentence.
 Lexicon = Mapping[str, frozenset[int]]
 
@@ -52,8 +52,8 @@ class Entries:
     lengths: tuple[int, ...]
     columns: Mapping[str, Float[Tensor, " C"]] = field(default_factory=dict[str, Tensor])
     scalars: Mapping[str, Float[Tensor, " K"]] = field(default_factory=dict[str, Tensor])
-    places: Int[Tensor, " _"] = field(default_factory=lambda: nothing(torch.int32, 0))
-    grades: Int8[Tensor, " G"] = field(default_factory=lambda: nothing(torch.int8, 0))
+    places: Int[Tensor, " _"] = field(default_factory=lambda: empty_tensor(torch.int32, 0))
+    grades: Int8[Tensor, " G"] = field(default_factory=lambda: empty_tensor(torch.int8, 0))
 
     @property
     def turned_to(self) -> Int[Tensor, " C"]:
@@ -145,7 +145,7 @@ class Entries:
 
     def pack(self, stored: Shaped[Tensor, "C *rest"]) -> Shaped[Tensor, "T *rest"]:
         """Rows of entries only, head by head, out of something with a row per row of storage."""
-        if stored.dim() == 1 and stored.device.type == "cpu" and stored.dtype in NUMBERS:
+        if stored.dim() == 1 and stored.device.type == "cpu" and stored.dtype in NUMPY_DTYPES:
             numbers = stored.detach().numpy()
             parts = [numbers[self.rows(head)] for head in range(len(self.lengths))]
             return torch.from_numpy(np.concatenate(parts))  # pyright: ignore
@@ -161,7 +161,7 @@ class Entries:
         return stored
 
 
-class Stage(Enum):
+class Phase(Enum):
     """What is going on when a layer is judged."""
 
     READING = "reading"
@@ -169,7 +169,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """One layer at the moment of judgement.
 
     Args:
@@ -202,13 +202,15 @@ class Seen:
     length: int
     span: tuple[int, int]
     ids: tuple[int, ...] = ()
-    stage: Stage = Stage.READING
-    keys: Float[Tensor, "K Q D"] = field(default_factory=lambda: nothing(torch.float32, 0, 0, 0))
+    stage: Phase = Phase.READING
+    keys: Float[Tensor, "K Q D"] = field(
+        default_factory=lambda: empty_tensor(torch.float32, 0, 0, 0)
+    )
     logits: Float[Tensor, "R C"] | None = None
     facts: Calibration = field(default_factory=dict[str, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
-    places: Int[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.int64, 0, 0))
-    states: Float[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
+    places: Int[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.int64, 0, 0))
+    states: Float[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.float32, 0, 0))
     projection: Float[Tensor, "H D N"] | None = None
     latest: LatestQueries | None = None
 
@@ -221,7 +223,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Scored:
+class LayerScores:
     """A layer's judgement: higher scores stay longer, protected entries stay always.
 
     Args:
@@ -238,8 +240,8 @@ class Scored:
     lengths: tuple[int, ...]
     measure: tuple[float, ...] = ()
     scalars: Mapping[str, Float[Tensor, " K"]] = field(default_factory=dict[str, Tensor])
-    stage: Stage = Stage.READING
-    inspected: Inspected = field(default_factory=Inspected)
+    stage: Phase = Phase.READING
+    inspected: StorageStatistics = field(default_factory=StorageStatistics)
     weights: tuple[float, ...] = ()
     protection: Callable[[int], PackedMask] | None = None
 
@@ -247,7 +249,7 @@ class Scored:
         """Scores with the protected entries above all others."""
         return self.scores.masked_fill(self.protected, torch.inf)
 
-    def after(self, plan: Plan) -> Scored:
+    def after(self, plan: Plan) -> LayerScores:
         """The same judgement of those entries that a plan kept."""
         kept = plan.kept
         return replace(
@@ -261,7 +263,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Scratch:
+class ScratchPrompt:
     """A token sequence to be read behind the cache, only to see what it looks at.
 
     Args:

@@ -10,7 +10,7 @@ from larder.core.spec import LayerSpec
 
 
 @dataclass(frozen=True)
-class Pairing:
+class LayerPairing:
     """From some depth on, two layers after each other share the directions of their entries.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
-from larder.core.nothing import nothing
+from larder.core.nothing import empty_tensor
 from larder.core.types import PackedMask
 
 
@@ -34,7 +34,7 @@ class Folds:
     @staticmethod
     def none(device: torch.device | None = None) -> Folds:
         """Nothing is folded."""
-        none, weights = nothing(torch.int64, 0), nothing(torch.float32, 0)
+        none, weights = empty_tensor(torch.int64, 0), empty_tensor(torch.float32, 0)
         if device is not None:
             none, weights = none.to(device), weights.to(device)
         return Folds(none, none, weights, weights)
@@ -67,9 +67,11 @@ class Plan:
     folds: Folds = field(default_factory=Folds.none)
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     scalars: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    grades: Int8[Tensor, " G"] = field(default_factory=lambda: nothing(torch.int8, 0))
-    channels: Float[Tensor, "K D"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
-    dropped: Int64[Tensor, " X"] = field(default_factory=lambda: nothing(torch.int64, 0))
+    grades: Int8[Tensor, " G"] = field(default_factory=lambda: empty_tensor(torch.int8, 0))
+    channels: Float[Tensor, "K D"] = field(
+        default_factory=lambda: empty_tensor(torch.float32, 0, 0)
+    )
+    dropped: Int64[Tensor, " X"] = field(default_factory=lambda: empty_tensor(torch.int64, 0))
 
     @staticmethod
     def from_mask(keep: PackedMask, lengths: tuple[int, ...]) -> Plan:

@@ -8,7 +8,7 @@ from enum import Enum
 from larder.core.errors import BadParameter
 
 
-class Manner(Enum):
+class RecomputeSource(Enum):
     """What stands for a token whose keys and values are not held.
 
     EVERY: a residual per layer; projected.
@@ -22,7 +22,7 @@ class Manner(Enum):
 
 
 @dataclass(frozen=True)
-class Rebuilding:
+class RecomputeSpec:
     """How rejected entries come back.
 
     Args:
@@ -33,7 +33,7 @@ class Rebuilding:
         BadParameter: before the first layer stand the ids.
     """
 
-    manner: Manner = Manner.EVERY
+    manner: RecomputeSource = RecomputeSource.EVERY
     layer: int = 1
 
     def __post_init__(self) -> None:
@@ -46,19 +46,19 @@ class Rebuilding:
     @property
     def depth(self) -> int:
         """How many layers hold all of their entries."""
-        return self.layer if self.manner is Manner.ONE else 0
+        return self.layer if self.manner is RecomputeSource.ONE else 0
 
     @property
     def rereads(self) -> bool:
         """Whether tokens are read again, all of them in order."""
-        return self.manner is not Manner.EVERY
+        return self.manner is not RecomputeSource.EVERY
 
     def told(self) -> str:
         """All of it as text."""
         return f"{self.manner.value} {self.layer}"
 
     @staticmethod
-    def of(text: str) -> Rebuilding:
+    def of(text: str) -> RecomputeSpec:
         """What `told` gave."""
         manner, layer = text.split()
-        return Rebuilding(Manner(manner), int(layer))
+        return RecomputeSpec(RecomputeSource(manner), int(layer))

@@ -44,7 +44,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Found:
+class RecallResult:
     """Pages for the queries of one step, the best first.
 
     Args:
@@ -64,7 +64,7 @@ class Found:
     is_whole: bool = False
 
 
-class Index(ABC):
+class RecallIndex(ABC):
     """Finds entries of one layer's slow tier by their keys, for all heads in one call.
 
     It holds no keys or values but digests of them: the slow tier hands its entries over at every
@@ -94,11 +94,11 @@ class Index(ABC):
         del queries, stays
 
     @abstractmethod
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         """At most `count` pages per set for the query of every query head."""
 
     @abstractmethod
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         """What `find` would answer if its search missed nothing, by looking at every key."""
 
     @abstractmethod
@@ -123,14 +123,14 @@ class Index(ABC):
         """Everything that `Recall.adopt` needs to answer alike, without slack."""
 
 
-class Search(Enum):
+class SearchMode(Enum):
     """Whether an index is asked what it finds, or what it would find if it missed nothing."""
 
     INDEX = "index"
     EXACT = "exact"
 
 
-class Fetch(Enum):
+class FetchMode(Enum):
     """When pages are searched for and moved, while text is generated.
 
     IN_TURN: when a layer asks, with its own queries.
@@ -144,7 +144,7 @@ class Fetch(Enum):
     COMPARED = "compared"
 
 
-class Prefill(Enum):
+class PrefillRecall(Enum):
     """What blocks of text see of what is parked: all of it, or what their mean query finds."""
 
     EXACT = "exact"
@@ -152,7 +152,7 @@ class Prefill(Enum):
 
 
 @dataclass(frozen=True)
-class Recall(ABC):
+class RecallPart(ABC):
     """How parked entries are found again: a part of a policy. A frozen dataclass.
 
     Args:
@@ -165,7 +165,7 @@ class Recall(ABC):
             as long as they have parked the same tokens, head by head; else they search themselves.
             IceCache's released code has 3 of them where it is asked to.
         corrected: so many of the latest tokens are read once more with every new one, and attend to
-            what was fetched for it; see `larder.cache.corrected`. No more than protect.recent
+            what was fetched for it; see `larder.cache.forms.corrected`. No more than protect.recent
             keeps. RetroAttention has 1 and more.
         union: entries per kv head that the tokens of a question attend to together, of what is
             parked: the pages that each of them finds, the best of each in turn. Left open, all of
@@ -177,8 +177,8 @@ class Recall(ABC):
 
     tokens: int | None = None
     dense: int = 2
-    search: Search = Search.INDEX
-    fetch: Fetch = Fetch.IN_TURN
+    search: SearchMode = SearchMode.INDEX
+    fetch: FetchMode = FetchMode.IN_TURN
     layers: int = 1
     corrected: int = 0
     union: int | None = None
@@ -238,9 +238,9 @@ class Recall(ABC):
         return (self.tokens or 0) // self.page
 
     @property
-    def prefill(self) -> Prefill:
+    def prefill(self) -> PrefillRecall:
         """What blocks of a text attend to of what is parked."""
-        return Prefill.EXACT
+        return PrefillRecall.EXACT
 
     def sets(self, layer: LayerSpec) -> int:
         """Sets of pages that a step has room for, of `tokens` entries each: one per kv head, which
@@ -253,11 +253,11 @@ class Recall(ABC):
         return place - place % self.layers
 
     @abstractmethod
-    def index(self, layer: LayerSpec) -> Index:
+    def index(self, layer: LayerSpec) -> RecallIndex:
         """An empty index for one layer."""
 
     @abstractmethod
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         """The index that `state` came from."""
 
     def entry_bytes(self, layer: LayerSpec) -> float:
@@ -275,7 +275,7 @@ class Recall(ABC):
 
 
 @dataclass(frozen=True)
-class Parking:
+class OffloadSpec:
     """Where rejected entries go, and how they are found again.
 
     Args:
@@ -284,7 +284,7 @@ class Parking:
         codec: in how few bits they are held; None for as they are.
     """
 
-    recall: Recall
+    recall: RecallPart
     host_mib: int | None = None
     codec: Codec | None = None
 
@@ -294,10 +294,10 @@ class Parking:
         return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}{rounded}"
 
     @staticmethod
-    def of(text: str) -> Parking:
+    def of(text: str) -> OffloadSpec:
         """What `told` gave."""
         host, _, sentence = text.partition(" ")
         call, *rounded = parse(sentence)
         recall = build(RECALLS.load(call.name), call.parameters)
         codec = build(Codec, rounded[0].parameters) if rounded else None
-        return Parking(recall, int(host) if host else None, codec)
+        return OffloadSpec(recall, int(host) if host else None, codec)

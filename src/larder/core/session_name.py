@@ -45,7 +45,7 @@ _REFUSED = re.compile(
 )
 
 
-def check(name: str, what: str = "A session's name") -> None:
+def check_session_name(name: str, what: str = "A session's name") -> None:
     """Refuse what no session may be called.
 
     A name that is allowed has a root that is allowed, and so has each of its branches.
@@ -58,7 +58,7 @@ def check(name: str, what: str = "A session's name") -> None:
             character that cannot be seen or told apart.
     """
     root = _NUMBERS.sub("", name) or name
-    count = len(root_of(name))
+    count = len(root_name(name))
     if not 0 < count <= MAX_CHARACTERS:
         raise InputError(
             f"{what} must have 1 to {MAX_CHARACTERS} characters, got {count}: take a shorter one."
@@ -82,12 +82,12 @@ def check(name: str, what: str = "A session's name") -> None:
         )
 
 
-def root_of(name: str) -> str:
+def root_name(name: str) -> str:
     """The name of the session that one began as; its own, where it is no branch."""
     return _NUMBER.sub("", name) or name
 
 
-def branch(root: str, number: int) -> str:
+def branch_name(root: str, number: int) -> str:
     """What a branch is called."""
     return f"{root}~{number}"
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 HOME = "LARDER_HOME"
-LOCAL = "local"  # the principal of who works at the machine itself
+LOCAL_PRINCIPAL = "local"  # the principal of who works at the machine itself
 
 
 def home() -> Path:

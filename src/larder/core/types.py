@@ -37,7 +37,7 @@ class Mode(Enum):
     PROBE = "probe"
 
 
-class Coming(Enum):
+class AppendKind(Enum):
     """What tokens that are appended are, to a cache that parks some of what it holds.
 
     STEP: one that was generated attends to what is found for it. Several at once are a text.

@@ -9,7 +9,7 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
-from larder.core.types import Coming, Mode
+from larder.core.types import AppendKind, Mode
 from larder.engine.sampling import Sampling
 from larder.models.decoder import Decoder
 from larder.models.passes import Observer, Row
@@ -106,7 +106,7 @@ def generate(
 def _step(decoder: Decoder, going: Mapping[int, _Stream], tend: Tend) -> torch.Tensor:
     """Read what each stream has unread; logits [rows, V] behind its last token."""
     rows = [
-        Row(s.cache, s.unread, coming=Coming.STEP if s.said else Coming.QUESTION)
+        Row(s.cache, s.unread, coming=AppendKind.STEP if s.said else AppendKind.QUESTION)
         for s in going.values()
     ]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1

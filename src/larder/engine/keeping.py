@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from larder.core.errors import LarderError
-from larder.core.settings import LOCAL
+from larder.core.settings import LOCAL_PRINCIPAL
 from larder.engine.snapshots import Snapshots
 from larder.models.loading import Loaded
 from larder.session.log import Log
@@ -119,7 +119,7 @@ class StoreKeeper(Keeper):
         self,
         store: Store,
         loaded: Loaded,
-        principal: str = LOCAL,
+        principal: str = LOCAL_PRINCIPAL,
         codec: str = RAW_CODEC,
         logs: Encryption = OPEN,
     ) -> None:

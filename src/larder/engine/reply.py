@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from larder.cache.rebuilt import work_of
+from larder.cache.forms.rebuilt import recompute_cost
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError
 from larder.engine.answer import Answer
@@ -92,7 +92,7 @@ class Speaker:
         """
         limits = Limits(max_new_tokens, self.stops)
         stream = TextStream(self.scribe.decode, stop, on_text)
-        before, started = (cache.pages, work_of(cache.stores)), time.perf_counter()
+        before, started = (cache.pages, recompute_cost(cache.stores)), time.perf_counter()
         [ids] = generate(
             self.decoder,
             [cache],
@@ -104,7 +104,7 @@ class Speaker:
         )
         seconds = time.perf_counter() - started
         stream.finish()
-        after = cache.pages, work_of(cache.stores)
+        after = cache.pages, recompute_cost(cache.stores)
         told = [_more(now, then) for now, then in zip(after, before, strict=True)]
         return Reply(stream.text.strip(), tuple(ids), seconds, *told)
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from larder.cache.tiered import Tiered
+from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import ModelError
-from larder.core.types import Coming, Keys, Queries, Values
+from larder.core.types import AppendKind, Keys, Queries, Values
 from larder.models.passes import Row
 
 KEYWORD = "larder"  # by which a pass comes down the model's call
@@ -128,7 +128,7 @@ class Ahead:
 
         return arrived
 
-    def _tiers_ahead(self) -> list[Tiered]:
+    def _tiers_ahead(self) -> list[TieredLayer]:
         return [
             tier for tiers in self._tiers.values() for tier in tiers if tier.finder.fetches_ahead
         ]
@@ -138,7 +138,7 @@ def _fetch(
     module: nn.Module,
     args: tuple[Any, ...],
     named: Mapping[str, Any],
-    tiers: Sequence[Tiered],
+    tiers: Sequence[TieredLayer],
     ends: Sequence[int],
 ) -> None:
     """In the worker: what the next layer would ask, and the pages for it, row by row."""
@@ -152,9 +152,9 @@ def _fetch(
             tier.fetch(queries[:, end : end + 1])
 
 
-def _looking_ahead(rows: Sequence[Row]) -> dict[int, list[Tiered]]:
+def _looking_ahead(rows: Sequence[Row]) -> dict[int, list[TieredLayer]]:
     """Layers in which every row has pages to find, and finds them ahead; none unless in steps."""
-    if not rows or any(len(row.ids) != 1 or row.coming is not Coming.STEP for row in rows):
+    if not rows or any(len(row.ids) != 1 or row.coming is not AppendKind.STEP for row in rows):
         return {}
     tiers = [
         [t for t in row.cache.tiers if t.recalls and t.leader is None and t.finder.fetches_ahead]

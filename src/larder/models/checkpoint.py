@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.types import Keys, Values
@@ -31,7 +31,7 @@ from larder.models.shape import Held
 from larder.models.verification import TOLERANCE
 
 REBUILT = ("keys", "values")
-FORMS = (Form.DENSE, Form.RAGGED)
+FORMS = (CacheForm.DENSE, CacheForm.RAGGED)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Checkpoint:
         """
         if self.held is Held.EVERY:
             return self._projected(recompute, block)
-        spec, form = recompute.spec, Form(self.meta["form"])
+        spec, form = recompute.spec, CacheForm(self.meta["form"])
         empty = SequenceCache(spec, form)
         cache = SequenceCache.adopt(spec, empty.state() | _copies(self.rest), empty.meta())
         if self.held is Held.IDS:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from larder.cache.corrected import Corrected
-from larder.core.types import Coming, Mode
+from larder.cache.forms.corrected import CorrectedLayer
+from larder.core.types import AppendKind, Mode
 from larder.models.passes import Row
 
 
 def with_latest(row: Row, mode: Mode) -> Row:
     """The row, with the tokens before it that it corrects; as it is where there are none."""
     stores = _stores(row)
-    if not stores or mode is not Mode.APPEND or len(row.ids) > 1 or row.coming is not Coming.STEP:
+    if (
+        not stores
+        or mode is not Mode.APPEND
+        or len(row.ids) > 1
+        or row.coming is not AppendKind.STEP
+    ):
         return row
     ids = stores[0].ids
     return replace(row, again=ids, since=row.cache.next_position - len(ids))
@@ -26,5 +31,5 @@ def read_on(rows: Sequence[Row]) -> None:
             store.read_on(row.ids)
 
 
-def _stores(row: Row) -> list[Corrected]:
-    return [store for store in row.cache.stores if isinstance(store, Corrected)]
+def _stores(row: Row) -> list[CorrectedLayer]:
+    return [store for store in row.cache.stores if isinstance(store, CorrectedLayer)]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
-from larder.core.nothing import nothing
-from larder.core.types import Coming, Keys, Mode, Queries, Values
+from larder.core.nothing import empty_tensor
+from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Row:
     ids: tuple[int, ...]
     sections: tuple[int, ...] = ()
     shift: int = 0
-    coming: Coming = Coming.STEP
+    coming: AppendKind = AppendKind.STEP
     again: tuple[int, ...] = ()
     since: int = 0
 
@@ -72,7 +72,7 @@ class Recorded:
     keys: Float[Tensor, "K Q D"]
     values: Float[Tensor, "K Q D"]
     positions: Int[Tensor, " Q"]
-    states: Float[Tensor, "_ _"] = field(default_factory=lambda: nothing(torch.float32, 0, 0))
+    states: Float[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.float32, 0, 0))
 
 
 # Called after each layer of each row, once the cache of that layer is up to date.
@@ -88,7 +88,7 @@ class Pass:
         self.rows = rows
         self.called: set[int] = set()
         # Of all tokens, as they entered the attention that is going on; none where nobody asks.
-        self.states: Float[Tensor, "_ _"] = nothing(torch.float32, 0, 0)
+        self.states: Float[Tensor, "_ _"] = empty_tensor(torch.float32, 0, 0)
         self._mode = mode
         self._observer = observer
         self._plans = [row.cache.plans for row in rows]

@@ -14,9 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from larder.cache.rebuilt import Rebuilt, Remade, rebuilt
+from larder.cache.forms.rebuilt import RecomputedKV, RecomputedLayer, recomputed_layers
 from larder.core.errors import CacheError
-from larder.core.rebuilding import Manner
+from larder.core.rebuilding import RecomputeSource
 from larder.core.types import Mode, Positions
 from larder.models.passes import Row
 from larder.models.shape import Held, Shape
@@ -35,14 +35,14 @@ class Projector(Protocol):
 
     def project(
         self, residuals: Mapping[int, Tensor], positions: Positions
-    ) -> dict[int, tuple[Remade, Remade]]:
+    ) -> dict[int, tuple[RecomputedKV, RecomputedKV]]:
         """Keys and values of some layers, each from its own residuals of the same tokens."""
         ...
 
 
 def with_again(row: Row, mode: Mode) -> Row:
     """The row, with the text before it that has to be read once more."""
-    stores, makeup = rebuilt(row.cache.stores), row.cache.makeup
+    stores, makeup = recomputed_layers(row.cache.stores), row.cache.makeup
     if mode is Mode.PROBE or makeup.rebuilding is None or not makeup.rebuilding.rereads:
         return row
     count = max(store.wanted for store in stores)
@@ -54,7 +54,7 @@ def with_again(row: Row, mode: Mode) -> Row:
             f"{count} tokens have to be read again, but of {len(source)} it is known what they "
             "were: read the text through a decoder."
         )
-    if makeup.rebuilding.manner is Manner.ONE:
+    if makeup.rebuilding.manner is RecomputeSource.ONE:
         return replace(row, again=(0,) * count)  # layers before the residual answer to nobody
     return replace(row, again=tuple(source[:count, 0].tolist()))
 
@@ -82,7 +82,7 @@ class Rebuilds:
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """What is read is known afterwards; a block that fails leaves nothing."""
-        stores = [store for row in self._rows for store in rebuilt(row.cache.stores)]
+        stores = [store for row in self._rows for store in recomputed_layers(row.cache.stores)]
         if not stores:
             yield
             return
@@ -104,10 +104,10 @@ class Rebuilds:
 
     def _project(
         self, layer: int, residuals: Tensor, positions: Positions
-    ) -> tuple[Remade, Remade]:
+    ) -> tuple[RecomputedKV, RecomputedKV]:
         return self._recompute().project({layer: residuals}, positions)[layer]
 
-    def _price(self, store: Rebuilt) -> int:
+    def _price(self, store: RecomputedLayer) -> int:
         """Operations that each token takes which this layer had rebuilt in the pass."""
         shape, manner = self._shape(), store.rebuilding
         if not manner.rereads:
@@ -152,7 +152,7 @@ class Rebuilds:
         parts: list[Tensor] = []
         for row, (own, count) in zip(self._rows, self._split(entering[0]), strict=True):
             store = row.cache.stores[index]
-            assert isinstance(store, Rebuilt)  # it was asked for what stands there
+            assert isinstance(store, RecomputedLayer)  # it was asked for what stands there
             parts += [store.source[:count].to(own), own[count:]] if count else [own]
         return torch.cat(parts)[None]
 
@@ -163,7 +163,7 @@ class Rebuilds:
             stop = start + len(row.ids)
             for layer in _sources(row):
                 store = row.cache.stores[layer]
-                assert isinstance(store, Rebuilt)
+                assert isinstance(store, RecomputedLayer)
                 store.keep(self._taken[layer][start:stop].clone())
             if row.cache.makeup.rebuilding is not None and not _sources(row):
                 ids = torch.tensor(row.ids, dtype=torch.int32, device=row.cache.spec.device)
@@ -173,18 +173,18 @@ class Rebuilds:
 def _sources(row: Row) -> list[int]:
     """The layers before which a cache holds residuals; none of one that holds ids."""
     rebuilding = row.cache.makeup.rebuilding
-    if rebuilding is None or rebuilding.manner is Manner.IDS:
+    if rebuilding is None or rebuilding.manner is RecomputeSource.IDS:
         return []
-    if rebuilding.manner is Manner.ONE:
+    if rebuilding.manner is RecomputeSource.ONE:
         return [_holder(row).layer.index]
-    return [store.layer.index for store in rebuilt(row.cache.stores)]
+    return [store.layer.index for store in recomputed_layers(row.cache.stores)]
 
 
-def _holder(row: Row) -> Rebuilt:
+def _holder(row: Row) -> RecomputedLayer:
     """The layer whose source stands for all of them."""
     manner = row.cache.makeup.rebuilding
     assert manner is not None
-    found = [s for s in rebuilt(row.cache.stores) if s.layer.index >= manner.depth]
+    found = [s for s in recomputed_layers(row.cache.stores) if s.layer.index >= manner.depth]
     if not found:
         raise CacheError(
             f"No layer from {manner.depth} on can be rebuilt: give recompute() a lower depth."

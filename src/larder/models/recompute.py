@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
@@ -134,7 +134,7 @@ class Recompute:
 
         count = min(SURVEY_TOKENS, self._decoder.vocabulary)
         residuals = Residuals(range(len(spec.layers)))
-        self.read(Row(SequenceCache(spec, Form.DENSE), tuple(range(count))), residuals, watch)
+        self.read(Row(SequenceCache(spec, CacheForm.DENSE), tuple(range(count))), residuals, watch)
         held = {layer: residuals.before(layer) for layer in residuals.layers}
         found = self.project(held, seen[0].positions)
         for layer, recorded in seen.items():

@@ -21,7 +21,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.types import Keys, Queries, Values
 from larder.models.decoder import Decoder
-from larder.ops.attention import readable_masked
+from larder.ops.attention import reference_masked
 
 CHUNK_TOKENS = 256  # queries whose attention is worked out at once
 
@@ -139,6 +139,6 @@ class _Masked:
             if sliding_window is not None:
                 mask = mask & (columns > rows[:, None] - sliding_window)
             own = (keys[:, : len(columns)], values[:, : len(columns)])
-            out, _ = readable_masked(queries[:, rows], *own, scaling, mask)
+            out, _ = reference_masked(queries[:, rows], *own, scaling, mask)
             parts.append(out.to(queries.dtype))
         return torch.cat(parts, dim=1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from larder.core.errors import BadParameter, UnknownName
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 
 VOCABULARY = 128
 HEAD_DIM = 16
@@ -59,7 +59,9 @@ def tiny(
         BadParameter: the query heads cannot be shared out.
     """
     if architecture not in _CLASSES:
-        raise UnknownName(unknown("tiny architecture", architecture, list(ARCHITECTURES)))
+        raise UnknownName(
+            unknown_name_message("tiny architecture", architecture, list(ARCHITECTURES))
+        )
     if kv_heads < 1 or QUERY_HEADS % kv_heads:
         raise BadParameter(f"tiny.kv_heads must divide {QUERY_HEADS}, got {kv_heads}.")
     import transformers

@@ -7,7 +7,7 @@ that merging parts rounds once, at the end. A query that sees nothing gets outpu
 Ragged storage is one flat buffer: kv head h owns rows starts[h] to starts[h] + lengths[h] of keys
 and values; rows that nobody owns may lie between. Dense storage is the case of equal lengths.
 
-Every function has a readable form here and a fast one in `larder.ops.fast`, which is taken on a CPU
+Every function has a readable form here and a fast one in `larder.ops.cpu`, which is taken on a CPU
 where it applies. Gradients flow only through the readable forms, and they are taken where one is
 asked for.
 """
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from larder.ops.fast import blocks, decode
+from larder.ops.cpu import decode_attention, flash_attention
 
 MOST_LOGITS = 1 << 22  # float32 logits held at once by the readable forms: 16 MiB
 
@@ -68,13 +68,13 @@ def ragged_attention(
     """
     case = queries, keys, values, starts, lengths, scaling, bias
     is_plain = not _needs_gradient(queries, keys, values, *(() if bias is None else (bias,)))
-    if is_plain and decode.serves(queries, keys, values, lengths.shape[0]):
-        return decode.decode_attention(*case, logits)
+    if is_plain and decode_attention.supports(queries, keys, values, lengths.shape[0]):
+        return decode_attention.decode_attention(*case, logits)
     if logits is not None:
-        readable_logits(queries, keys, starts, lengths, scaling, bias, logits)
-    if is_plain and blocks.serves(queries, keys, values):
-        return blocks.ragged(*case)
-    return readable_ragged(*case)
+        reference_logits(queries, keys, starts, lengths, scaling, bias, logits)
+    if is_plain and flash_attention.supports(queries, keys, values):
+        return flash_attention.ragged(*case)
+    return reference_ragged(*case)
 
 
 def causal_attention(
@@ -91,9 +91,11 @@ def causal_attention(
         sections: lengths that cut Q into independent sequences, in order.
         window: a query at offset i sees offsets above i - window only.
     """
-    if blocks.serves(queries, keys, values) and not _needs_gradient(queries, keys, values):
-        return blocks.causal(queries, keys, values, scaling, sections, window)
-    return readable_causal(queries, keys, values, scaling, sections, window)
+    if flash_attention.supports(queries, keys, values) and not _needs_gradient(
+        queries, keys, values
+    ):
+        return flash_attention.causal(queries, keys, values, scaling, sections, window)
+    return reference_causal(queries, keys, values, scaling, sections, window)
 
 
 def windowed_attention(
@@ -113,12 +115,14 @@ def windowed_attention(
         starts = torch.arange(num_kv_heads, dtype=torch.int64) * cached_len
         flat = keys.reshape(-1, head_dim), values.reshape(-1, head_dim)
         return ragged_attention(queries, *flat, starts, lengths, scaling)
-    if blocks.serves(queries, keys, values) and not _needs_gradient(queries, keys, values):
-        return blocks.masked(queries, keys, values, scaling, mask)
-    return readable_masked(queries, keys, values, scaling, mask)
+    if flash_attention.supports(queries, keys, values) and not _needs_gradient(
+        queries, keys, values
+    ):
+        return flash_attention.masked(queries, keys, values, scaling, mask)
+    return reference_masked(queries, keys, values, scaling, mask)
 
 
-def readable_ragged(
+def reference_ragged(
     queries: Float[Tensor, "H Q D"],
     keys: Float[Tensor, "C D"],
     values: Float[Tensor, "C D"],
@@ -142,7 +146,7 @@ def readable_ragged(
     return torch.cat(outs), torch.cat(lses)
 
 
-def readable_logits(
+def reference_logits(
     queries: Float[Tensor, "H Q D"],
     keys: Float[Tensor, "C D"],
     starts: Int[Tensor, " K"],
@@ -161,7 +165,7 @@ def readable_logits(
             logits[:, own] += bias[own]
 
 
-def readable_causal(
+def reference_causal(
     queries: Float[Tensor, "H Q D"],
     keys: Float[Tensor, "K Q D"],
     values: Float[Tensor, "K Q D"],
@@ -176,12 +180,12 @@ def readable_causal(
         offsets = torch.arange(own_queries.shape[1], device=queries.device)
         back = offsets.unsqueeze(-1) - offsets  # how far each key lies behind each query
         mask = back >= 0 if window is None else (back >= 0) & (back < window)
-        parts.append(readable_masked(own_queries, own_keys, own_values, scaling, mask))
+        parts.append(reference_masked(own_queries, own_keys, own_values, scaling, mask))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
-def readable_masked(
+def reference_masked(
     queries: Float[Tensor, "H Q D"],
     keys: Float[Tensor, "K S D"],
     values: Float[Tensor, "K S D"],

@@ -11,7 +11,7 @@ from torch import Tensor
 from larder.ops.fast import codes as fast
 
 
-def looked_up(
+def pq_products(
     tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
 ) -> Float[Tensor, "K R S"]:
     """For each entry the sum of what its codes stand for.
@@ -21,15 +21,15 @@ def looked_up(
         codes: of every entry, one per part.
         length: how many entries are asked for, the first ones.
     """
-    if fast.serves(codes):
-        return fast.looked_up(tables, codes, length)
-    return readable_looked_up(tables, codes, length)
+    if fast.supports_codes(codes):
+        return fast.pq_products(tables, codes, length)
+    return reference_pq_products(tables, codes, length)
 
 
-def readable_looked_up(
+def reference_pq_products(
     tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
 ) -> Float[Tensor, "K R S"]:
-    """`looked_up` for every device: one gathering per head."""
+    """`pq_products` for every device: one gathering per head."""
     heads, group, parts, _ = tables.shape
     places = codes[:, None, :, :length].long().expand(heads, group, parts, length)
     return tables.gather(3, places).sum(2)

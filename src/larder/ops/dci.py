@@ -1,7 +1,7 @@
 """Searching trees of keys, and adding to them: readable forms, and the choice of the fast ones.
 
-What the arrays of a tree mean stands in `larder.ops.fast.dci_kernels`; the fast forms, for float32
-and bfloat16 on a CPU, are in `larder.ops.fast.dci`. Both visit the same pages; they may differ
+What the arrays of a tree mean stands in `larder.ops.cpu.dci_kernels`; the fast forms, for float32
+and bfloat16 on a CPU, are in `larder.ops.cpu.dci`. Both visit the same pages; they may differ
 where two products are equal but for rounding.
 """
 
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from larder.ops.fast import dci as fast
+from larder.ops.cpu import dci as fast
 
 Array = Shaped[np.ndarray, "..."]
 
@@ -32,11 +32,11 @@ def search(
     count: int,
 ) -> tuple[Array, Array]:
     """The best pages [H, count] for each query, -1 behind the last, and how many keys were seen."""
-    form = fast.search if fast.serves(keys) else readable_search
+    form = fast.search if fast.supports(keys) else reference_search
     return form(queries, keys, starts, tree, bases, levels, beams, count)
 
 
-def readable_search(
+def reference_search(
     queries: Float[Tensor, "H D"],
     keys: Float[Tensor, "C D"],
     starts: Array,
@@ -83,11 +83,11 @@ def insert(
         known: how many entries each head had.
         counts: live pages and cells of each head [K, 2]; brought up to date.
     """
-    form = fast.insert if fast.serves(keys) else readable_insert
+    form = fast.insert if fast.supports(keys) else reference_insert
     form(targets, known, keys, starts, squares, direction, tree, bases, levels, beams, counts)
 
 
-def readable_insert(
+def reference_insert(
     targets: Array,
     known: Array,
     keys: Float[Tensor, "C D"],
@@ -121,7 +121,7 @@ def parents(
     beam: int,
 ) -> Array:
     """The cell of the nearest lifted entry one level above `target`, for each of some entries."""
-    if fast.serves(keys):
+    if fast.supports(keys):
         held = pages["members"], pages["fills"], pages["nexts"]
         tree = held, tuple(cells.values())
         return fast.parents(keys, entries, square, *tree, levels, target, beam)
@@ -144,7 +144,7 @@ def projections(keys: Float[Tensor, "S D"], square: float, direction: Array) -> 
     return along
 
 
-def digests(means: Float[Tensor, "U D"]) -> tuple[Array, Array]:
+def quantize_means(means: Float[Tensor, "U D"]) -> tuple[Array, Array]:
     """Rows as 8-bit numbers, and what to multiply them by."""
     scales = means.abs().amax(1) / 127
     divisors = scales.masked_fill(scales == 0, 1.0)
@@ -218,7 +218,7 @@ class _Head:
         if target > 0:
             number, counts[1] = int(counts[1]), counts[1] + 1
             self.firsts[number], self.centers[number] = -1, entry
-            mean, scale = digests(self.keys[entry : entry + 1].float())
+            mean, scale = quantize_means(self.keys[entry : entry + 1].float())
             self.means[number], self.scales[number] = mean[0, : self.means.shape[1]], scale[0]
         page = int(self.firsts[cell])
         if page < 0:

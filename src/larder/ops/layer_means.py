@@ -27,10 +27,14 @@ def layer_mean(
         starts, lengths: where each kv head lies in it; int64 in host memory.
     """
     case = numbers, positions, starts, lengths
-    return fast.layer_mean(*case) if fast.serves(*case[:2]) else readable_layer_mean(*case)
+    return (
+        fast.layer_mean(*case)
+        if fast.supports_layer_mean(*case[:2])
+        else reference_layer_mean(*case)
+    )
 
 
-def readable_layer_mean(
+def reference_layer_mean(
     numbers: Float[Tensor, "R C"],
     positions: Int[Tensor, " C"],
     starts: Int64[Tensor, " K"],

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 
-def outside(positions: Int[Tensor, " T"], first: int, stop: int) -> Bool[Tensor, " T"]:
+def mask_outside(positions: Int[Tensor, " T"], first: int, stop: int) -> Bool[Tensor, " T"]:
     """Marks what lies before `first`, or at `stop` and later."""
     if positions.device.type != "cpu":
         return (positions < first) | (positions >= stop)
@@ -23,14 +23,14 @@ def outside(positions: Int[Tensor, " T"], first: int, stop: int) -> Bool[Tensor,
     return torch.from_numpy(marks)
 
 
-def until(positions: Int[Tensor, " T"], last: int) -> Bool[Tensor, " T"]:
+def mask_until(positions: Int[Tensor, " T"], last: int) -> Bool[Tensor, " T"]:
     """Marks what lies at `last` or before."""
     if positions.device.type != "cpu":
         return positions <= last
     return torch.from_numpy(positions.numpy() <= last)
 
 
-def marks_of(chosen: Int64[Tensor, " N"], size: int) -> Bool[Tensor, " T"]:
+def mask_of(chosen: Int64[Tensor, " N"], size: int) -> Bool[Tensor, " T"]:
     """Marks the chosen of `size` entries."""
     if chosen.device.type != "cpu":
         return torch.zeros(size, dtype=torch.bool, device=chosen.device).index_fill(0, chosen, 1)
@@ -39,21 +39,21 @@ def marks_of(chosen: Int64[Tensor, " N"], size: int) -> Bool[Tensor, " T"]:
     return torch.from_numpy(marks)
 
 
-def places_unmarked(marks: Bool[Tensor, " T"]) -> Int64[Tensor, " N"]:
+def unmasked_indices(marks: Bool[Tensor, " T"]) -> Int64[Tensor, " N"]:
     """The entries that are not marked, ascending."""
     if marks.device.type != "cpu":
         return torch.nonzero(~marks).flatten()
     return torch.from_numpy(np.flatnonzero(~marks.numpy()))
 
 
-def places_among(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Int64[Tensor, " N"]:
+def sorted_places(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Int64[Tensor, " N"]:
     """Where each number stands, or would stand, in an ascending row."""
     if held.device.type != "cpu":
         return torch.searchsorted(held, wanted)
     return torch.from_numpy(np.searchsorted(held.numpy(), wanted.numpy()))
 
 
-def are_within(numbers: Int64[Tensor, " N"], stop: int) -> bool:
+def are_in_range(numbers: Int64[Tensor, " N"], stop: int) -> bool:
     """Whether all lie in [0, stop)."""
     if not len(numbers):
         return True
@@ -63,7 +63,7 @@ def are_within(numbers: Int64[Tensor, " N"], stop: int) -> bool:
     return bool(found.min() >= 0 and found.max() < stop)
 
 
-def are_among(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Bool[Tensor, " N"]:
+def is_in_sorted(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Bool[Tensor, " N"]:
     """Which numbers an ascending row holds."""
     if not len(held):
         return torch.zeros_like(wanted, dtype=torch.bool)

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def merge(
+def merge_attention(
     outs: Sequence[Float[Tensor, "*rows D"]], lses: Sequence[Float[Tensor, "*rows"]]
 ) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]:
     """Attention over all parts together, in float32.

@@ -1,6 +1,6 @@
 """Count, mean and spread of numbers of which one more comes.
 
-The readable form is here, the fast one, for host memory, in `larder.ops.fast.moments`; it gives the
+The readable form is here, the fast one, for host memory, in `larder.ops.cpu.moments`; it gives the
 same bits.
 """
 
@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.ops.fast import moments as fast
+from larder.ops.cpu import moments as fast
 from larder.ops.topk import top_mask
 
 Moments = tuple[Float[Tensor, " S"], Float[Tensor, " S"], Float[Tensor, " S"]]
 
 
-def joined_by_one(
+def added_moments(
     count: Float[Tensor, " S"],
     mean: Float[Tensor, " S"],
     spread: Float[Tensor, " S"],
@@ -25,24 +25,24 @@ def joined_by_one(
 ) -> Moments:
     """Count, mean and sum of squared deviations with one more number, where it is counted."""
     case = count, mean, spread, numbers, counted
-    return fast.joined_by_one(*case) if fast.serves(numbers) else readable_joined_by_one(*case)
+    return fast.added_moments(*case) if fast.supports(numbers) else reference_added_moments(*case)
 
 
-def readable_joined_by_one(
+def reference_added_moments(
     count: Float[Tensor, " S"],
     mean: Float[Tensor, " S"],
     spread: Float[Tensor, " S"],
     numbers: Float[Tensor, " S"],
     counted: Bool[Tensor, " S"],
 ) -> Moments:
-    """`joined_by_one` for every device."""
+    """`added_moments` for every device."""
     fresh = counted.to(count.dtype)
     total, shift = count + fresh, numbers - mean
     share = fresh / total.clamp(min=1)
     return total, mean + shift * share, spread + shift.square() * count * share
 
 
-def raised_means(
+def variance_boosted_means(
     count: Float[Tensor, " C"],
     mean: Float[Tensor, " C"],
     spread: Float[Tensor, " C"],
@@ -59,10 +59,14 @@ def raised_means(
         share: of the entries of a head, in [0, 1], that are raised; of equals the first.
     """
     case = count, mean, spread, starts, lengths, share
-    return fast.raised_means(*case) if fast.serves(mean) else readable_raised_means(*case)
+    return (
+        fast.variance_boosted_means(*case)
+        if fast.supports(mean)
+        else reference_variance_boosted_means(*case)
+    )
 
 
-def readable_raised_means(
+def reference_variance_boosted_means(
     count: Float[Tensor, " C"],
     mean: Float[Tensor, " C"],
     spread: Float[Tensor, " C"],
@@ -70,7 +74,7 @@ def readable_raised_means(
     lengths: Int64[Tensor, " K"],
     share: float,
 ) -> Float[Tensor, " T"]:
-    """`raised_means` for every device, one head after the other."""
+    """`variance_boosted_means` for every device, one head after the other."""
     parts = [mean[:0]]
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         own = slice(start, start + length)

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from larder.ops.fast import nearest as fast
 
-MOST_COSINES = 1 << 22  # of one chunk: 16 MiB
+MAX_COSINES = 1 << 22  # of one chunk: 16 MiB
 
 
 def nearest_rows(
@@ -35,12 +35,12 @@ def nearest_rows(
         The cosine, and the packed index of what was found: of equals the first. -inf and -1 where
         no entry of the head is marked.
     """
-    if fast.serves(rows, len(asked), lengths.shape[0]):
+    if fast.supports_nearest(rows, len(asked), lengths.shape[0]):
         return fast.nearest_rows(rows, starts, lengths, marked, asked)
-    return readable_nearest_rows(rows, starts, lengths, marked, asked)
+    return reference_nearest_rows(rows, starts, lengths, marked, asked)
 
 
-def readable_nearest_rows(
+def reference_nearest_rows(
     rows: Float[Tensor, "C D"],
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
@@ -58,7 +58,7 @@ def readable_nearest_rows(
         found = torch.nonzero(marked[first : first + length]).flatten()
         seeking = own[share - first]
         if len(found):
-            chunk = max(MOST_COSINES // len(found), 1)
+            chunk = max(MAX_COSINES // len(found), 1)
             for some in seeking.split(chunk):
                 best = (some @ own[found].T).max(-1)
                 cosines.append(best.values)

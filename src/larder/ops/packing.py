@@ -15,7 +15,7 @@ def starts_of(lengths: Int64[Tensor, " K"]) -> Int64[Tensor, " K"]:
     return lengths.cumsum(0) - lengths
 
 
-def rows_of(
+def storage_rows(
     packed: Int64[Tensor, " N"], starts: Int64[Tensor, " K"], lengths: Int64[Tensor, " K"]
 ) -> Int64[Tensor, " N"]:
     """Where in the storage packed entries lie; all of them in host memory."""
@@ -25,7 +25,7 @@ def rows_of(
     return torch.from_numpy(wanted + (starts.numpy() - ends + owned)[heads])
 
 
-def heads_among(packed: Int64[Tensor, " N"], lengths: Sequence[int]) -> Int64[Tensor, " N"]:
+def heads_of_packed(packed: Int64[Tensor, " N"], lengths: Sequence[int]) -> Int64[Tensor, " N"]:
     """The head of each packed entry, where heads have these lengths."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.searchsorted(np.cumsum(lengths), packed.numpy(), side="right"))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from larder.core.errors import CacheError
 
-LARGEST = 65504.0  # of float16
+FLOAT16_MAX = 65504.0  # of float16
 
 
 def check_range(numbers: Float[Tensor, "*shape"]) -> None:
@@ -30,25 +30,25 @@ def check_range(numbers: Float[Tensor, "*shape"]) -> None:
     Raises:
         CacheError: one is not finite, or beyond what an offset in float16 can be.
     """
-    if bool(((numbers.abs() <= LARGEST).logical_not()).any()):
+    if bool(((numbers.abs() <= FLOAT16_MAX).logical_not()).any()):
         largest = float(numbers.abs().max())
         raise CacheError(
             f"Numbers up to {largest:g} were to be rounded, but offsets are float16 and reach "
-            f"{LARGEST:g}: keep such entries at full precision."
+            f"{FLOAT16_MAX:g}: keep such entries at full precision."
         )
 
 
-def grid(
+def scales_and_offsets(
     lows: Float[Tensor, "*groups"], highs: Float[Tensor, "*groups"], bits: int
 ) -> tuple[Float16[Tensor, "*groups"], Float16[Tensor, "*groups"]]:
     """Offset and scale of groups whose numbers span [low, high]; the codes reach both ends."""
     same = lows == highs
-    offsets = torch.where(same, lows.half(), _down(lows))
+    offsets = torch.where(same, lows.half(), _round_down_float16(lows))
     steps = (highs - offsets.to(highs.dtype)) / (2**bits - 1)
-    return offsets, torch.where(same, torch.zeros_like(offsets), -_down(-steps))
+    return offsets, torch.where(same, torch.zeros_like(offsets), -_round_down_float16(-steps))
 
 
-def codes_of(
+def quantize(
     numbers: Float[Tensor, "*shape"],
     offsets: Float16[Tensor, "*shape"],
     scales: Float16[Tensor, "*shape"],
@@ -61,7 +61,7 @@ def codes_of(
     return codes.to(torch.uint8)
 
 
-def numbers_of(
+def dequantize(
     codes: UInt8[Tensor, "*shape"],
     offsets: Float16[Tensor, "*shape"],
     scales: Float16[Tensor, "*shape"],
@@ -70,7 +70,7 @@ def numbers_of(
     return offsets.float() + scales.float() * codes
 
 
-def packed(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
+def pack_codes(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
     """Codes of W channels in as few bytes as hold them."""
     planes = 8 // bits
     size = math.ceil(codes.shape[1] / planes)
@@ -83,13 +83,13 @@ def packed(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
     return bytes_
 
 
-def unpacked(stored: UInt8[Tensor, "N B"], bits: int, width: int) -> UInt8[Tensor, "N W"]:
+def unpack_codes(stored: UInt8[Tensor, "N B"], bits: int, width: int) -> UInt8[Tensor, "N W"]:
     """The codes of `width` channels out of their bytes."""
     planes = [stored >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)]
     return torch.cat(planes, dim=1)[:, :width]
 
 
-def _down(numbers: Float[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
+def _round_down_float16(numbers: Float[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
     """The largest float16 that is not above each number."""
     near = numbers.half()
     above = near.to(numbers.dtype) > numbers

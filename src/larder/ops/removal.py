@@ -6,7 +6,7 @@
 
 What stays of a head moves up within the head's own region, so a step that gives up one entry costs
 a move of what lies behind it; or it moves down to the entry, where less lies before it, and the
-head begins a row later. The readable form is here, the fast one in `larder.ops.fast.removal`;
+head begins a row later. The readable form is here, the fast one in `larder.ops.cpu.removal`;
 it is taken for contiguous storage on a CPU.
 """
 
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from larder.core.errors import CacheError
-from larder.ops.fast import removal
+from larder.ops.cpu import removal
 
 
 def remove_rows(
@@ -56,12 +56,12 @@ def remove_rows(
     _check_storages(storages, starts, lengths)
     _check_counts(lengths, kept, new_lengths)
     case = storages, starts, lengths, kept, new_lengths, new_starts
-    bad = removal.remove(*case) if removal.serves(storages) else readable_remove(*case)
+    bad = removal.remove_rows(*case) if removal.supports(storages) else reference_remove_rows(*case)
     if bad is not None:
-        raise _misfit(bad, lengths)
+        raise _kept_error(bad, lengths)
 
 
-def readable_remove(
+def reference_remove_rows(
     storages: Sequence[Tensor],
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
@@ -92,7 +92,7 @@ def readable_remove(
 
 
 @dataclass(frozen=True)
-class Motion:
+class RemovalPlan:
     """Where the kept rows of every head shall lie.
 
     Args:
@@ -106,14 +106,14 @@ class Motion:
     rows: int
 
 
-def least_motion(
+def plan_removal(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     kept: Int64[Tensor, " kept"],
     new_lengths: tuple[int, ...],
     edges: tuple[int, ...],
     roomy: int,
-) -> Motion:
+) -> RemovalPlan:
     """For each head, whether its end moves up or its front down: whichever is less.
 
     Args:
@@ -126,21 +126,21 @@ def least_motion(
     """
     _check_counts(lengths, kept, new_lengths)
     case = starts, lengths, kept, new_lengths, edges, roomy
-    bad, motion = removal.least_motion(*case)
+    bad, motion = removal.plan_removal(*case)
     if bad is not None:
-        raise _misfit(bad, lengths)
-    return Motion(*motion)
+        raise _kept_error(bad, lengths)
+    return RemovalPlan(*motion)
 
 
-def readable_least_motion(
+def reference_plan_removal(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     kept: Int64[Tensor, " kept"],
     new_lengths: tuple[int, ...],
     edges: tuple[int, ...],
     roomy: int,
-) -> Motion:
-    """`least_motion` of kept entries that fit, one head after the other."""
+) -> RemovalPlan:
+    """`plan_removal` of kept entries that fit, one head after the other."""
     result, room, rows, offset = starts.clone(), [len(kept)], 0, 0
     for h, own in enumerate(kept.split(list(new_lengths))):
         gone, region = int(lengths[h]) - len(own), edges[h + 1] - edges[h]
@@ -152,7 +152,7 @@ def readable_least_motion(
         rows += up
         room.append(edges[h + 1] - int(result[h]) - len(own))
         offset += int(lengths[h])
-    return Motion(result, min(room[1:]), rows)
+    return RemovalPlan(result, min(room[1:]), rows)
 
 
 def move_rows(
@@ -162,18 +162,18 @@ def move_rows(
     kept: Int64[Tensor, " kept"],
     new_lengths: tuple[int, ...],
     columns: Float[Tensor, "n C"],
-    motion: Motion,
+    motion: RemovalPlan,
 ) -> None:
     """As `remove_rows`, of a motion found for the same heads and kept entries."""
     storages = *tensors, *columns
     case = storages, starts, lengths, kept, new_lengths, motion.starts
-    if removal.serves(storages):
-        removal.move(*case, motion.rows)
+    if removal.supports(storages):
+        removal.move_rows(*case, motion.rows)
     else:
-        readable_remove(*case)
+        reference_remove_rows(*case)
 
 
-def _misfit(head: int, lengths: Int[Tensor, " K"]) -> CacheError:
+def _kept_error(head: int, lengths: Int[Tensor, " K"]) -> CacheError:
     return CacheError(
         f"The kept entries of kv head {head} must ascend within the head's own "
         f"{int(lengths[head])} packed entries, but they do not: sort them, and count them in "

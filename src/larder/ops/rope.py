@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Turn = tuple[Float[Tensor, "#S half"], Float[Tensor, "#S half"]]  # cosines, sines
+Rotation = tuple[Float[Tensor, "#S half"], Float[Tensor, "#S half"]]  # cosines, sines
 
 
 def frequencies(head_dim: int, theta: float) -> Float[Tensor, " half"]:
@@ -31,7 +31,7 @@ def rotate(
     radians: Float[Tensor, " half"],
 ) -> Float[Tensor, "K S D"]:
     """Queries or keys turned to their positions; computed in float32, returned in their type."""
-    return _turned(vectors, _turn(positions, radians))
+    return _apply_rotation(vectors, _rotation(positions, radians))
 
 
 def rerotate(
@@ -41,12 +41,12 @@ def rerotate(
     radians: Float[Tensor, " half"],
 ) -> Float[Tensor, "K S D"]:
     """Rotated keys moved from their old positions to new ones."""
-    (cosine, sine), (old_cosine, old_sine) = _turn(new, radians), _turn(old, radians)
+    (cosine, sine), (old_cosine, old_sine) = _rotation(new, radians), _rotation(old, radians)
     onward = cosine * old_cosine + sine * old_sine, sine * old_cosine - cosine * old_sine
-    return _turned(keys, onward)
+    return _apply_rotation(keys, onward)
 
 
-def move_each(
+def rerotate_per_head(
     vectors: Float[Tensor, "N Q D"],
     old: Int[Tensor, " Q"],
     new: Int[Tensor, "K Q"],
@@ -63,33 +63,35 @@ def move_each(
     return moved.view_as(vectors)
 
 
-def rotate_each(
+def rotate_per_head(
     vectors: Float[Tensor, "N Q D"],
     positions: Int[Tensor, "K Q"],
     radians: Float[Tensor, " half"],
 ) -> Float[Tensor, "N Q D"]:
-    """Queries or keys turned to positions that differ from kv head to kv head, as `move_each`."""
+    """Queries or keys turned to positions that differ from kv head to kv head, as
+    `rerotate_per_head`.
+    """
     each = positions.repeat_interleave(vectors.shape[0] // positions.shape[0], 0).flatten()
     return rotate(vectors.flatten(0, 1)[None], each, radians).view_as(vectors)
 
 
-def face_mean(
+def unrotate_by_mean(
     keys: Float[Tensor, "S D"], positions: Int[Tensor, " P"], radians: Float[Tensor, " half"]
 ) -> Float[Tensor, "S D"]:
     """Keys turned back by the mean of the rotations to some positions, in float32.
 
     Their product with an unturned query is the mean of those with the query at all positions.
     """
-    cosine, sine = (part.mean(0, keepdim=True) for part in _turn(positions, radians))
-    return _turned(keys.float()[None], (cosine, -sine))[0]
+    cosine, sine = (part.mean(0, keepdim=True) for part in _rotation(positions, radians))
+    return _apply_rotation(keys.float()[None], (cosine, -sine))[0]
 
 
-def _turn(positions: Int[Tensor, " S"], radians: Float[Tensor, " half"]) -> Turn:
+def _rotation(positions: Int[Tensor, " S"], radians: Float[Tensor, " half"]) -> Rotation:
     angles = positions.to(torch.float32)[:, None] * radians
     return angles.cos(), angles.sin()
 
 
-def _turned(vectors: Float[Tensor, "K S D"], turn: Turn) -> Float[Tensor, "K S D"]:
+def _apply_rotation(vectors: Float[Tensor, "K S D"], turn: Rotation) -> Float[Tensor, "K S D"]:
     cosine, sine = turn
     half = cosine.shape[1]
     first, second, rest = vectors.float().split([half, half, vectors.shape[2] - 2 * half], dim=-1)

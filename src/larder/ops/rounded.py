@@ -24,15 +24,22 @@ import torch
 from jaxtyping import Float, Float16, Int16, Int32, Int64, Shaped
 from torch import Tensor
 
-from larder.core.codec import Manner, Sharing
+from larder.core.codec import QuantizationScheme, ScaleGranularity
 from larder.ops.packing import starts_of
-from larder.ops.quantization import check_range, codes_of, grid, numbers_of, packed, unpacked
+from larder.ops.quantization import (
+    check_range,
+    dequantize,
+    pack_codes,
+    quantize,
+    scales_and_offsets,
+    unpack_codes,
+)
 
-LEAST_FACTOR = 2.0**-8  # of the largest; divided by less, ordinary keys would leave float16
+MIN_FACTOR = 2.0**-8  # of the largest; divided by less, ordinary keys would leave float16
 
 
 @dataclass(frozen=True)
-class Rounded:
+class QuantizedRows:
     """Rows of numbers, group after group; W of D channels are stored.
 
     Args:
@@ -44,7 +51,7 @@ class Rounded:
         strays: those numbers.
     """
 
-    manner: Manner
+    manner: QuantizationScheme
     stored: Shaped[Tensor, "T B"]
     offsets: Float16[Tensor, "P W"]
     scales: Float16[Tensor, "P W"]
@@ -54,11 +61,11 @@ class Rounded:
     strays: Float16[Tensor, " S"]
 
     @staticmethod
-    def nothing(manner: Manner, like: Tensor) -> Rounded:
+    def nothing(manner: QuantizationScheme, like: Tensor) -> QuantizedRows:
         """No row; numbers that stay as they are have the type of `like`."""
         none = like.new_zeros(0, manner.head_dim, dtype=torch.promote_types(like.dtype, torch.half))
         counts = torch.zeros(0, dtype=torch.int64)
-        return encoded(none, counts, manner, none.new_empty(0, 0), like.dtype)
+        return quantize_rows(none, counts, manner, none.new_empty(0, 0), like.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name."""
@@ -72,8 +79,8 @@ class Rounded:
         groups = groups.to(rows.device)
         if manner.bits:
             shared = [self._by_number(part, rows, groups) for part in (self.offsets, self.scales)]
-            codes = unpacked(self.stored[rows], manner.bits, manner.channels)
-            numbers = numbers_of(codes, *shared)
+            codes = unpack_codes(self.stored[rows], manner.bits, manner.channels)
+            numbers = dequantize(codes, *shared)
             at, channels, strays = self._strays(rows)
             numbers[at, channels] = strays.float()
         else:
@@ -85,12 +92,12 @@ class Rounded:
         whole = numbers.new_zeros(len(numbers), manner.head_dim)
         return whole.scatter_(1, self.channels[groups].long(), numbers)
 
-    def selected(self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " M"]) -> Rounded:
+    def selected(self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " M"]) -> QuantizedRows:
         """Only these rows of these groups, both ascending, to the bit as they are."""
         rows, groups = rows.to(self.stored.device), groups.to(self.stored.device)
-        shared = groups if self.manner.sharing is Sharing.CHANNEL else rows
+        shared = groups if self.manner.sharing is ScaleGranularity.CHANNEL else rows
         at, channels, strays = self._strays(rows)
-        return Rounded(
+        return QuantizedRows(
             self.manner,
             self.stored[rows],
             self.offsets[shared] if self.manner.bits else self.offsets.clone(),
@@ -104,9 +111,9 @@ class Rounded:
     def _by_number(
         self, shared: Float16[Tensor, "P V"], rows: Tensor, groups: Tensor
     ) -> Float16[Tensor, "N _"]:
-        if self.manner.sharing is Sharing.CHANNEL:
+        if self.manner.sharing is ScaleGranularity.CHANNEL:
             return shared[groups]
-        return _repeated(shared[rows], self.manner)
+        return _expand_groups(shared[rows], self.manner)
 
     def _strays(self, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers held apart in some rows: where in `rows`, in which channel, and they."""
@@ -124,7 +131,7 @@ class Rounded:
         return order[found[among]], spots[among] % width, strays[among]
 
 
-def joined(parts: Sequence[Rounded]) -> Rounded:
+def concat_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     """Rows and groups of several, one after the other."""
     shifts = [sum(len(part.stored) for part in parts[:i]) for i in range(len(parts))]
     moved = [
@@ -132,16 +139,18 @@ def joined(parts: Sequence[Rounded]) -> Rounded:
         for part, shift in zip(parts, shifts, strict=True)
     ]
     named = [part.tensors() for part in moved]
-    return Rounded(parts[0].manner, **{n: torch.cat([part[n] for part in named]) for n in named[0]})
+    return QuantizedRows(
+        parts[0].manner, **{n: torch.cat([part[n] for part in named]) for n in named[0]}
+    )
 
 
-def encoded(
+def quantize_rows(
     numbers: Float[Tensor, "N D"],
     counts: Int64[Tensor, " G"],
-    manner: Manner,
+    manner: QuantizationScheme,
     weights: Float[Tensor, "K D1"],
     dtype: torch.dtype,
-) -> Rounded:
+) -> QuantizedRows:
     """Round rows that lie group after group.
 
     Args:
@@ -158,18 +167,18 @@ def encoded(
     channels, factors = none.short(), none.half()
     if manner.channels < manner.head_dim:
         weighed = weights if len(weights) else _energy(numbers, groups)
-        channels = _heaviest(weighed, manner)
+        channels = _top_channels(weighed, manner)
         numbers = numbers.gather(1, channels[groups.own])
     if not manner.bits:
         stored, spots = numbers.to(dtype).clone(), numbers.new_empty(0, dtype=torch.int32)
         shared = none.half(), none.half(), channels.short(), factors
-        return Rounded(manner, stored, *shared, spots, spots.half())
+        return QuantizedRows(manner, stored, *shared, spots, spots.half())
     if manner.balance:
         weighed = weights if len(weights) else numbers[groups.rows].abs().amax(1)
-        factors = _factors(weighed, manner)
+        factors = _balance_factors(weighed, manner)
         numbers = numbers / factors[groups.own].to(numbers.dtype)
     check_range(numbers)
-    return _on_grids(numbers, groups, manner, channels.short(), factors)
+    return _quantize_groups(numbers, groups, manner, channels.short(), factors)
 
 
 @dataclass(frozen=True)
@@ -195,26 +204,26 @@ class _Groups:
         return _Groups(counts, rows.to(device), own.to(device))
 
 
-def _on_grids(
+def _quantize_groups(
     numbers: Float[Tensor, "N W"],
     groups: _Groups,
-    manner: Manner,
+    manner: QuantizationScheme,
     channels: Int16[Tensor, "G1 W1"],
     factors: Float16[Tensor, "G2 W2"],
-) -> Rounded:
+) -> QuantizedRows:
     """Numbers that were thinned and divided already, those that stand out held apart."""
-    far, calm = _held_apart(numbers, groups, manner)
-    offsets, scales = grid(*_ends(calm, groups.rows, manner), manner.bits)
-    if manner.sharing is Sharing.CHANNEL:
-        codes = codes_of(calm, offsets[groups.own], scales[groups.own], manner.bits)
+    far, calm = _find_outliers(numbers, groups, manner)
+    offsets, scales = scales_and_offsets(*_group_ranges(calm, groups.rows, manner), manner.bits)
+    if manner.sharing is ScaleGranularity.CHANNEL:
+        codes = quantize(calm, offsets[groups.own], scales[groups.own], manner.bits)
     else:
-        spread = _repeated(offsets, manner), _repeated(scales, manner)
-        codes = codes_of(calm, *spread, manner.bits)
-    stored = packed(codes.masked_fill(far, 0), manner.bits)
+        spread = _expand_groups(offsets, manner), _expand_groups(scales, manner)
+        codes = quantize(calm, *spread, manner.bits)
+    stored = pack_codes(codes.masked_fill(far, 0), manner.bits)
     spots = far.flatten().nonzero().flatten()
     strays = numbers.flatten()[spots].half()
     shared = offsets, scales, channels, factors
-    return Rounded(manner, stored, *shared, spots.int(), strays)
+    return QuantizedRows(manner, stored, *shared, spots.int(), strays)
 
 
 def _energy(numbers: Float[Tensor, "N D"], groups: _Groups) -> Float[Tensor, "G D"]:
@@ -223,21 +232,25 @@ def _energy(numbers: Float[Tensor, "N D"], groups: _Groups) -> Float[Tensor, "G 
     return sums.index_add_(0, groups.own, numbers.square())
 
 
-def _heaviest(weights: Float[Tensor, "G D"], manner: Manner) -> Int64[Tensor, "G W"]:
+def _top_channels(
+    weights: Float[Tensor, "G D"], manner: QuantizationScheme
+) -> Int64[Tensor, "G W"]:
     """The channels that weigh most, ascending; of equal ones the first."""
     order = weights.sort(dim=1, descending=True, stable=True).indices
     return order[:, : manner.channels].sort(dim=1).values
 
 
-def _factors(weights: Float[Tensor, "G D"], manner: Manner) -> Float16[Tensor, "G D"]:
+def _balance_factors(
+    weights: Float[Tensor, "G D"], manner: QuantizationScheme
+) -> Float16[Tensor, "G D"]:
     """Powers of the weights, the largest of a group 1: more would only move the scales."""
     largest = weights.amax(1, keepdim=True)
     relative = torch.where(largest > 0, weights / largest, torch.ones_like(weights)).clamp(min=0)
-    return relative.pow(manner.balance).clamp(min=LEAST_FACTOR).half()
+    return relative.pow(manner.balance).clamp(min=MIN_FACTOR).half()
 
 
-def _held_apart(
-    numbers: Float[Tensor, "N W"], groups: _Groups, manner: Manner
+def _find_outliers(
+    numbers: Float[Tensor, "N W"], groups: _Groups, manner: QuantizationScheme
 ) -> tuple[Tensor, Float[Tensor, "N W"]]:
     """Which numbers are held apart, and all numbers with medians in their places."""
     rows, counts = groups.rows, groups.counts
@@ -246,12 +259,12 @@ def _held_apart(
     if not len(counts) or not int(limits.max()):
         return far, numbers
     true = (torch.arange(rows.shape[1]) < counts[:, None]).to(rows.device)[:, :, None]
-    if manner.sharing is Sharing.CHANNEL:
+    if manner.sharing is ScaleGranularity.CHANNEL:
         ordered = numbers[rows].masked_fill(~true, torch.inf).sort(dim=1).values  # [G, n, W]
         middle = ((counts - 1) // 2).to(rows.device)
         middles = ordered[torch.arange(len(rows), device=rows.device), middle][groups.own]
     else:
-        middles = _repeated(_pieces(numbers, manner).median(2).values, manner)
+        middles = _expand_groups(_channel_groups(numbers, manner).median(2).values, manner)
     distances = (numbers - middles).abs()
     spread = distances[rows].masked_fill(~true, -1.0)
     order = spread.flatten(1).sort(dim=1, descending=True, stable=True).indices
@@ -264,22 +277,26 @@ def _held_apart(
     return far, torch.where(far, middles, numbers)
 
 
-def _ends(
-    numbers: Float[Tensor, "N W"], rows: Int64[Tensor, "G n"], manner: Manner
+def _group_ranges(
+    numbers: Float[Tensor, "N W"], rows: Int64[Tensor, "G n"], manner: QuantizationScheme
 ) -> tuple[Float[Tensor, "P V"], Float[Tensor, "P V"]]:
     """The least and the largest of those numbers that share an offset."""
-    if manner.sharing is Sharing.ENTRY:
-        pieces = _pieces(numbers, manner)
+    if manner.sharing is ScaleGranularity.ENTRY:
+        pieces = _channel_groups(numbers, manner)
         return pieces.amin(2), pieces.amax(2)
     return numbers[rows].amin(1), numbers[rows].amax(1)
 
 
-def _pieces(numbers: Float[Tensor, "N W"], manner: Manner) -> Float[Tensor, "N P group"]:
+def _channel_groups(
+    numbers: Float[Tensor, "N W"], manner: QuantizationScheme
+) -> Float[Tensor, "N P group"]:
     """Channels in pieces; the last one repeats its last channel."""
     whole = manner.pieces * manner.group
     last = torch.arange(whole, device=numbers.device).clamp(max=manner.channels - 1)
     return numbers[:, last].unflatten(1, (manner.pieces, manner.group))
 
 
-def _repeated(pieces: Shaped[Tensor, "N P"], manner: Manner) -> Shaped[Tensor, "N W"]:
+def _expand_groups(
+    pieces: Shaped[Tensor, "N P"], manner: QuantizationScheme
+) -> Shaped[Tensor, "N W"]:
     return pieces.repeat_interleave(manner.group, dim=1)[:, : manner.channels]

@@ -1,7 +1,7 @@
 """Searching stored keys for those with the largest products with a query.
 
 Rows of scores are padded: -inf stands where a head has nothing. Ties go to the lower number. The
-readable forms are here, the fast ones, for a CPU, in `larder.ops.fast.search`.
+readable forms are here, the fast ones, for a CPU, in `larder.ops.cpu.search`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from larder.ops.fast import search as fast
+from larder.ops.cpu import search as fast
 
-MOST_SCORES = 1 << 22  # of one chunk: 16 MiB
+MAX_SCORES = 1 << 22  # of one chunk: 16 MiB
 
 
-def page_bests(
+def page_max_scores(
     queries: Float[Tensor, "H D"],
     keys: Float[Tensor, "C D"],
     starts: Int[Tensor, " K"],
@@ -29,23 +29,23 @@ def page_bests(
             the entries [p * page, (p + 1) * page) of them.
         starts, lengths: int64 in host memory.
     """
-    if fast.serves(queries, keys):
-        return fast.page_bests(queries, keys, starts, lengths, page)
-    return readable_page_bests(queries, keys, starts, lengths, page)
+    if fast.supports(queries, keys):
+        return fast.page_max_scores(queries, keys, starts, lengths, page)
+    return reference_page_max_scores(queries, keys, starts, lengths, page)
 
 
-def readable_page_bests(
+def reference_page_max_scores(
     queries: Float[Tensor, "H D"],
     keys: Float[Tensor, "C D"],
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     page: int = 1,
 ) -> Float[Tensor, "H N"]:
-    """`page_bests` for every device and type: matrix products, in chunks of whole pages."""
+    """`page_max_scores` for every device and type: matrix products, in chunks of whole pages."""
     group = queries.shape[0] // lengths.shape[0]
     num_pages = -(-int(lengths.max()) // page)
     bests = queries.new_full((queries.shape[0], num_pages), -torch.inf, dtype=torch.float32)
-    chunk = max(MOST_SCORES // (group * page), 1) * page
+    chunk = max(MAX_SCORES // (group * page), 1) * page
     for head, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         asked = queries[head * group : (head + 1) * group].float()
         for first in range(0, length, chunk):
@@ -58,7 +58,7 @@ def readable_page_bests(
     return bests
 
 
-def bests_by_page(
+def scatter_page_max(
     scores: Float[Tensor, "H S"], page_of: Int64[Tensor, "K S"], num_pages: int
 ) -> Float[Tensor, "H N"]:
     """The largest score in each page, where any entries may make one.
@@ -76,10 +76,10 @@ def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
     """Numbers of the `count` highest scores of each row, the best first; -1 in place of -inf."""
     if scores.device.type == "cpu":
         return fast.top_rows(scores, count)
-    return readable_top_rows(scores, count)
+    return reference_top_rows(scores, count)
 
 
-def readable_top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
+def reference_top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
     """`top_rows` for every device."""
     values, numbers = torch.sort(scores, dim=1, descending=True, stable=True)
     return numbers[:, :count].masked_fill(values[:, :count].isneginf(), -1)
@@ -92,10 +92,10 @@ def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int6
     """
     if ranked.device.type == "cpu":
         return fast.interleaved(ranked, kv_heads, count)
-    return readable_interleaved(ranked, kv_heads, count)
+    return reference_interleaved(ranked, kv_heads, count)
 
 
-def readable_interleaved(
+def reference_interleaved(
     ranked: Int64[Tensor, "H P"], kv_heads: int, count: int
 ) -> Int64[Tensor, "K L"]:
     """`interleaved` for every device."""

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.ops.fast import choice, selection
+from larder.ops.cpu import topk
+from larder.ops.fast import choice
 
 
 def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
@@ -17,14 +18,14 @@ def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
 def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     """`top_mask` of every row.
 
-    The readable form is here, the fast one, for host memory, in `larder.ops.fast.selection`.
+    The readable form is here, the fast one, for host memory, in `larder.ops.cpu.topk`.
     """
-    if selection.serves(scores, count):
-        return selection.top_masks(scores, count)
-    return readable_top_masks(scores, count)
+    if topk.supports(scores, count):
+        return topk.top_masks(scores, count)
+    return reference_top_masks(scores, count)
 
 
-def readable_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
+def reference_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     """`top_masks` for every device and any count."""
     rejected = scores.shape[1] - max(count, 0)
     if rejected <= 0:
@@ -36,7 +37,7 @@ def readable_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor,
     return keep | (equal & (equal.cumsum(1) <= wanted))
 
 
-def top_of_heads(
+def top_per_head(
     scores: Float[Tensor, " T"],
     lengths: tuple[int, ...],
     count: int,
@@ -52,18 +53,18 @@ def top_of_heads(
         lengths: how many of them each head has.
         spared: which of them stand above all others, as if their scores were infinite.
     """
-    if choice.serves(scores, lengths, count):
-        return choice.top_of_heads(scores, lengths, count, spared)
-    return readable_top_of_heads(scores, lengths, count, spared)
+    if choice.supports_per_head(scores, lengths, count):
+        return choice.top_per_head(scores, lengths, count, spared)
+    return reference_top_per_head(scores, lengths, count, spared)
 
 
-def readable_top_of_heads(
+def reference_top_per_head(
     scores: Float[Tensor, " T"],
     lengths: tuple[int, ...],
     count: int,
     spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
-    """`top_of_heads` for every device and any number that go."""
+    """`top_per_head` for every device and any number that go."""
     if spared is not None:
         scores = scores.masked_fill(spared, torch.inf)
     if len(set(lengths)) == 1:

@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 from larder.core.family import Family
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Calibration, Entries, Seen
+from larder.core.observation import Calibration, Entries, Observation
 from larder.core.spec import LayerSpec
-from larder.ops.columns import gather_columns
-from larder.ops.rows import logit_shares
+from larder.ops.attention_weights import head_weights_from_logits
+from larder.ops.column_statistics import reduce_columns
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.heads.base import HeadRule
 
@@ -37,7 +37,7 @@ class Look:
     positions: Int[Tensor, " Q"] | None = None
     before: int | None = None
 
-    def is_of(self, seen: Seen) -> bool:
+    def is_of(self, seen: Observation) -> bool:
         """Whether it is what the pass itself has looked at: its own queries, at all entries."""
         return (
             self.entries is seen.entries
@@ -64,18 +64,18 @@ class Joining:
         """With the parameters that the parts have by default."""
         return Joining(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
 
-    def join(self, look: Look, seen: Seen) -> list[Float[Tensor, " _"]]:
+    def join(self, look: Look, seen: Observation) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head; the entries' softmax weights are never all held."""
         entries = look.entries
         judged = look.judged() if self.aggregation.mixes else entries.lengths
         is_local = not (self.aggregation.mixes or self.aggregation.counts)
         if seen.logits is not None and is_local and look.is_of(seen):
             # As gathered from the only query, whose logits attention has left behind.
-            weights = self.aggregation.alone(logit_shares(seen.logits, *entries.layout))
+            weights = self.aggregation.alone(head_weights_from_logits(seen.logits, *entries.layout))
             joined = self.heads.join_stored(weights, entries, seen.layer, seen.facts)
             return [self.aggregation.complete(head) for head in joined]
         key_positions = None if look.positions is None else entries.packed_positions()
-        statistics = gather_columns(
+        statistics = reduce_columns(
             self.aggregation,
             look.queries,
             entries.keys,

@@ -16,7 +16,7 @@ from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
 from larder.core.needs import Need
-from larder.core.observation import Calibration, Entries, Lexicon, Scored, Seen, Stage
+from larder.core.observation import Calibration, Entries, LayerScores, Lexicon, Observation, Phase
 from larder.core.plan import Plan
 from larder.core.spelling import name_of, spell
 from larder.core.types import Packed, PackedMask
@@ -103,12 +103,12 @@ class Planner:
         """The one that judges what is read, and another for what is generated, if there is one."""
         return (self.scorer, *self.timing.scorers)
 
-    def _scoring(self, stage: Stage) -> Scoring:
+    def _scoring(self, stage: Phase) -> Scoring:
         """What judges a layer."""
-        other = self.timing.scoring if stage is Stage.GENERATING else None
+        other = self.timing.scoring if stage is Phase.GENERATING else None
         return other or Scoring(self.scorer, self.joining)
 
-    def tally(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
+    def tally(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         """New values of all columns, after a pass that appended."""
         updates = [tally.update(seen) for tally in self._tallies]
         return {name: column for update in updates for name, column in update.items()}
@@ -134,11 +134,11 @@ class Planner:
         Args:
             is_due: whether scores are asked for.
         """
-        scorer = self._scoring(Stage.GENERATING).scorer
+        scorer = self._scoring(Phase.GENERATING).scorer
         looks = self.storage.turns or scorer.published() is not None
         return bool(self._tallies) or (is_due and looks)
 
-    def knowing(self, seen: Seen) -> Seen:
+    def knowing(self, seen: Observation) -> Observation:
         """What a layer saw, with what is known beforehand."""
         own = self.facts.get(seen.layer.index, {})
         if not (own or self.lexicon or seen.facts or seen.lexicon or self.projections):
@@ -179,7 +179,7 @@ class Planner:
         )
         return next(sizes, tokens)
 
-    def score(self, seen: Seen, quota: int = 0, tokens: int = 0, start: int = 0) -> Packed:
+    def score(self, seen: Observation, quota: int = 0, tokens: int = 0, start: int = 0) -> Packed:
         """The scorer's float32 score of every entry of a layer.
 
         Args:
@@ -199,7 +199,7 @@ class Planner:
         weighed = self.values.weigh(scores.to(torch.float32), seen, selection)
         return self.unit.pool(weighed, seen)
 
-    def _check(self, scores: Tensor, scorer: Scorer, seen: Seen) -> None:
+    def _check(self, scores: Tensor, scorer: Scorer, seen: Observation) -> None:
         wanted, whose = sum(seen.entries.lengths), name_of(type(scorer))
         if tuple(scores.shape) != (wanted,):
             raise ScoreError(
@@ -218,7 +218,7 @@ class Planner:
                 f"layer {seen.layer.index}, which cannot be ranked: return numbers or infinities."
             )
 
-    def judge(self, seen: Seen, scores: Packed, tokens: int, start: int = 0) -> Scored:
+    def judge(self, seen: Observation, scores: Packed, tokens: int, start: int = 0) -> LayerScores:
         """A layer's scores together with what is protected.
 
         Args:
@@ -230,9 +230,9 @@ class Planner:
         inspected = self.storage.inspect(seen)
         weights = of_kv_heads(self.weights.get(seen.layer.index, ()), len(entries.lengths))
         told = (measure, entries.scalars, seen.stage, inspected, weights)
-        return Scored(scores, protected, entries.lengths, *told, protection=protection)
+        return LayerScores(scores, protected, entries.lengths, *told, protection=protection)
 
-    def _protection(self, seen: Seen, start: int) -> Callable[[int], PackedMask]:
+    def _protection(self, seen: Observation, start: int) -> Callable[[int], PackedMask]:
         """Which entries stay whatever their scores, where a layer keeps so many per head.
 
         It holds no queries: layers wait with it until all are judged.
@@ -241,16 +241,16 @@ class Planner:
         return partial(self._protected, *told)
 
     def _protected(
-        self, positions: Int[Tensor, " T"], length: int, stage: Stage, start: int, tokens: int
+        self, positions: Int[Tensor, " T"], length: int, stage: Phase, start: int, tokens: int
     ) -> PackedMask:
         protected = self.protect.mask(positions, length, tokens)
-        if stage is Stage.GENERATING and self.timing.shields:
+        if stage is Phase.GENERATING and self.timing.shields:
             return self.timing.shielded(protected, positions, start, length, tokens)
         return protected
 
     def plan(
         self,
-        ready: Mapping[int, Scored],
+        ready: Mapping[int, LayerScores],
         quotas: Mapping[int, int],
         entries: Callable[[int], Entries],
     ) -> dict[int, Plan]:
@@ -270,7 +270,9 @@ class Planner:
             plans[index] = self._settled(plan, entries(index), *told)
         return plans
 
-    def _settled(self, plan: Plan, held: Entries, scored: Scored, quota: int, share: float) -> Plan:
+    def _settled(
+        self, plan: Plan, held: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
         """By itself, so that of copies of what layers hold there is one at a time."""
         settled = self.compensation.settle(plan, held, scored)
         return self.storage.grade(settled, held, scored, quota, share)

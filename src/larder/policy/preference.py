@@ -11,16 +11,18 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Seen
-from larder.ops.columns import Gather, gather_columns
+from larder.core.observation import Observation
+from larder.ops.column_statistics import ColumnReducer, reduce_columns
 
 LEAST_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 
 
-def of_last_queries(gather: Gather, seen: Seen, window: int) -> list[Float[Tensor, "N _"]]:
+def of_last_queries(
+    gather: ColumnReducer, seen: Observation, window: int
+) -> list[Float[Tensor, "N _"]]:
     """What `gather` makes of the weights that the last queries give, for each kv head."""
     entries = seen.entries
-    return gather_columns(
+    return reduce_columns(
         gather,
         seen.queries[:, -window:],
         entries.keys,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import PackedMask
-from larder.ops.marking import outside
+from larder.ops.marking import mask_outside
 from larder.policy.ends import Ends
 
 
@@ -62,7 +62,7 @@ class Protect:
 
     def mask(self, positions: Int[Tensor, " T"], length: int, tokens: int) -> PackedMask:
         """Marks the entries at protected positions, when `length` tokens were read."""
-        return outside(positions, self.sinks, length - self.recent_tokens(tokens))
+        return mask_outside(positions, self.sinks, length - self.recent_tokens(tokens))
 
 
 Part = Protect

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from larder.core.cutting import even_cuts
+from larder.core.cutting import even_ranges
 from larder.prefill.reader import Lane, Reader
 
 # Called as tokens are read: (tokens read so far over all lanes, tokens to read over all lanes).
@@ -75,4 +75,4 @@ def read_blocks(
 
 def pieces(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     """Consecutive pieces of nearly the same length, at most `size` tokens each."""
-    return [ids[start:stop] for start, stop in even_cuts(len(ids), size)]
+    return [ids[start:stop] for start, stop in even_ranges(len(ids), size)]

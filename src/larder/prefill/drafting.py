@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from larder.cache.sequence import SequenceCache
-from larder.core.observation import Scratch
+from larder.core.observation import ScratchPrompt
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Observer, Row
@@ -24,9 +24,9 @@ def likeliest(
 def drafted(
     decoder: Decoder,
     caches: Sequence[SequenceCache],
-    asked: Sequence[Scratch],
+    asked: Sequence[ScratchPrompt],
     following: Sequence[int],
-) -> list[Scratch]:
+) -> list[ScratchPrompt]:
     """Scratch prompts with their drafts behind them, as many for each.
 
     The caches stay as they are, so a draft is read anew for each token that is added to it.

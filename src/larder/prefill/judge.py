@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.observation import Scored, Scratch, Seen, Stage
+from larder.core.observation import LayerScores, Observation, Phase, ScratchPrompt
 from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.models.passes import Recorded
@@ -62,7 +62,7 @@ class Judge:
         quotas: Sequence[Mapping[int, int]],
         meter: Meter | None,
         lengths: Sequence[int],
-        stage: Stage = Stage.READING,
+        stage: Phase = Phase.READING,
         starts: Sequence[int] = (),
         carry: Carry = Carry.APPLY,
     ) -> None:
@@ -75,15 +75,17 @@ class Judge:
         self._stage = stage
         self._starts = starts or [0] * len(caches)
         self._carry = carry
-        self._asked: Sequence[Scratch] = ()
+        self._asked: Sequence[ScratchPrompt] = ()
         self._turns: Sequence[Turn] = ()
         self._scratch_tokens = 0
         self._scores: dict[tuple[int, int], Packed] = {}
-        self._ready: list[dict[int, Scored]] = [{} for _ in caches]
+        self._ready: list[dict[int, LayerScores]] = [{} for _ in caches]
         self._leading = Leading(planner.unit.layers_together)
         self._places = {layer: place for place, layer in enumerate(quotas[0])}
 
-    def expect(self, asked: Sequence[Scratch], turns: Sequence[Turn], scratch_tokens: int) -> None:
+    def expect(
+        self, asked: Sequence[ScratchPrompt], turns: Sequence[Turn], scratch_tokens: int
+    ) -> None:
         """Say what the next pass reads and is for, one entry per row.
 
         Args:
@@ -108,7 +110,7 @@ class Judge:
         if self._turns[row] is Turn.WATCH:
             return {}
         told = self._quotas[row][layer], self._tokens, self._starts[row]
-        score: Callable[[Seen], Packed] = lambda seen: self._planner.score(seen, *told)  # noqa: E731
+        score: Callable[[Observation], Packed] = lambda seen: self._planner.score(seen, *told)  # noqa: E731
         own = self._leading.scores(row, self._places[layer], seen, score)
         scores = self._join(row, layer, own)
         if self._turns[row] is Turn.MORE:
@@ -127,11 +129,11 @@ class Judge:
         spec = self._caches[0].spec
         return spec.layers[layer].bytes_per_token(spec.dtype) * self._scratch_tokens
 
-    def _look(self, row: int, layer: int, recorded: Recorded) -> Seen:
+    def _look(self, row: int, layer: int, recorded: Recorded) -> Observation:
         cache, asked = self._caches[row], self._asked[row]
         if self._meter is not None:
             self._note(layer, cache.viewed_bytes(layer))
-        seen = Seen(
+        seen = Observation(
             cache.spec.layers[layer],
             cache.entries(layer),
             recorded.queries,
@@ -148,7 +150,7 @@ class Judge:
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.knowing(placed(seen, own))
 
-    def _tally(self, row: int, layer: int, seen: Seen) -> Seen:
+    def _tally(self, row: int, layer: int, seen: Observation) -> Observation:
         """Bring what is remembered of a layer up to date before anything looks at its columns."""
         if self._planner.queries:
             self._caches[row].remember(layer, seen.queries, seen.query_positions)

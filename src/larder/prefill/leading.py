@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 
 
@@ -21,7 +21,7 @@ class Lead:
     positions: Int[Tensor, " T"]
     lengths: tuple[int, ...]
 
-    def fits(self, seen: Seen) -> bool:
+    def fits(self, seen: Observation) -> bool:
         """Whether another layer's heads hold the same positions."""
         entries = seen.entries
         if entries.lengths != self.lengths:
@@ -42,7 +42,9 @@ class Leading:
         self._together = together
         self._leads: dict[int, Lead] = {}
 
-    def scores(self, row: int, place: int, seen: Seen, score: Callable[[Seen], Packed]) -> Packed:
+    def scores(
+        self, row: int, place: int, seen: Observation, score: Callable[[Observation], Packed]
+    ) -> Packed:
         """The scores of a layer.
 
         Args:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from larder.core.observation import Seen
-from larder.ops.rope import move_each
+from larder.core.observation import Observation
+from larder.ops.rope import rerotate_per_head
 
 
-def placed(seen: Seen, own: int) -> Seen:
+def placed(seen: Observation, own: int) -> Observation:
     """The same, with queries and keys turned to the places that follow the layer's entries.
 
     What stands later than right behind the text, or earlier, does so in its places too.
@@ -28,7 +28,7 @@ def placed(seen: Seen, own: int) -> Seen:
     turning = torch.tensor(radians, device=true.device)
     return replace(
         seen,
-        queries=move_each(seen.queries, true, places, turning),
-        keys=move_each(seen.keys, true, places, turning),
+        queries=rerotate_per_head(seen.queries, true, places, turning),
+        keys=rerotate_per_head(seen.keys, true, places, turning),
         places=places,
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
-from larder.core.observation import Prompts, Scratch
-from larder.core.types import Coming, Mode
+from larder.core.observation import Prompts, ScratchPrompt
+from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.policy.planner import Planner
@@ -93,7 +93,9 @@ class Reader:
         length = start + len(block)
         judge = self._judge(caches, length)
         if not scratches[0]:
-            judge.expect([Scratch(ids, (0, length))] * len(lanes), [Turn.LAST] * len(lanes), 0)
+            judge.expect(
+                [ScratchPrompt(ids, (0, length))] * len(lanes), [Turn.LAST] * len(lanes), 0
+            )
             self.decoder.read(_rows(caches, ids), Mode.APPEND, judge, self.planner.needs)
             return
         rounds, following = list(zip(*scratches, strict=True)), list[int]()
@@ -129,10 +131,12 @@ class Reader:
         """Rows that every lane reads, and who watches them without judging."""
         caches = [lane.cache for lane in lanes]
         judge = self._judge(caches, lanes[0].cache.next_position + len(ids))
-        judge.expect([Scratch(ids, (0, 0))] * len(lanes), [Turn.WATCH] * len(lanes), 0)
+        judge.expect([ScratchPrompt(ids, (0, 0))] * len(lanes), [Turn.WATCH] * len(lanes), 0)
         return _rows(caches, ids), judge
 
-    def _scratches(self, lane: Lane, block: tuple[int, ...], start: int) -> tuple[Scratch, ...]:
+    def _scratches(
+        self, lane: Lane, block: tuple[int, ...], start: int
+    ) -> tuple[ScratchPrompt, ...]:
         """What is read behind a lane to judge it.
 
         How surprising tokens are is known only once they have passed, when all layers have gone by.
@@ -140,7 +144,7 @@ class Reader:
         scratches = self.planner.scorer.scratch(block, start, lane.book)
         if scratches or SURPRISE not in self.planner.ledger.columns:
             return scratches
-        return (Scratch(block[-AGAIN_TOKENS:], (0, start + len(block))),)
+        return (ScratchPrompt(block[-AGAIN_TOKENS:], (0, start + len(block))),)
 
     def _judge(self, caches: Sequence[SequenceCache], length: int) -> Judge:
         lengths, quotas = [length] * len(caches), [self.quotas] * len(caches)
@@ -161,4 +165,4 @@ class Reader:
 
 def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[Row]:
     """The same text for every cache."""
-    return [Row(cache, ids, coming=Coming.TEXT) for cache in caches]
+    return [Row(cache, ids, coming=AppendKind.TEXT) for cache in caches]

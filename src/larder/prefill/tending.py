@@ -10,7 +10,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
-from larder.core.observation import Scratch, Stage
+from larder.core.observation import Phase, ScratchPrompt
 from larder.models.passes import Observer, Row
 from larder.policy.planner import Planner
 from larder.prefill.afterwards import Afterwards
@@ -78,7 +78,7 @@ class Tending:
             quotas,
             None,
             lengths,
-            Stage.GENERATING,
+            Phase.GENERATING,
             [self.starts[number] for number in numbers],
             Carry.EVICT,
         )
@@ -87,7 +87,7 @@ class Tending:
         for row, own, is_due in zip(rows, quotas, due, strict=True):
             if len(row.ids) == 1 and self.planner.listens(is_due):
                 row.cache.listen(own)
-        asked = [Scratch(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
+        asked = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
         judge.expect(asked, turns, 0)
         watching: Observer = judge
         if SURPRISE in self.planner.ledger.columns:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
 from larder.core.observation import Prompts
-from larder.core.types import Coming, Mode
+from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Observer, Row
 from larder.prefill.base import Steps, completed, pieces
@@ -95,14 +95,14 @@ class TurnReader:
                 yield
         while len(ids) > self.room:
             count = max(1, self.room)
-            self._read(ids[:count], Coming.QUESTION, 0, self._tending)
+            self._read(ids[:count], AppendKind.QUESTION, 0, self._tending)
             ids = ids[count:]
             yield
         return ids
 
     def ask(self, ids: tuple[int, ...]) -> None:
         """Read the last part of a message that was answered before."""
-        self._read(ids, Coming.QUESTION, 0, self._tending)
+        self._read(ids, AppendKind.QUESTION, 0, self._tending)
 
     def making_room(self, tokens: int) -> Steps[None]:
         """End the open block where so many more tokens would not fit behind it."""
@@ -118,7 +118,7 @@ class TurnReader:
         while ids:
             yield from self.making_room(1)
             count = max(1, self.room)
-            self._read(ids[:count], Coming.TEXT, said, self._resting)
+            self._read(ids[:count], AppendKind.TEXT, said, self._resting)
             ids = ids[count:]
             yield
 
@@ -132,7 +132,7 @@ class TurnReader:
             yield from self.making_room(1)
             part = ids[place : place + min(most, self.room)]
             place += len(part)
-            coming = Coming.STEP if is_single else Coming.TEXT
+            coming = AppendKind.STEP if is_single else AppendKind.TEXT
             self._read(part, coming, place, self._tending)
             if not is_single or place % REPLAYED_TOKENS == 0:
                 yield
@@ -146,7 +146,7 @@ class TurnReader:
         elif self.is_over:  # no pass was left at the end of the turn: its last token has one more
             last = tuple(self._open[-1:])
             self.cache.truncate(self.cache.next_position - len(last))
-            self._read(last, Coming.TEXT, 0, self._resting)
+            self._read(last, AppendKind.TEXT, 0, self._resting)
         self.meter.note([self.cache], 0)
 
     def rests_after(self, tokens: int) -> bool:
@@ -182,7 +182,7 @@ class TurnReader:
         return None if tending is None else tending.observer([0], [row], [said])
 
     def _read(
-        self, ids: tuple[int, ...], coming: Coming, said: int, tending: Tending | None
+        self, ids: tuple[int, ...], coming: AppendKind, said: int, tending: Tending | None
     ) -> None:
         row = Row(self.cache, ids, coming=coming)
         self._decoder.read([row], Mode.APPEND, self._observer(row, said, tending))
@@ -197,7 +197,7 @@ class TurnReader:
             yield from self._judging(ids)
         else:
             if more:
-                self._read(more, Coming.QUESTION, 0, None)
+                self._read(more, AppendKind.QUESTION, 0, None)
             self._close()
 
     def _is_judged(self, more: int) -> bool:

@@ -13,10 +13,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
-MOST_PRODUCTS = 1 << 22  # of one chunk: 16 MiB
+MAX_PRODUCTS = 1 << 22  # of one chunk: 16 MiB
 
 
-class Nearness(Enum):
+class ClusterMetric(Enum):
     """What the nearest center is.
 
     DISTANCE: the one at the smallest Euclidean distance.
@@ -29,26 +29,26 @@ class Nearness(Enum):
     DIRECTION = "direction"
 
 
-def evenly_spaced(points: Float[Tensor, "S D"], count: int) -> Float[Tensor, "C D"]:
+def initial_centers(points: Float[Tensor, "S D"], count: int) -> Float[Tensor, "C D"]:
     """Centers to begin with."""
     return points[(2 * torch.arange(count) + 1) * len(points) // (2 * count)].clone()
 
 
-def nearest(
-    points: Float[Tensor, "S D"], centers: Float[Tensor, "C D"], nearness: Nearness
+def assign_clusters(
+    points: Float[Tensor, "S D"], centers: Float[Tensor, "C D"], nearness: ClusterMetric
 ) -> Int64[Tensor, " S"]:
     """The center of each point. Lengths of points change no answer, so they stay as they are."""
-    if nearness is not Nearness.DISTANCE:
+    if nearness is not ClusterMetric.DISTANCE:
         centers = normalize(centers, dim=-1)
-    credit = centers.square().sum(-1) / 2 if nearness is Nearness.DISTANCE else None
+    credit = centers.square().sum(-1) / 2 if nearness is ClusterMetric.DISTANCE else None
     found: list[Tensor] = []
-    for some in points.split(max(MOST_PRODUCTS // len(centers), 1)):
+    for some in points.split(max(MAX_PRODUCTS // len(centers), 1)):
         products = some @ centers.T
         found.append((products if credit is None else products.sub_(credit)).argmax(1))
     return torch.cat(found)
 
 
-def means(
+def update_centers(
     points: Float[Tensor, "S D"], labels: Int64[Tensor, " S"], centers: Float[Tensor, "C D"]
 ) -> Float[Tensor, "C D"]:
     """The mean of the points of each center; the center itself where it has none."""
@@ -57,13 +57,13 @@ def means(
     return torch.where(counts > 0, sums / counts.clamp(min=1), centers)
 
 
-def clustered(
-    points: Float[Tensor, "S D"], count: int, iterations: int, nearness: Nearness
+def kmeans(
+    points: Float[Tensor, "S D"], count: int, iterations: int, nearness: ClusterMetric
 ) -> tuple[Float[Tensor, "C D"], Int64[Tensor, " S"]]:
     """`count` centers and the center of each point."""
-    centers = evenly_spaced(points, count)
+    centers = initial_centers(points, count)
     for _ in range(iterations):
-        centers = means(points, nearest(points, centers, nearness), centers)
-        if nearness is Nearness.DIRECTION:
+        centers = update_centers(points, assign_clusters(points, centers, nearness), centers)
+        if nearness is ClusterMetric.DIRECTION:
             centers = normalize(centers, dim=-1)
-    return centers, nearest(points, centers, nearness)
+    return centers, assign_clusters(points, centers, nearness)

@@ -10,7 +10,7 @@ from larder.core.errors import CacheError
 from larder.core.observation import Entries
 
 
-def check_coming(entries: Entries, known: tuple[int, ...], layer: int) -> None:
+def check_new_entries(entries: Entries, known: tuple[int, ...], layer: int) -> None:
     """Look at the entries that come, before an index changes anything.
 
     Args:
@@ -31,7 +31,7 @@ def check_coming(entries: Entries, known: tuple[int, ...], layer: int) -> None:
             _check_rows(coming.isfinite().all(-1), first, head, layer)
 
 
-def known_layout(
+def indexed_layout(
     entries: Entries, known: tuple[int, ...]
 ) -> tuple[Int64[Tensor, " K"], Int64[Tensor, " K"]]:
     """Starts, and lengths as far as an index knows them, as kernels take them."""

@@ -8,14 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.ops import dci
-from larder.recall._dci_forest import CELLS, MOST_LEVELS, Array, Built
+from larder.recall._dci_forest import CELLS, MAX_LEVELS, Array, DciTree
 
-MOST_PAIRS = 1 << 22  # products held at once: 16 MiB
+MAX_PAIRS = 1 << 22  # products held at once: 16 MiB
 CHUNK = 1 << 14  # keys widened at once
-EXACT = 4096  # entries of a level up to which every pair is compared for the nearest
+EXACT_LEVEL_ENTRIES = 4096  # entries of a level up to which every pair is compared for the nearest
 
 
-def build(
+def build_tree(
     keys: Float[Tensor, "S D"],
     targets: Array,
     upcoming: int,
@@ -24,25 +24,26 @@ def build(
     page: int,
     beam: int,
     mean_dim: int,
-) -> Built:
+) -> DciTree:
     """
     Args:
         targets: the level of each entry, 0 the finest; no level is empty.
         upcoming: that of the next.
         square: the squared radius of the sphere that keys are lifted to.
         direction: along which entries of a cell are sorted, in lifted space.
-        beam: how widely the nearest entry of a level larger than `EXACT` is searched for.
+        beam: how widely the nearest entry of a level larger than `EXACT_LEVEL_ENTRIES` is searched
+            for.
         mean_dim: how many numbers of the mean of each cell are kept: all or none.
     """
     count = len(targets)
-    sizes = np.bincount(targets, minlength=MOST_LEVELS)
+    sizes = np.bincount(targets, minlength=MAX_LEVELS)
     levels = int(np.count_nonzero(sizes))
     upper = np.nonzero(targets > 0)[0]
     upper = upper[np.argsort(-targets[upper], kind="stable")]
     cell_of = np.full(count, -1, np.int64)
     cell_of[upper] = 1 + np.arange(len(upper))
     centers = np.concatenate([[0], upper]).astype(np.int32)
-    growing = _Growing(page, len(centers))
+    growing = _PageBuilder(page, len(centers))
     alongs = dci.projections(keys, square, direction)
     parent_of = np.zeros(count, np.int64)
     blank = np.zeros(len(centers), np.float32), np.zeros((len(centers), 0), np.int8)
@@ -50,39 +51,39 @@ def build(
         own = np.nonzero(targets == level)[0]
         above = np.nonzero(targets == level + 1)[0]
         parents = np.zeros(len(own), np.int64)
-        if EXACT < len(above):
+        if EXACT_LEVEL_ENTRIES < len(above):
             cells = dict(zip(CELLS, (growing.firsts, centers, *blank), strict=True))
             tree = growing.pages(), cells
             parents = dci.parents(keys, own, square, *tree, levels, level, beam)
         elif len(above):
-            parents = cell_of[above[nearest(keys, own, above, square)]]
+            parents = cell_of[above[nearest_parents(keys, own, above, square)]]
         parent_of[own] = parents
         members = cell_of[own] if level else own
         growing.add(level, parents, members, alongs[own])
-    means, scales = dci.digests(_means(keys, targets, parent_of, cell_of, len(centers)))
+    means, scales = dci.quantize_means(_cell_means(keys, targets, parent_of, cell_of, len(centers)))
     cells = dict(zip(CELLS, (growing.firsts, centers, scales, means[:, :mean_dim]), strict=True))
-    return Built(growing.pages(), cells, levels, sizes, upcoming, square, count)
+    return DciTree(growing.pages(), cells, levels, sizes, upcoming, square, count)
 
 
-def nearest(keys: Float[Tensor, "S D"], own: Array, above: Array, square: float) -> Array:
+def nearest_parents(keys: Float[Tensor, "S D"], own: Array, above: Array, square: float) -> Array:
     """Which of `above` is nearest to each of `own`, all lifted to the sphere: every pair."""
-    theirs, tails = _lifted(keys, above, square)
+    theirs, tails = _lift_keys(keys, above, square)
     found = np.empty(len(own), np.int64)
-    step = max(MOST_PAIRS // len(above), 1)
+    step = max(MAX_PAIRS // len(above), 1)
     for first in range(0, len(own), step):
-        some, mine = _lifted(keys, own[first : first + step], square)
+        some, mine = _lift_keys(keys, own[first : first + step], square)
         products = torch.addmm(torch.outer(mine, tails), some, theirs.T)
         found[first : first + step] = products.argmax(1).numpy()
     return found
 
 
-def _lifted(keys: Float[Tensor, "S D"], rows: Array, square: float) -> tuple[Tensor, Tensor]:
+def _lift_keys(keys: Float[Tensor, "S D"], rows: Array, square: float) -> tuple[Tensor, Tensor]:
     """Keys, and what the lifted dimension adds: c times the numbers of the paper."""
     some = keys[torch.from_numpy(rows)].float()
     return some, (square - some.square().sum(-1)).clamp(min=0).sqrt()
 
 
-def _means(
+def _cell_means(
     keys: Float[Tensor, "S D"], targets: Array, parent_of: Array, cell_of: Array, cells: int
 ) -> Float[Tensor, "U D"]:
     """Of each cell: the mean of all entries under its own, and of that."""
@@ -102,7 +103,7 @@ def _means(
     return sums / counts.clamp(min=1)[:, None]
 
 
-class _Growing:
+class _PageBuilder:
     """The pages of a tree while it is built."""
 
     def __init__(self, page: int, cells: int) -> None:

@@ -1,6 +1,6 @@
 """The trees of a layer, one per kv head, as arrays that all heads share.
 
-What the arrays mean stands in `larder.ops.fast.dci_kernels`. A head owns rows
+What the arrays mean stands in `larder.ops.cpu.dci_kernels`. A head owns rows
 [bases[0, h], bases[0, h + 1]) of the pages and [bases[1, h], bases[1, h + 1]) of the cells, the
 last of them slack. Numbers of pages and cells are its own and start at 0.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 Array = Shaped[np.ndarray, "..."]
 
-MOST_LEVELS = 16
-SPARE = 8  # a head that grows gets room for an eighth more
+MAX_LEVELS = 16
+SPARE_SHARE = 8  # a head that grows gets room for an eighth more
 PAGES = {
     "members": np.int32,
     "fills": np.int16,
@@ -31,7 +31,7 @@ CELLS = {"firsts": np.int32, "centers": np.int32, "scales": np.float32, "means":
 
 
 @dataclass(frozen=True)
-class Built:
+class DciTree:
     """The tree of one head, newly built: its arrays without slack, and what it goes on with.
 
     Args:
@@ -49,7 +49,7 @@ class Built:
     entries: int
 
 
-class Forest:
+class DciForest:
     """The arrays, and per head: how much of them is live, and what insertion goes on with.
 
     `counts` has live pages and cells, `peaks` the most pages there ever were: versions of pages
@@ -67,7 +67,7 @@ class Forest:
         self.counts = np.tile(np.array([0, 1]), (heads, 1))
         self.peaks = np.zeros(heads, np.int64)
         self.levels = np.zeros(heads, np.int64)
-        self.sizes = np.zeros((heads, MOST_LEVELS), np.int64)
+        self.sizes = np.zeros((heads, MAX_LEVELS), np.int64)
         self.upcoming = np.zeros(heads, np.int64)
         self.squares = np.zeros(heads, np.float32)
         self.built = np.zeros(heads, np.int64)
@@ -91,7 +91,7 @@ class Forest:
         wanted = np.stack([pages, cells])
         if bool((wanted <= rooms).all()):
             return
-        grown = np.where(wanted > rooms, wanted + wanted // SPARE + 1, rooms)
+        grown = np.where(wanted > rooms, wanted + wanted // SPARE_SHARE + 1, rooms)
         old = [self.head(number) for number in range(len(self.levels))]
         ends = np.cumsum(grown, axis=1)
         self.bases = np.concatenate([np.zeros((2, 1), np.int64), ends], axis=1)
@@ -101,7 +101,7 @@ class Forest:
             for name, array in self.head(number).items():
                 array[: len(arrays[name])] = arrays[name]
 
-    def replace(self, number: int, built: Built) -> None:
+    def replace(self, number: int, built: DciTree) -> None:
         """Give a head a new tree. Versions change of pages whose contents do."""
         count, cells = len(built.pages["fills"]), len(built.cells["firsts"])
         needs = np.diff(self.bases, axis=1)
@@ -142,13 +142,13 @@ class Forest:
         return torch.from_numpy(entries.astype(np.int64))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        own = [self.bases, self.counts, *(getattr(self, name) for name in _NUMBERS)]
+        own = [self.bases, self.counts, *(getattr(self, name) for name in _HEAD_FIELDS)]
         return tuple(torch.from_numpy(array) for array in (*self.arrays.values(), *own))
 
     def state(self) -> dict[str, Tensor]:
         """Everything, without slack."""
         ends = {**dict.fromkeys(PAGES, self.peaks), **dict.fromkeys(CELLS, self.counts[:, 1])}
-        state = {name: torch.from_numpy(getattr(self, name).copy()) for name in _NUMBERS}
+        state = {name: torch.from_numpy(getattr(self, name).copy()) for name in _HEAD_FIELDS}
         state["counts"] = torch.from_numpy(self.counts.copy())
         for name, stops in ends.items():
             parts = [self.head(h)[name][:stop] for h, stop in enumerate(stops.tolist())]
@@ -157,7 +157,7 @@ class Forest:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Become the forest that `state` came from."""
-        for name in (*_NUMBERS, "counts"):
+        for name in (*_HEAD_FIELDS, "counts"):
             setattr(self, name, state[name].clone().numpy())
         self.arrays = {name: state[name].clone().numpy() for name in (*PAGES, *CELLS)}
         ends = np.stack([np.cumsum(self.peaks), np.cumsum(self.counts[:, 1])])
@@ -179,4 +179,4 @@ class Forest:
         return np.zeros(rows, kind)
 
 
-_NUMBERS = ("peaks", "levels", "sizes", "upcoming", "squares", "built", "known")
+_HEAD_FIELDS = ("peaks", "levels", "sizes", "upcoming", "squares", "built", "known")

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.ops.fast.dci import count_levels
-from larder.recall._dci_forest import MOST_LEVELS, Array, Forest
+from larder.ops.cpu.dci import count_levels
+from larder.recall._dci_forest import MAX_LEVELS, Array, DciForest
 
 
 @dataclass(frozen=True)
-class Levels:
+class LevelAssigner:
     """
     Args:
         first, further: the ratio of level 1 to level 0, and of each to the next above.
@@ -34,19 +34,19 @@ class Levels:
     def of_all(self, count: int, head: int) -> tuple[Array, int]:
         """Levels of the first entries of a head, and that of the next."""
         if not self.drawn:
-            sizes = np.zeros(MOST_LEVELS, np.int64)
-            targets, _, upcoming = count_levels(count, self._ratios, MOST_LEVELS, sizes, 0, 0)
+            sizes = np.zeros(MAX_LEVELS, np.int64)
+            targets, _, upcoming = count_levels(count, self._ratios, MAX_LEVELS, sizes, 0, 0)
             return targets, upcoming
         _, targets = np.unique(self._draws(0, count, head), return_inverse=True)
         return targets, 0
 
-    def of_more(self, forest: Forest, head: int, count: int) -> Array:
+    def of_more(self, forest: DciForest, head: int, count: int) -> Array:
         """Levels of entries that come to a tree, which gets no higher by them."""
         levels = int(forest.levels[head])
         if self.drawn:
             known = int(forest.known[head])
             targets = np.minimum(self._draws(known, count, head), levels - 1)
-            forest.sizes[head] += np.bincount(targets, minlength=MOST_LEVELS)
+            forest.sizes[head] += np.bincount(targets, minlength=MAX_LEVELS)
             return targets
         at = forest.sizes[head], levels, int(forest.upcoming[head])
         targets, _, forest.upcoming[head] = count_levels(count, self._ratios, levels, *at)
@@ -61,4 +61,4 @@ class Levels:
         source = np.random.default_rng((*self.stream, head))
         luck = source.random(known + count)[known:]
         highest = 1 + np.floor(np.log(luck / self.first) / np.log(self.further))
-        return np.where(luck < self.first, highest, 0).clip(max=MOST_LEVELS - 1).astype(np.int64)
+        return np.where(luck < self.first, highest, 0).clip(max=MAX_LEVELS - 1).astype(np.int64)

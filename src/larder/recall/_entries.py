@@ -14,14 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Entries
-from larder.core.recall import Index, Recall
+from larder.core.recall import RecallIndex, RecallPart
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_bests
-from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex
+from larder.ops.search import page_max_scores
+from larder.recall._coming import indexed_layout
+from larder.recall._index_base import ContiguousIndex
 
 
-class EntryIndex(ConsecutiveIndex):
+class EntryIndex(ContiguousIndex):
     """What they share: a page never changes, and there are as many as entries."""
 
     def __init__(self, layer: LayerSpec) -> None:
@@ -29,12 +29,12 @@ class EntryIndex(ConsecutiveIndex):
 
     def logits(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
         """What attention would take from every entry that the index knows."""
-        layout = known_layout(entries, self.paged.known)
-        return page_bests(queries, entries.keys, *layout).mul_(self.layer.scaling)
+        layout = indexed_layout(entries, self.paged.known)
+        return page_max_scores(queries, entries.keys, *layout).mul_(self.layer.scaling)
 
 
 @dataclass(frozen=True)
-class EntryRecall(Recall):
+class EntryRecall(RecallPart):
     """A part whose index is an `EntryIndex`."""
 
     @property
@@ -44,18 +44,18 @@ class EntryRecall(Recall):
     @abstractmethod
     def index(self, layer: LayerSpec) -> EntryIndex: ...
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         index = self.index(layer)
         index.restore(state)
         return index
 
 
-def by_group(queries: Float[Tensor, "H D"], layer: LayerSpec) -> Float[Tensor, "K R D"]:
+def group_queries(queries: Float[Tensor, "H D"], layer: LayerSpec) -> Float[Tensor, "K R D"]:
     """Queries in float32, by the kv head that they belong to."""
     return queries.float().view(layer.kv_heads, layer.group, layer.head_dim)
 
 
-def only_owned(scores: Float[Tensor, "N M"], counts: tuple[int, ...]) -> Float[Tensor, "N M"]:
+def mask_missing(scores: Float[Tensor, "N M"], counts: tuple[int, ...]) -> Float[Tensor, "N M"]:
     """-inf where a row reaches behind what its kv head has; in place."""
     if min(counts) < scores.shape[1]:
         owned = torch.tensor(counts).repeat_interleave(len(scores) // len(counts))
@@ -63,12 +63,14 @@ def only_owned(scores: Float[Tensor, "N M"], counts: tuple[int, ...]) -> Float[T
     return scores
 
 
-def attention(logits: Float[Tensor, "N M"]) -> Float[Tensor, "N M"]:
+def softmax_weights(logits: Float[Tensor, "N M"]) -> Float[Tensor, "N M"]:
     """Softmax of every row; zeros in a row that has nothing."""
     return torch.softmax(logits, dim=1).nan_to_num_(0.0)
 
 
-def voted(weights: Float[Tensor, "H M"], counts: tuple[int, ...]) -> Float[Tensor, "K M"]:
+def sum_group_weights(
+    weights: Float[Tensor, "H M"], counts: tuple[int, ...]
+) -> Float[Tensor, "K M"]:
     """Weights summed over the query heads of each kv head, -inf where it has no entry."""
     heads, columns = len(counts), weights.shape[1]
-    return only_owned(weights.view(heads, len(weights) // heads, columns).sum(1), counts)
+    return mask_missing(weights.view(heads, len(weights) // heads, columns).sum(1), counts)

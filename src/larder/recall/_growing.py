@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-LEAST = 64  # columns of the smallest table
-MARGIN = 4  # a table grows by at least 1 / MARGIN, so that growing costs little per entry
+MIN_COLUMNS = 64  # columns of the smallest table
+GROWTH_SHARE = 4  # a table grows by at least 1 / MARGIN, so that growing costs little per entry
 
 
-def grown(table: Tensor, needed: int, dim: int = 1) -> Tensor:
+def grow_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
     """The table with room for `needed` along a dimension: itself, or a larger copy.
 
     What lies behind the old end is zero.
@@ -17,12 +17,12 @@ def grown(table: Tensor, needed: int, dim: int = 1) -> Tensor:
     if needed <= room:
         return table
     shape = list(table.shape)
-    shape[dim] = max(needed, room + room // MARGIN, LEAST)
+    shape[dim] = max(needed, room + room // GROWTH_SHARE, MIN_COLUMNS)
     larger = table.new_zeros(shape)
     larger.narrow(dim, 0, room).copy_(table)
     return larger
 
 
-def fitting(table: Tensor, needed: int, dim: int = 1) -> Tensor:
+def trim_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
     """The table without its slack."""
     return table.narrow(dim, 0, needed).contiguous()

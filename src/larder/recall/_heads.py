@@ -14,7 +14,7 @@ from torch import Tensor
 from larder.ops.search import interleaved, top_rows
 
 
-class HeadRule(Enum):
+class QueryHeadRule(Enum):
     """Whose scores decide.
 
     OWN: every query head has a set of its own.
@@ -35,33 +35,35 @@ class HeadRule(Enum):
     LAYER_MAX = "layer_max"
 
 
-def choose(
-    scores: Float[Tensor, "H N"], kv_heads: int, rule: HeadRule, count: int
+def select_pages(
+    scores: Float[Tensor, "H N"], kv_heads: int, rule: QueryHeadRule, count: int
 ) -> Int64[Tensor, "F P"]:
     """At most `count` pages per set, the best first, as `Found.pages` takes them."""
-    if rule is HeadRule.OWN:
+    if rule is QueryHeadRule.OWN:
         return top_rows(scores, count)
-    if rule is HeadRule.INTERLEAVED:
+    if rule is QueryHeadRule.INTERLEAVED:
         return interleaved(top_rows(scores, count), kv_heads, count)
-    return top_rows(joined(scores, kv_heads, rule), count)
+    return top_rows(combine_scores(scores, kv_heads, rule), count)
 
 
-def joined(scores: Float[Tensor, "H N"], kv_heads: int, rule: HeadRule) -> Float[Tensor, "K N"]:
+def combine_scores(
+    scores: Float[Tensor, "H N"], kv_heads: int, rule: QueryHeadRule
+) -> Float[Tensor, "K N"]:
     """The scores of a group, or of all heads, as one; for the rules that join scores."""
     groups = scores.view(kv_heads, len(scores) // kv_heads, scores.shape[1])  # [K, R, N]
-    if rule is HeadRule.MAX:
+    if rule is QueryHeadRule.MAX:
         return groups.amax(1)
-    if rule is HeadRule.SUM:
+    if rule is QueryHeadRule.SUM:
         return groups.sum(1)
-    if rule is HeadRule.MEAN:
+    if rule is QueryHeadRule.MEAN:
         return groups.mean(1)
     lacks = groups.isneginf().all(1)
-    return _of_layer(scores, rule).expand(kv_heads, -1).masked_fill(lacks, -torch.inf)
+    return _layer_scores(scores, rule).expand(kv_heads, -1).masked_fill(lacks, -torch.inf)
 
 
-def _of_layer(scores: Float[Tensor, "H N"], rule: HeadRule) -> Float[Tensor, " N"]:
-    if rule is HeadRule.LAYER_MAX:
+def _layer_scores(scores: Float[Tensor, "H N"], rule: QueryHeadRule) -> Float[Tensor, " N"]:
+    if rule is QueryHeadRule.LAYER_MAX:
         return scores.amax(0)
     has = ~scores.isneginf()
     total = scores.masked_fill(~has, 0.0).sum(0)
-    return total if rule is HeadRule.LAYER_SUM else total / has.sum(0).clamp(min=1)
+    return total if rule is QueryHeadRule.LAYER_SUM else total / has.sum(0).clamp(min=1)

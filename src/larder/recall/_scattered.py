@@ -9,11 +9,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.recall._clustering import Nearness, clustered
-from larder.recall._growing import fitting, grown
+from larder.recall._clustering import ClusterMetric, kmeans
+from larder.recall._growing import grow_table, trim_table
 
 
-class Scattered:
+class ClusterPages:
     """Which entries stand in which page of each kv head, and how often that changed.
 
     Args:
@@ -57,8 +57,11 @@ class Scattered:
         """
         before = self._of_head(head, page)
         length, count = place + len(order), page + len(firsts)
-        self._order = grown(self._order, length)
-        self._firsts, self._versions = grown(self._firsts, count), grown(self._versions, count)
+        self._order = grow_table(self._order, length)
+        self._firsts, self._versions = (
+            grow_table(self._firsts, count),
+            grow_table(self._versions, count),
+        )
         self._order[head, place:length] = order.int()
         self._firsts[head, page:count] = firsts
         self._lengths[head], self._counts[head] = length, count
@@ -134,9 +137,9 @@ class Scattered:
         return {
             "lengths": self._lengths.clone(),
             "counts": self._counts.clone(),
-            "order": fitting(self._order, max(self.known)).clone(),
-            "firsts": fitting(self._firsts, max(self.counts)).clone(),
-            "versions": fitting(self._versions, changed).clone(),
+            "order": trim_table(self._order, max(self.known)).clone(),
+            "firsts": trim_table(self._firsts, max(self.counts)).clone(),
+            "versions": trim_table(self._versions, changed).clone(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -146,14 +149,14 @@ class Scattered:
         self._versions = state["versions"].clone()
 
 
-def cut_clusters(
+def paginate_clusters(
     points: Float[Tensor, "S D"], count: int, iterations: int, page: int
 ) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
     """Points in the order of their clusters, and where in it pages begin.
 
     A cluster that fits no page becomes several, equally full.
     """
-    _, labels = clustered(points, count, iterations, Nearness.DIRECTION)
+    _, labels = kmeans(points, count, iterations, ClusterMetric.DIRECTION)
     order = torch.sort(labels, stable=True).indices
     sizes = torch.bincount(labels, minlength=count)
     pieces = (sizes + page - 1) // page

@@ -24,28 +24,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from larder.core.observation import Entries
-from larder.core.recall import Found, Index, Recall
+from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_bests
-from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex
-from larder.recall._entries import by_group, only_owned
-from larder.recall._growing import fitting, grown
-from larder.recall._heads import HeadRule, choose
+from larder.ops.search import page_max_scores
+from larder.recall._coming import indexed_layout
+from larder.recall._entries import group_queries, mask_missing
+from larder.recall._growing import grow_table, trim_table
+from larder.recall._heads import QueryHeadRule, select_pages
+from larder.recall._index_base import ContiguousIndex
 
 
-class Digest(Enum):
+class PageSummary(Enum):
     """What stands for a page: all of its keys within bounds, or most of them."""
 
     QUEST = "quest"
     ARKVALE = "arkvale"
 
 
-RULES = {Digest.QUEST: HeadRule.OWN, Digest.ARKVALE: HeadRule.LAYER_MEAN}
+HEAD_RULES = {PageSummary.QUEST: QueryHeadRule.OWN, PageSummary.ARKVALE: QueryHeadRule.LAYER_MEAN}
 
 
 @dataclass(frozen=True)
-class Bounds(Recall):
+class Bounds(RecallPart):
     """Pages of consecutive entries, by the highest product that their box allows.
 
     Args:
@@ -54,18 +54,18 @@ class Bounds(Recall):
     """
 
     page: int = 16
-    digest: Digest = Digest.QUEST
+    digest: PageSummary = PageSummary.QUEST
 
     def index(self, layer: LayerSpec) -> BoundsIndex:
         return BoundsIndex(layer, self)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         index = BoundsIndex(layer, self)
         index.restore(state)
         return index
 
 
-class BoundsIndex(ConsecutiveIndex):
+class BoundsIndex(ContiguousIndex):
     """Holds a box per page, in float32: two numbers per channel."""
 
     def __init__(self, layer: LayerSpec, part: Bounds) -> None:
@@ -74,48 +74,52 @@ class BoundsIndex(ConsecutiveIndex):
         self._boxes = torch.zeros(layer.kv_heads, 0, 2 * layer.head_dim)  # highest, then lowest
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        self._boxes = grown(self._boxes, -(-max(entries.lengths) // self.page))
+        self._boxes = grow_table(self._boxes, -(-max(entries.lengths) // self.page))
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 first = before // self.page
                 keys = entries.keys_from(head, first * self.page).float()
-                boxes = boxes_of(keys, self.page, self._kind)
+                boxes = bounding_boxes(keys, self.page, self._kind)
                 self._boxes[head, first : first + len(boxes)] = boxes
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        asked = by_group(queries, self.layer)
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        asked = group_queries(queries, self.layer)
         sides = torch.cat([asked.clamp(min=0), asked.clamp(max=0)], dim=2)  # [K, R, 2D]
         pages = max(self.counts)
         scores = (sides @ self._boxes[:, :pages].transpose(1, 2)).flatten(0, 1)
-        return self._chosen(only_owned(scores, self.counts), count)
+        return self._chosen(mask_missing(scores, self.counts), count)
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        layout = known_layout(entries, self.paged.known)
-        return self._chosen(page_bests(queries, entries.keys, *layout, self.page), count)
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        layout = indexed_layout(entries, self.paged.known)
+        return self._chosen(page_max_scores(queries, entries.keys, *layout, self.page), count)
 
-    def _chosen(self, scores: Float[Tensor, "H P"], count: int) -> Found:
-        return Found(choose(scores, self.layer.kv_heads, RULES[self._kind], count))
+    def _chosen(self, scores: Float[Tensor, "H P"], count: int) -> RecallResult:
+        return RecallResult(
+            select_pages(scores, self.layer.kv_heads, HEAD_RULES[self._kind], count)
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._boxes)
 
     def state(self) -> dict[str, Tensor]:
-        return {**super().state(), "boxes": fitting(self._boxes, max(self.counts)).clone()}
+        return {**super().state(), "boxes": trim_table(self._boxes, max(self.counts)).clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
         self._boxes = state["boxes"].clone()
 
 
-def boxes_of(keys: Float[Tensor, "S D"], page: int, kind: Digest) -> Float[Tensor, "P E"]:
+def bounding_boxes(
+    keys: Float[Tensor, "S D"], page: int, kind: PageSummary
+) -> Float[Tensor, "P E"]:
     """The box of each page of some keys, the last of which need not be full."""
     missing = -len(keys) % page
-    highest = _paged(keys, page, missing, -torch.inf).amax(1)
-    lowest = _paged(keys, page, missing, torch.inf).amin(1)
-    if kind is Digest.QUEST:
+    highest = _pad_pages(keys, page, missing, -torch.inf).amax(1)
+    lowest = _pad_pages(keys, page, missing, torch.inf).amin(1)
+    if kind is PageSummary.QUEST:
         return torch.cat([highest, lowest], dim=1)
     middle = (highest + lowest) / 2
-    away = (_paged(keys, page, missing, 0.0) - middle[:, None]).abs()
+    away = (_pad_pages(keys, page, missing, 0.0) - middle[:, None]).abs()
     away[-1, page - missing :] = 0.0
     held = torch.full((len(middle), 1), page)
     held[-1] -= missing
@@ -123,7 +127,7 @@ def boxes_of(keys: Float[Tensor, "S D"], page: int, kind: Digest) -> Float[Tenso
     return torch.cat([middle + radius, middle - radius], dim=1)
 
 
-def _paged(
+def _pad_pages(
     keys: Float[Tensor, "S D"], page: int, missing: int, filling: float
 ) -> Float[Tensor, "P L D"]:
     filled = pad(keys, (0, 0, 0, missing), value=filling)

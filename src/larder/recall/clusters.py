@@ -22,12 +22,12 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found
+from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._clustering import Nearness, clustered, nearest
-from larder.recall._entries import EntryIndex, EntryRecall, by_group, only_owned
-from larder.recall._growing import fitting, grown
+from larder.recall._clustering import ClusterMetric, assign_clusters, kmeans
+from larder.recall._entries import EntryIndex, EntryRecall, group_queries, mask_missing
+from larder.recall._growing import grow_table, trim_table
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,10 @@ class ClustersIndex(EntryIndex):
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
         longest = max(entries.lengths)
-        self._labels, self._order = grown(self._labels, longest), grown(self._order, longest)
+        self._labels, self._order = (
+            grow_table(self._labels, longest),
+            grow_table(self._order, longest),
+        )
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now == before:
                 continue
@@ -81,14 +84,17 @@ class ClustersIndex(EntryIndex):
 
     def _make(self, head: int, keys: Float[Tensor, "S D"]) -> None:
         count = max(len(keys) // self._part.size, 1)
-        self._centroids, self._sizes = grown(self._centroids, count), grown(self._sizes, count)
-        made = clustered(keys, count, self._part.iterations, Nearness.COSINE)
+        self._centroids, self._sizes = (
+            grow_table(self._centroids, count),
+            grow_table(self._sizes, count),
+        )
+        made = kmeans(keys, count, self._part.iterations, ClusterMetric.COSINE)
         self._centroids[head, :count], self._labels[head, : len(keys)] = made
         self._made_of[head], self._made[head] = len(keys), count
 
     def _join(self, head: int, keys: Float[Tensor, "S D"], first: int) -> None:
         centroids = self._centroids[head, : int(self._made[head])]
-        labels = nearest(keys, centroids, Nearness.COSINE)
+        labels = assign_clusters(keys, centroids, ClusterMetric.COSINE)
         self._labels[head, first : first + len(keys)] = labels
 
     def _sort(self, head: int, length: int) -> None:
@@ -100,11 +106,11 @@ class ClustersIndex(EntryIndex):
         counts = np.bincount(labels, minlength=self._sizes.shape[1])
         self._sizes[head] = torch.from_numpy(counts)
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        asked = by_group(queries, self.layer)
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        asked = group_queries(queries, self.layer)
         scores = (asked @ self._centroids.transpose(1, 2)).flatten(0, 1)
-        scores = only_owned(scores, tuple(self._made.tolist()))
-        return Found(self._entries_of(_ranked(scores), min(count, max(self.counts))))
+        scores = mask_missing(scores, tuple(self._made.tolist()))
+        return RecallResult(self._entries_of(_rank_clusters(scores), min(count, max(self.counts))))
 
     def _entries_of(self, ranked: Int64[Tensor, "H C"], count: int) -> Int64[Tensor, "H P"]:
         """The first entries of clusters, one cluster after the other."""
@@ -121,8 +127,8 @@ class ClustersIndex(EntryIndex):
         found = self._order[heads[:, None], places.masked_fill(beyond, 0)].long()
         return found.masked_fill(beyond, -1)
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        return Found(top_rows(self.logits(queries, entries), count))
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        return RecallResult(top_rows(self.logits(queries, entries), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
         tables = (self._centroids, self._sizes, self._labels, self._order)
@@ -134,8 +140,8 @@ class ClustersIndex(EntryIndex):
             **super().state(),
             "made_of": self._made_of.clone(),
             "made": self._made.clone(),
-            "centroids": fitting(self._centroids, clusters).clone(),
-            "labels": fitting(self._labels, longest).clone(),
+            "centroids": trim_table(self._centroids, clusters).clone(),
+            "labels": trim_table(self._labels, longest).clone(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -149,7 +155,7 @@ class ClustersIndex(EntryIndex):
                 self._sort(head, length)
 
 
-def _ranked(scores: Float[Tensor, "H C"]) -> Int64[Tensor, "H C"]:
+def _rank_clusters(scores: Float[Tensor, "H C"]) -> Int64[Tensor, "H C"]:
     """Clusters by falling score, of equals the lower number first; what a head lacks, last."""
     return torch.sort(scores, dim=1, descending=True, stable=True).indices
 

@@ -39,15 +39,15 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found, Index, Recall
+from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.core.types import Variant
 from larder.ops import dci
-from larder.ops.search import bests_by_page, interleaved, page_bests, top_rows
-from larder.recall._coming import check_coming, known_layout
-from larder.recall._dci_build import build
-from larder.recall._dci_forest import Array, Forest
-from larder.recall._dci_levels import Levels
+from larder.ops.search import interleaved, page_max_scores, scatter_page_max, top_rows
+from larder.recall._coming import check_new_entries, indexed_layout
+from larder.recall._dci_build import build_tree
+from larder.recall._dci_forest import Array, DciForest
+from larder.recall._dci_levels import LevelAssigner
 
 MARGIN = 1.05  # of the radius, over the largest norm
 GROWTH = 2  # times the entries that a tree was built of: it is built anew
@@ -55,7 +55,7 @@ PARENT_BEAM = 16  # cells of each level that are looked at for the parent of a n
 
 
 @dataclass(frozen=True)
-class Dci(Recall):
+class Dci(RecallPart):
     """A tree per kv head.
 
     Args:
@@ -91,10 +91,10 @@ class Dci(Recall):
     def sets(self, layer: LayerSpec) -> int:
         return layer.query_heads if self.variant is Variant.PAPER else layer.kv_heads
 
-    def index(self, layer: LayerSpec) -> Index:
+    def index(self, layer: LayerSpec) -> RecallIndex:
         return DciIndex(self, layer)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         index = DciIndex(self, layer)
         index.forest.restore(state)
         return index
@@ -108,16 +108,16 @@ class Dci(Recall):
         return max(30, int(0.0015 * entries))
 
 
-class DciIndex(Index):
+class DciIndex(RecallIndex):
     """The trees of one layer."""
 
     def __init__(self, part: Dci, layer: LayerSpec) -> None:
         self.page = part.page
         self._mean_dim = layer.head_dim if part.variant is Variant.LARDER else 0
-        self.forest = Forest(layer.kv_heads, part.page, self._mean_dim)
+        self.forest = DciForest(layer.kv_heads, part.page, self._mean_dim)
         self._part, self._layer = part, layer
         first, further = part.ratios[part.variant]
-        self._levels = Levels(
+        self._levels = LevelAssigner(
             part.first or first,
             part.further or further,
             part.variant is Variant.PAPER,
@@ -128,7 +128,7 @@ class DciIndex(Index):
 
     def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
         forest = self.forest
-        check_coming(entries, tuple(forest.known.tolist()), self._layer.index)
+        check_new_entries(entries, tuple(forest.known.tolist()), self._layer.index)
         coming = np.array(entries.lengths) - forest.known
         grows = np.array(entries.lengths) >= GROWTH * forest.built
         for head in np.nonzero(coming)[0].tolist():
@@ -141,20 +141,20 @@ class DciIndex(Index):
         forest.known[:] = entries.lengths
         forest.peaks = np.maximum(forest.peaks, forest.counts[:, 0])
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         ranked, _ = self.search(queries, entries, count)
         if self._part.variant is Variant.PAPER:
-            return Found(ranked)
-        return Found(interleaved(ranked, self._layer.kv_heads, count))
+            return RecallResult(ranked)
+        return RecallResult(interleaved(ranked, self._layer.kv_heads, count))
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        layout = known_layout(entries, tuple(self.forest.known.tolist()))
-        scores = page_bests(queries, entries.keys, *layout)
-        bests = bests_by_page(scores, self._page_of(scores.shape[1]), max(self.counts))
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        layout = indexed_layout(entries, tuple(self.forest.known.tolist()))
+        scores = page_max_scores(queries, entries.keys, *layout)
+        bests = scatter_page_max(scores, self._page_of(scores.shape[1]), max(self.counts))
         ranked = top_rows(bests, count)
         if self._part.variant is Variant.PAPER:
-            return Found(ranked)
-        return Found(interleaved(ranked, self._layer.kv_heads, count))
+            return RecallResult(ranked)
+        return RecallResult(interleaved(ranked, self._layer.kv_heads, count))
 
     def search(
         self, queries: Float[Tensor, "H D"], entries: Entries, count: int
@@ -189,7 +189,7 @@ class DciIndex(Index):
         square = MARGIN**2 * _largest(keys)
         targets, upcoming = self._levels.of_all(len(keys), head)
         shape = self._direction, self.page, PARENT_BEAM, self._mean_dim
-        built = build(keys, targets, upcoming, square, *shape)
+        built = build_tree(keys, targets, upcoming, square, *shape)
         self.forest.replace(head, built)
 
     def _insert(self, entries: Entries, coming: Array) -> None:

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found
+from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.channels import channel_products
+from larder.ops.approximate_products import channel_products
 from larder.ops.search import top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, by_group, only_owned
-from larder.recall._growing import fitting, grown
+from larder.recall._entries import EntryIndex, EntryRecall, group_queries, mask_missing
+from larder.recall._growing import grow_table, trim_table
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class FasaIndex(EntryIndex):
     def __init__(self, layer: LayerSpec, part: Fasa) -> None:
         super().__init__(layer)
         self._agreeing = part.agreeing
-        self._pairs = pairs_of(layer)  # [F, 2]
+        self._pairs = rotary_pairs(layer)  # [F, 2]
         chosen = 2 * min(part.pairs, len(self._pairs))
         self._chosen = torch.zeros(layer.kv_heads, chosen, dtype=torch.int64)
         self._asked = torch.zeros(layer.kv_heads, dtype=torch.bool)  # who was chosen by queries
         self._keys = torch.zeros(layer.kv_heads, chosen, 0)
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        self._keys = grown(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
+        self._keys = grow_table(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             first = before
             if now and not self._asked[head] and (queries is not None or not before):
@@ -90,21 +90,21 @@ class FasaIndex(EntryIndex):
         else:
             group = self.layer.group
             asked = queries[head * group : (head + 1) * group].float().flatten(0, 1)
-            merits = agreements(asked, keys, self._pairs, self._agreeing)
+            merits = contextual_agreement(asked, keys, self._pairs, self._agreeing)
             self._asked[head] = True
         best = top_rows(merits[None], self._chosen.shape[1] // 2)[0]
         self._chosen[head] = self._pairs[best].flatten()
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         heads, group, known = self.layer.kv_heads, self.layer.group, self.paged.known
         picks = self._chosen[:, None].expand(-1, group, -1)
-        asked = by_group(queries, self.layer).gather(2, picks)
+        asked = group_queries(queries, self.layer).gather(2, picks)
         columns = torch.arange(picks.shape[2]).expand(heads, group, -1)
         scores = channel_products(self._keys, columns, asked, max(known))
-        return Found(top_rows(only_owned(scores.flatten(0, 1), known), count))
+        return RecallResult(top_rows(mask_missing(scores.flatten(0, 1), known), count))
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        return Found(top_rows(self.logits(queries, entries), count))
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        return RecallResult(top_rows(self.logits(queries, entries), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._chosen, self._asked, self._keys, self._pairs)
@@ -114,7 +114,7 @@ class FasaIndex(EntryIndex):
             **super().state(),
             "chosen": self._chosen.clone(),
             "asked": self._asked.clone(),
-            "keys": fitting(self._keys, max(self.counts), dim=2).clone(),
+            "keys": trim_table(self._keys, max(self.counts), dim=2).clone(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -123,7 +123,7 @@ class FasaIndex(EntryIndex):
         self._keys = state["keys"].clone()
 
 
-def pairs_of(layer: LayerSpec) -> Int64[Tensor, "F 2"]:
+def rotary_pairs(layer: LayerSpec) -> Int64[Tensor, "F 2"]:
     """Dimensions that are turned together, then neighbors among those that are not."""
     turned = len(layer.radians) if layer.radians else 0
     first = torch.arange(turned)
@@ -133,23 +133,23 @@ def pairs_of(layer: LayerSpec) -> Int64[Tensor, "F 2"]:
     return torch.cat([torch.stack([first, first + turned], dim=1), rest])
 
 
-def agreements(
+def contextual_agreement(
     queries: Float[Tensor, "Q D"],
     keys: Float[Tensor, "S D"],
     pairs: Int64[Tensor, "F 2"],
     agreeing: int,
 ) -> Float[Tensor, " F"]:
     """Of each pair, the mean share of best entries that it has in common with the full product."""
-    full = among_best(queries @ keys.T, agreeing)
+    full = top_mask(queries @ keys.T, agreeing)
     merits: list[Tensor] = []
     for pair in pairs:
-        alone = among_best(queries[:, pair] @ keys[:, pair].T, agreeing)
+        alone = top_mask(queries[:, pair] @ keys[:, pair].T, agreeing)
         most = torch.maximum(full.sum(1), alone.sum(1))  # a pair that tells nothing marks all
         merits.append(((full & alone).sum(1) / most).mean())
     return torch.stack(merits)
 
 
-def among_best(scores: Float[Tensor, "Q S"], count: int) -> Bool[Tensor, "Q S"]:
+def top_mask(scores: Float[Tensor, "Q S"], count: int) -> Bool[Tensor, "Q S"]:
     """Marks what is no worse than the `count`-th best of its row."""
     least = torch.topk(scores, min(count, scores.shape[1])).values[:, -1:]
     return scores >= least

@@ -3,7 +3,7 @@
 No paper; "Exact-TopK" in Mao, Yuzhen et al., "IceCache" and the oracle of most others. Nothing can
 be missed, and every step reads all keys once.
 
-How others build on it: an index over consecutive pages is a `ConsecutiveIndex`
+How others build on it: an index over consecutive pages is a `ContiguousIndex`
 (`_consecutive.py`), which checks what comes and keeps numbers and versions of pages; it fills in
 `_digest`, `find` and, if it holds more, `tensors`, `state` and `restore`. Head rules are in
 `_heads.py`, the search itself in `larder.ops.search`.
@@ -18,16 +18,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Entries
-from larder.core.recall import Found, Index, Recall
+from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_bests
-from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex
-from larder.recall._heads import HeadRule, choose
+from larder.ops.search import page_max_scores
+from larder.recall._coming import indexed_layout
+from larder.recall._heads import QueryHeadRule, select_pages
+from larder.recall._index_base import ContiguousIndex
 
 
 @dataclass(frozen=True)
-class Flat(Recall):
+class Flat(RecallPart):
     """Pages of consecutive entries, by the best key in each.
 
     Args:
@@ -36,30 +36,30 @@ class Flat(Recall):
     """
 
     page: int = 1
-    heads: HeadRule = HeadRule.INTERLEAVED
+    heads: QueryHeadRule = QueryHeadRule.INTERLEAVED
 
-    def index(self, layer: LayerSpec) -> Index:
+    def index(self, layer: LayerSpec) -> RecallIndex:
         return FlatIndex(layer, self.page, self.heads)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         index = FlatIndex(layer, self.page, self.heads)
         index.restore(state)
         return index
 
 
-class FlatIndex(ConsecutiveIndex):
+class FlatIndex(ContiguousIndex):
     """Holds nothing but how many entries there are."""
 
-    def __init__(self, layer: LayerSpec, page: int, heads: HeadRule) -> None:
+    def __init__(self, layer: LayerSpec, page: int, heads: QueryHeadRule) -> None:
         super().__init__(layer, page)
         self._heads = heads
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        layout = known_layout(entries, self.paged.known)
-        bests = page_bests(queries, entries.keys, *layout, self.page)
-        return Found(choose(bests, self.layer.kv_heads, self._heads, count))
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        layout = indexed_layout(entries, self.paged.known)
+        bests = page_max_scores(queries, entries.keys, *layout, self.page)
+        return RecallResult(select_pages(bests, self.layer.kv_heads, self._heads, count))
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         return self.find(queries, entries, count)
 
 

@@ -30,14 +30,14 @@ from torch.nn.functional import normalize
 
 from larder.core.errors import BadParameter, DependencyError
 from larder.core.observation import Entries
-from larder.core.recall import Found
+from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_bests, top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, by_group
+from larder.ops.search import page_max_scores, top_rows
+from larder.recall._entries import EntryIndex, EntryRecall, group_queries
 
 EDGES = 16  # of each key in the graph, twice as many on its lowest level
-VIEW = 64  # keys that are kept in view while a key finds its place
-GUIDES = 8  # observed queries that a new one goes to
+BUILD_BEAM = 64  # keys that are kept in view while a key finds its place
+GUIDE_QUERIES = 8  # observed queries that a new one goes to
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GraphIndex(EntryIndex):
     def __init__(self, layer: LayerSpec, part: Graph) -> None:
         super().__init__(layer)
         self._part = part
-        self._make = _library()
+        self._make = _usearch_index()
         self._graphs: list[Any] = [None] * layer.kv_heads
         self._in_graph = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._signs = torch.zeros(layer.kv_heads, 0, layer.head_dim)  # observed, of length 1
@@ -103,7 +103,7 @@ class GraphIndex(EntryIndex):
             metric="ip",
             dtype="bf16",
             connectivity=EDGES,
-            expansion_add=VIEW,
+            expansion_add=BUILD_BEAM,
             expansion_search=self._part.beam,
         )
         # One thread, so that the same keys make the same graph.
@@ -118,10 +118,10 @@ class GraphIndex(EntryIndex):
             links[head, :, : best.shape[1]] = best.int()
         self._links = links
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         if count >= max(self.counts):  # all are wanted: a walk could miss some
             return self.exact(queries, entries, count)
-        asked = by_group(queries, self.layer)
+        asked = group_queries(queries, self.layer)
         scores = self._late(queries, entries)
         for head, built in enumerate(self._in_graph.tolist()):
             rows = scores[head * self.layer.group : (head + 1) * self.layer.group]
@@ -129,13 +129,13 @@ class GraphIndex(EntryIndex):
             if built:
                 walked = self._walked(head, asked[head], min(count, built))
                 self._score(walked, asked[head], entries, head, rows)
-        return Found(top_rows(scores, count))
+        return RecallResult(top_rows(scores, count))
 
     def _late(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
         """Products with the entries that are in no graph; -inf for those that are."""
         known, built = self.paged.known, self._in_graph.tolist()
         starts = torch.tensor(entries.starts) + self._in_graph
-        late = page_bests(queries, entries.keys, starts, torch.tensor(known) - self._in_graph)
+        late = page_max_scores(queries, entries.keys, starts, torch.tensor(known) - self._in_graph)
         scores = torch.full((len(queries), max(known)), -torch.inf)
         group = self.layer.group
         for head, (length, first) in enumerate(zip(known, built, strict=True)):
@@ -145,7 +145,7 @@ class GraphIndex(EntryIndex):
 
     def _linked(self, head: int, asked: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:
         """Keys that answered the observed queries which are most like the new ones."""
-        guides = top_rows(asked @ self._signs[head].T, GUIDES)
+        guides = top_rows(asked @ self._signs[head].T, GUIDE_QUERIES)
         return self._links[head][guides].flatten(1).long()
 
     def _walked(self, head: int, asked: Float[Tensor, "R D"], count: int) -> Int64[Tensor, "R C"]:
@@ -174,8 +174,8 @@ class GraphIndex(EntryIndex):
             products = (keys * asked[:, None]).sum(2).masked_fill_(candidates < 0, -torch.inf)
             scores.scatter_reduce_(1, some, products, "amax")
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        return Found(top_rows(self.logits(queries, entries), count))
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        return RecallResult(top_rows(self.logits(queries, entries), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
         # Graphs lie in the library's own memory: tensors of their size that hold nothing.
@@ -206,7 +206,7 @@ class GraphIndex(EntryIndex):
                 self._graphs[head] = self._make.restore(stored)
 
 
-def _library() -> Any:
+def _usearch_index() -> Any:
     try:
         from usearch.index import Index
     except ImportError as error:

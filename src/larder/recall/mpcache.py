@@ -31,18 +31,18 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found, Index, Recall
+from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_bests, top_rows
-from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex
-from larder.recall._entries import by_group, only_owned
-from larder.recall._growing import fitting, grown
-from larder.recall.bounds import Digest, boxes_of
+from larder.ops.search import page_max_scores, top_rows
+from larder.recall._coming import indexed_layout
+from larder.recall._entries import group_queries, mask_missing
+from larder.recall._growing import grow_table, trim_table
+from larder.recall._index_base import ContiguousIndex
+from larder.recall.bounds import PageSummary, bounding_boxes
 
 
 @dataclass(frozen=True)
-class MPCache(Recall):
+class MPCache(RecallPart):
     """Pages of consecutive entries, by a point in their box, coarse to fine.
 
     Args:
@@ -74,16 +74,16 @@ class MPCache(Recall):
     def leading(self, place: int) -> int:
         return place if place < self.alone else place - (place - self.alone) % self.layers
 
-    def index(self, layer: LayerSpec) -> Index:
+    def index(self, layer: LayerSpec) -> RecallIndex:
         return MPCacheIndex(layer, self)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         index = MPCacheIndex(layer, self)
         index.restore(state)
         return index
 
 
-class MPCacheIndex(ConsecutiveIndex):
+class MPCacheIndex(ContiguousIndex):
     """Holds a point per page and one per coarse cluster, in float32."""
 
     def __init__(self, layer: LayerSpec, part: MPCache) -> None:
@@ -100,21 +100,23 @@ class MPCacheIndex(ConsecutiveIndex):
         self, table: Float[Tensor, "K P D"], entries: Entries, known: tuple[int, ...], size: int
     ) -> Float[Tensor, "K L D"]:
         """The table with the points of all clusters that are new or have grown."""
-        table = grown(table, -(-max(entries.lengths) // size))
+        table = grow_table(table, -(-max(entries.lengths) // size))
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 first = before // size
                 keys = entries.keys_from(head, first * size).float()
-                highest, lowest = boxes_of(keys, size, Digest.QUEST).chunk(2, dim=1)
+                highest, lowest = bounding_boxes(keys, size, PageSummary.QUEST).chunk(2, dim=1)
                 points = torch.lerp(lowest, highest, self._part.slant)
                 table[head, first : first + len(points)] = points
         return table
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        asked, pages = by_group(queries, self.layer), max(self.counts)
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        asked, pages = group_queries(queries, self.layer), max(self.counts)
         fine = (asked @ self._fine[:, :pages].transpose(1, 2)).flatten(0, 1)
         stays = self._stays(asked, count).repeat_interleave(self._part.coarse, 1)[:, :pages]
-        return Found(top_rows(only_owned(fine.masked_fill(~stays, -torch.inf), self.counts), count))
+        return RecallResult(
+            top_rows(mask_missing(fine.masked_fill(~stays, -torch.inf), self.counts), count)
+        )
 
     def _stays(self, asked: Float[Tensor, "K R D"], count: int) -> Bool[Tensor, "H C"]:
         """The coarse clusters that each query head looks into."""
@@ -122,15 +124,17 @@ class MPCacheIndex(ConsecutiveIndex):
         scores = (asked @ self._coarse[:, : max(owned)].transpose(1, 2)).flatten(0, 1)
         least = -(-count // self._part.coarse) + 1  # the last one may not be full
         kept = [max(math.ceil(self._part.kept * each), least) for each in owned]
-        ranked = top_rows(only_owned(scores, owned), max(kept))
+        ranked = top_rows(mask_missing(scores, owned), max(kept))
         allowed = torch.tensor(kept).repeat_interleave(self.layer.group)[:, None]
         ranked = ranked.masked_fill(torch.arange(ranked.shape[1]) >= allowed, -1)
         stays = torch.zeros(len(scores), max(owned) + 1, dtype=torch.bool)
         return stays.scatter_(1, ranked + 1, True)[:, 1:]
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        layout = known_layout(entries, self.paged.known)
-        return Found(top_rows(page_bests(queries, entries.keys, *layout, self.page), count))
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        layout = indexed_layout(entries, self.paged.known)
+        return RecallResult(
+            top_rows(page_max_scores(queries, entries.keys, *layout, self.page), count)
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._fine, self._coarse)
@@ -139,8 +143,8 @@ class MPCacheIndex(ConsecutiveIndex):
         most = max(self.counts)
         return {
             **super().state(),
-            "fine": fitting(self._fine, most).clone(),
-            "coarse": fitting(self._coarse, -(-most // self._part.coarse)).clone(),
+            "fine": trim_table(self._fine, most).clone(),
+            "coarse": trim_table(self._coarse, -(-most // self._part.coarse)).clone(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -21,15 +21,21 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found
+from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.codes import looked_up
+from larder.ops.codes import pq_products
 from larder.ops.search import top_rows
-from larder.recall._clustering import Nearness, clustered, nearest
-from larder.recall._entries import EntryIndex, EntryRecall, attention, only_owned, voted
-from larder.recall._growing import fitting, grown
+from larder.recall._clustering import ClusterMetric, assign_clusters, kmeans
+from larder.recall._entries import (
+    EntryIndex,
+    EntryRecall,
+    mask_missing,
+    softmax_weights,
+    sum_group_weights,
+)
+from larder.recall._growing import grow_table, trim_table
 
-MOST_CODES = 256  # a code is a byte
+MAX_CODES = 256  # a code is a byte
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,8 @@ class PQ(EntryRecall):
         super().__post_init__()
         if self.parts < 1:
             raise BadParameter(f"pq.parts must be at least 1, got {self.parts}.")
-        if not 1 <= self.centroids <= MOST_CODES:
-            raise BadParameter(
-                f"pq.centroids must be from 1 to {MOST_CODES}, got {self.centroids}."
-            )
+        if not 1 <= self.centroids <= MAX_CODES:
+            raise BadParameter(f"pq.centroids must be from 1 to {MAX_CODES}, got {self.centroids}.")
         if self.iterations < 1:
             raise BadParameter(f"pq.iterations must be at least 1, got {self.iterations}.")
 
@@ -78,7 +82,7 @@ class PQIndex(EntryIndex):
         self._codes = torch.zeros(layer.kv_heads, part.parts, 0, dtype=torch.uint8)
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        self._codes = grown(self._codes, max(entries.lengths), dim=2)
+        self._codes = grow_table(self._codes, max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now >= max(2 * int(self._made_of[head]), 1):
                 self._made_of[head] = now
@@ -89,27 +93,29 @@ class PQIndex(EntryIndex):
     def _make(self, head: int, keys: Float[Tensor, "S D"]) -> None:
         part = self._part
         for p, points in enumerate(keys.chunk(part.parts, dim=1)):
-            made = clustered(
-                points.contiguous(), part.centroids, part.iterations, Nearness.DISTANCE
+            made = kmeans(
+                points.contiguous(), part.centroids, part.iterations, ClusterMetric.DISTANCE
             )
             self._centroids[head, p], self._codes[head, p, : len(keys)] = made
 
     def _join(self, head: int, keys: Float[Tensor, "S D"], first: int) -> None:
         for p, points in enumerate(keys.chunk(self._part.parts, dim=1)):
-            codes = nearest(points, self._centroids[head, p], Nearness.DISTANCE)
+            codes = assign_clusters(points, self._centroids[head, p], ClusterMetric.DISTANCE)
             self._codes[head, p, first : first + len(keys)] = codes
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         heads, parts, _, width = self._centroids.shape
         asked = queries.float().view(heads, self.layer.group, parts, width).transpose(1, 2)
         tables = (asked @ self._centroids.transpose(2, 3)).transpose(1, 2)  # [K, R, parts, C]
         known = self.paged.known
-        logits = looked_up(tables * self.layer.scaling, self._codes, max(known)).flatten(0, 1)
-        return Found(top_rows(voted(attention(only_owned(logits, known)), known), count))
+        logits = pq_products(tables * self.layer.scaling, self._codes, max(known)).flatten(0, 1)
+        return RecallResult(
+            top_rows(sum_group_weights(softmax_weights(mask_missing(logits, known)), known), count)
+        )
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        weights = attention(self.logits(queries, entries))
-        return Found(top_rows(voted(weights, self.paged.known), count))
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        weights = softmax_weights(self.logits(queries, entries))
+        return RecallResult(top_rows(sum_group_weights(weights, self.paged.known), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._centroids, self._made_of, self._codes)
@@ -119,7 +125,7 @@ class PQIndex(EntryIndex):
             **super().state(),
             "centroids": self._centroids.clone(),
             "made_of": self._made_of.clone(),
-            "codes": fitting(self._codes, max(self.counts), dim=2).clone(),
+            "codes": trim_table(self._codes, max(self.counts), dim=2).clone(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -25,19 +25,19 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found, Index, Recall
+from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.channels import channel_products
-from larder.ops.search import page_bests, top_rows
-from larder.recall._coming import known_layout
-from larder.recall._consecutive import ConsecutiveIndex
-from larder.recall._entries import attention, by_group, only_owned, voted
-from larder.recall._growing import fitting, grown
-from larder.recall.bounds import Digest, boxes_of
+from larder.ops.approximate_products import channel_products
+from larder.ops.search import page_max_scores, top_rows
+from larder.recall._coming import indexed_layout
+from larder.recall._entries import group_queries, mask_missing, softmax_weights, sum_group_weights
+from larder.recall._growing import grow_table, trim_table
+from larder.recall._index_base import ContiguousIndex
+from larder.recall.bounds import PageSummary, bounding_boxes
 
 
 @dataclass(frozen=True)
-class Rocket(Recall):
+class Rocket(RecallPart):
     """Chunks of consecutive entries, by attention to the side of their box that a query faces.
 
     Args:
@@ -61,13 +61,13 @@ class Rocket(Recall):
         channels = int(layer.head_dim * self.page / self.ratio)
         return RocketIndex(layer, self.page, max(channels, 1))
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         index = self.index(layer)
         index.restore(state)
         return index
 
 
-class RocketIndex(ConsecutiveIndex):
+class RocketIndex(ContiguousIndex):
     """Holds the largest and smallest numbers of each chunk, channel by channel, in float32."""
 
     def __init__(self, layer: LayerSpec, page: int, channels: int) -> None:
@@ -76,37 +76,42 @@ class RocketIndex(ConsecutiveIndex):
         self._sides = torch.zeros(layer.kv_heads, 2 * layer.head_dim, 0)  # largest, then smallest
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        self._sides = grown(self._sides, -(-max(entries.lengths) // self.page), dim=2)
+        self._sides = grow_table(self._sides, -(-max(entries.lengths) // self.page), dim=2)
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 first = before // self.page
                 keys = entries.keys_from(head, first * self.page).float()
-                boxes = boxes_of(keys, self.page, Digest.QUEST)
+                boxes = bounding_boxes(keys, self.page, PageSummary.QUEST)
                 self._sides[head, :, first : first + len(boxes)] = boxes.T
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        asked = by_group(queries, self.layer)
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        asked = group_queries(queries, self.layer)
         picks = top_rows(asked.abs().sum(1), self._read)[:, None].expand(-1, self.layer.group, -1)
         read = asked.gather(2, picks)
         left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=torch.finfo(torch.float32).tiny)
         sides = picks + self.layer.head_dim * (read < 0)
         logits = channel_products(self._sides, sides, read, max(self.counts))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
-        return self._found(only_owned(logits.flatten(0, 1), self.counts), count)
+        return self._found(mask_missing(logits.flatten(0, 1), self.counts), count)
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        layout = known_layout(entries, self.paged.known)
-        bests = page_bests(queries, entries.keys, *layout, self.page)
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        layout = indexed_layout(entries, self.paged.known)
+        bests = page_max_scores(queries, entries.keys, *layout, self.page)
         return self._found(bests.mul_(self.layer.scaling), count)
 
-    def _found(self, logits: Float[Tensor, "H P"], count: int) -> Found:
-        return Found(top_rows(voted(attention(logits), self.counts), count))
+    def _found(self, logits: Float[Tensor, "H P"], count: int) -> RecallResult:
+        return RecallResult(
+            top_rows(sum_group_weights(softmax_weights(logits), self.counts), count)
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._sides)
 
     def state(self) -> dict[str, Tensor]:
-        return {**super().state(), "sides": fitting(self._sides, max(self.counts), dim=2).clone()}
+        return {
+            **super().state(),
+            "sides": trim_table(self._sides, max(self.counts), dim=2).clone(),
+        }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)

@@ -26,15 +26,15 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Fetch, Found
+from larder.core.recall import FetchMode, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, by_group, only_owned
-from larder.recall._growing import fitting, grown
+from larder.recall._entries import EntryIndex, EntryRecall, group_queries, mask_missing
+from larder.recall._growing import grow_table, trim_table
 
 COLUMN = "sentence"
-RUN = 32  # entries of a sentence where nothing says where sentences end
-NOWHERE = -2  # a position that none follows
+DEFAULT_SENTENCE_ENTRIES = 32  # entries of a sentence where nothing says where sentences end
+NO_POSITION = -2  # a position that none follows
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Sentences(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fetch is not Fetch.IN_TURN:
+        if self.fetch is not FetchMode.IN_TURN:
             raise BadParameter(
                 f"sentences.fetch must be in_turn, got {self.fetch.value}: queries that are "
                 "foreseen are no part of a sentence."
@@ -76,10 +76,10 @@ class SentencesIndex(EntryIndex):
         self._counts = torch.zeros(heads, 0)
         self._sums = torch.zeros(heads, 0, layer.head_dim)
         self._asked = torch.zeros(layer.query_heads, layer.head_dim)
-        self._course = torch.tensor([0, NOWHERE])  # queries in that sum, position of the latest
+        self._course = torch.tensor([0, NO_POSITION])  # queries in that sum, position of the latest
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        self._labels = grown(self._labels, max(entries.lengths))
+        self._labels = grow_table(self._labels, max(entries.lengths))
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 self._take_in(head, entries, before)
@@ -95,8 +95,11 @@ class SentencesIndex(EntryIndex):
         fresh = labels[before:]
         counts += torch.bincount(fresh, minlength=size)
         sums.index_add_(0, fresh, entries.keys_from(head, before).float())
-        self._numbers, self._counts = grown(self._numbers, size), grown(self._counts, size)
-        self._sums = grown(self._sums, size)
+        self._numbers, self._counts = (
+            grow_table(self._numbers, size),
+            grow_table(self._counts, size),
+        )
+        self._sums = grow_table(self._sums, size)
         self._numbers[head, :size], self._counts[head, :size] = numbers, counts
         self._sums[head, :size] = sums
         self._labels[head, : len(labels)] = labels
@@ -106,7 +109,7 @@ class SentencesIndex(EntryIndex):
         """The sentence of each entry; the end of one still belongs to it."""
         if COLUMN in entries.columns:
             return entries.columns[COLUMN][entries.rows(head)].abs()
-        return (torch.arange(entries.lengths[head]) // RUN).float()
+        return (torch.arange(entries.lengths[head]) // DEFAULT_SENTENCE_ENTRIES).float()
 
     def follow(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
         count, latest = self._course.tolist()
@@ -116,14 +119,14 @@ class SentencesIndex(EntryIndex):
         self._asked = queries.float() + (self._asked if count else 0.0)
         self._course = torch.tensor([count + 1, position])
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         means = self._sums / self._counts.clamp(min=1)[..., None]  # [K, M, D]
-        asked = by_group(self._searched(queries), self.layer).sum(1)  # [K, D]
+        asked = group_queries(self._searched(queries), self.layer).sum(1)  # [K, D]
         products = torch.einsum("kmd,kd->km", means, asked)
         scores = products.gather(1, self._labels[:, : max(self.paged.known)])
         return self._found(scores, count)
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         logits = self.logits(self._searched(queries), entries)
         return self._found(logits.view(self.layer.kv_heads, self.layer.group, -1).sum(1), count)
 
@@ -132,9 +135,9 @@ class SentencesIndex(EntryIndex):
         count = int(self._course[0])
         return self._asked / count if count else queries
 
-    def _found(self, scores: Float[Tensor, "K M"], count: int) -> Found:
-        best = top_rows(only_owned(scores, self.paged.known), count)
-        return Found(best, is_whole=int(self._course[0]) == 1)
+    def _found(self, scores: Float[Tensor, "K M"], count: int) -> RecallResult:
+        best = top_rows(mask_missing(scores, self.paged.known), count)
+        return RecallResult(best, is_whole=int(self._course[0]) == 1)
 
     def tensors(self) -> tuple[Tensor, ...]:
         tables = self._labels, self._sizes, self._numbers, self._counts, self._sums
@@ -144,11 +147,11 @@ class SentencesIndex(EntryIndex):
         most = int(self._sizes.max())
         return {
             **super().state(),
-            "labels": fitting(self._labels, max(self.paged.known)).clone(),
+            "labels": trim_table(self._labels, max(self.paged.known)).clone(),
             "sizes": self._sizes.clone(),
-            "numbers": fitting(self._numbers, most).clone(),
-            "counts": fitting(self._counts, most).clone(),
-            "sums": fitting(self._sums, most).clone(),
+            "numbers": trim_table(self._numbers, most).clone(),
+            "counts": trim_table(self._counts, most).clone(),
+            "sums": trim_table(self._sums, most).clone(),
             "asked": self._asked.clone(),
             "course": self._course.clone(),
         }

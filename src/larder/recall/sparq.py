@@ -22,14 +22,21 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found
+from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.channels import channel_products
+from larder.ops.approximate_products import channel_products
 from larder.ops.search import top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, attention, by_group, only_owned, voted
-from larder.recall._growing import fitting, grown
+from larder.recall._entries import (
+    EntryIndex,
+    EntryRecall,
+    group_queries,
+    mask_missing,
+    softmax_weights,
+    sum_group_weights,
+)
+from larder.recall._growing import grow_table, trim_table
 
-LEAST_SHARE = torch.finfo(torch.float32).tiny
+MIN_SHARE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -63,28 +70,28 @@ class SparQIndex(EntryIndex):
         self._sums = torch.zeros(layer.kv_heads, layer.head_dim, dtype=torch.float64)
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        self._keys = grown(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
+        self._keys = grow_table(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             self._keys[head, :, before:now] = entries.keys_from(head, before).T
             self._sums[head] += entries.values_from(head, before).double().sum(0)
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        asked = by_group(queries, self.layer)
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        asked = group_queries(queries, self.layer)
         picks = top_rows(asked.abs().sum(1), self._read)  # [K, N]
         picks = picks[:, None].expand(-1, self.layer.group, -1)
         read = asked.gather(2, picks)
-        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=LEAST_SHARE)
+        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=MIN_SHARE)
         known = self.paged.known
         logits = channel_products(self._keys, picks, read, max(known))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
-        return self._found(only_owned(logits.flatten(0, 1), known), count)
+        return self._found(mask_missing(logits.flatten(0, 1), known), count)
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         return self._found(self.logits(queries, entries), count)
 
-    def _found(self, logits: Float[Tensor, "H M"], count: int) -> Found:
-        weights, known = attention(logits), self.paged.known
-        pages = top_rows(voted(weights, known), count)
+    def _found(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
+        weights, known = softmax_weights(logits), self.paged.known
+        pages = top_rows(sum_group_weights(weights, known), count)
         each = pages.repeat_interleave(self.layer.group, 0)
         share = weights.gather(1, each.clamp(min=0)).masked_fill(each < 0, 0.0).sum(1)
         owned = torch.tensor(known)
@@ -92,13 +99,13 @@ class SparQIndex(EntryIndex):
         mean = (self._sums / owned.clamp(min=1)[:, None]).float()
         # What a group chooses may be nothing to one of its heads: never 0, as the mean's weight is
         # told by what the found ones have.
-        return Found(pages, share=share.clamp(LEAST_SHARE, 1.0), mean=mean)
+        return RecallResult(pages, share=share.clamp(MIN_SHARE, 1.0), mean=mean)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._keys, self._sums)
 
     def state(self) -> dict[str, Tensor]:
-        keys = fitting(self._keys, max(self.counts), dim=2).clone()
+        keys = trim_table(self._keys, max(self.counts), dim=2).clone()
         return {**super().state(), "keys": keys, "sums": self._sums.clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Found, Prefill
+from larder.core.recall import PrefillRecall, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, attention, only_owned
+from larder.recall._entries import EntryIndex, EntryRecall, mask_missing, softmax_weights
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Votes(EntryRecall):
     """
 
     threshold: float = 0.9
-    prefill: Prefill = Prefill.EXACT
+    prefill: PrefillRecall = PrefillRecall.EXACT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,12 +67,12 @@ class VotesIndex(EntryIndex):
         self._count = 0
         self._chosen = torch.zeros(layer.kv_heads, 0, dtype=torch.int64)
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         asked = queries.float().flatten()
         if not self._stands(asked, count):
             self._asked, self._count = asked.clone(), count
             self._chosen = self.exact(queries, entries, count).pages
-        return Found(self._chosen)
+        return RecallResult(self._chosen)
 
     def _stands(self, asked: Float[Tensor, " Q"], count: int) -> bool:
         """Whether the last choice will do."""
@@ -86,10 +86,12 @@ class VotesIndex(EntryIndex):
         wanted = torch.tensor(self.paged.known).clamp(max=self._count)
         return bool(((self._chosen >= 0).sum(1) == wanted).all())
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
-        weights, known = attention(self.logits(queries, entries)), self.paged.known
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        weights, known = softmax_weights(self.logits(queries, entries)), self.paged.known
         groups = weights.view(len(known), self.layer.group, weights.shape[1]).sum(1)  # [K, M]
-        return Found(top_rows(only_owned(_by_position(groups, entries, known), known), count))
+        return RecallResult(
+            top_rows(mask_missing(_sum_by_position(groups, entries, known), known), count)
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._asked, self._chosen)
@@ -108,11 +110,11 @@ class VotesIndex(EntryIndex):
         self._count = int(state["count"])
 
 
-def _by_position(
+def _sum_by_position(
     votes: Float[Tensor, "K M"], entries: Entries, known: tuple[int, ...]
 ) -> Float[Tensor, "K M"]:
     """The votes of all heads for the position of each entry."""
-    places = _places(entries, known, votes.shape[1])
+    places = _padded_positions(entries, known, votes.shape[1])
     if bool((places == places[:1]).all()):
         return votes.sum(0).expand_as(votes).clone()
     total = votes.new_zeros(int(places.max()) + 1)
@@ -121,7 +123,9 @@ def _by_position(
     return total[places]
 
 
-def _places(entries: Entries, known: tuple[int, ...], longest: int) -> Int64[Tensor, "K M"]:
+def _padded_positions(
+    entries: Entries, known: tuple[int, ...], longest: int
+) -> Int64[Tensor, "K M"]:
     """Positions of the entries of each head; 0 behind its last, where votes are 0."""
     places = torch.zeros(len(known), longest, dtype=torch.int64)
     for head, length in enumerate(known):

@@ -28,16 +28,16 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import Estimate, Found, Index, Recall
+from larder.core.recall import Estimate, RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_bests, top_rows
-from larder.recall._coming import check_coming, known_layout
-from larder.recall._entries import attention, by_group, only_owned, voted
-from larder.recall._growing import fitting, grown
-from larder.recall._scattered import Scattered, cut_clusters
+from larder.ops.search import page_max_scores, top_rows
+from larder.recall._coming import check_new_entries, indexed_layout
+from larder.recall._entries import group_queries, mask_missing, softmax_weights, sum_group_weights
+from larder.recall._growing import grow_table, trim_table
+from larder.recall._scattered import ClusterPages, paginate_clusters
 
 
-class Pending(Enum):
+class PendingMode(Enum):
     """How entries that are in no cluster yet are found: all of them, or ranked like clusters."""
 
     EXACT = "exact"
@@ -45,7 +45,7 @@ class Pending(Enum):
 
 
 @dataclass(frozen=True)
-class Wave(Recall):
+class Wave(RecallPart):
     """Pages of clusters, and centroids for those that come next.
 
     Args:
@@ -64,7 +64,7 @@ class Wave(Recall):
     size: int = 16
     segment: int = 8192
     update: int = 1024
-    pending: Pending = Pending.EXACT
+    pending: PendingMode = PendingMode.EXACT
     iterations: int = 10
     estimated: float = 0.232
 
@@ -85,20 +85,20 @@ class Wave(Recall):
     @property
     def segment_tokens(self) -> int:
         """Pending entries that become clusters."""
-        if self.pending is Pending.RANKED or self.tokens is None:
+        if self.pending is PendingMode.RANKED or self.tokens is None:
             return self.update
         return min(self.update, max(1, self.pages // 2) * self.page)
 
-    def index(self, layer: LayerSpec) -> Index:
+    def index(self, layer: LayerSpec) -> RecallIndex:
         return WaveIndex(layer, self)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> Index:
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         index = WaveIndex(layer, self)
         index.restore(state)
         return index
 
 
-class WaveIndex(Index):
+class WaveIndex(RecallIndex):
     """Holds the entries of each page, and its mean key and value in float32."""
 
     def __init__(self, layer: LayerSpec, part: Wave) -> None:
@@ -106,14 +106,14 @@ class WaveIndex(Index):
         self.page = part.page
         self._part = part
         heads = layer.kv_heads
-        self._paged = Scattered(heads, part.page)
+        self._paged = ClusterPages(heads, part.page)
         self._settled = torch.zeros(heads, 2, dtype=torch.int64)  # entries in clusters, their pages
         self._keys = torch.zeros(heads, 0, layer.head_dim)
         self._values = torch.zeros(heads, 0, layer.head_dim)
 
     def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
         known = self._paged.known
-        check_coming(entries, known, self.layer.index)
+        check_new_entries(entries, known, self.layer.index)
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
                 self._grow(head, entries)
@@ -144,11 +144,11 @@ class WaveIndex(Index):
         """Entries in the order of clusters, and where pages begin in it."""
         count = max(len(keys) // self._part.size, 1)
         centered = keys - keys.mean(0)
-        return cut_clusters(centered, count, self._part.iterations, self.page)
+        return paginate_clusters(centered, count, self._part.iterations, self.page)
 
     def _average(self, head: int, stale: int, entries: Entries) -> None:
         most = self._paged.width
-        self._keys, self._values = grown(self._keys, most), grown(self._values, most)
+        self._keys, self._values = grow_table(self._keys, most), grow_table(self._values, most)
         order, fills = self._paged.behind(head, stale)
         for table, rows in (
             (self._keys, entries.head_keys(head)),
@@ -157,29 +157,29 @@ class WaveIndex(Index):
             means = torch.segment_reduce(rows[order].float(), "mean", lengths=fills, axis=0)
             table[head, stale : stale + len(fills)] = means
 
-    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         centroids = self._keys[:, : max(self.counts)].transpose(1, 2)
-        logits = (by_group(queries, self.layer) @ centroids).flatten(0, 1)
-        weights = attention(only_owned(logits.mul_(self.layer.scaling), self.counts))
-        return self._found(voted(weights, self.counts), count)
+        logits = (group_queries(queries, self.layer) @ centroids).flatten(0, 1)
+        weights = softmax_weights(mask_missing(logits.mul_(self.layer.scaling), self.counts))
+        return self._found(sum_group_weights(weights, self.counts), count)
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> Found:
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         known = self._paged.known
-        logits = page_bests(queries, entries.keys, *known_layout(entries, known))
-        mass = voted(attention(logits.mul_(self.layer.scaling)), known)
+        logits = page_max_scores(queries, entries.keys, *indexed_layout(entries, known))
+        mass = sum_group_weights(softmax_weights(logits.mul_(self.layer.scaling)), known)
         scores = torch.zeros(len(known), max(self.counts))
         scores.scatter_add_(1, self._paged.page_of(), mass.clamp(min=0.0))
-        return self._found(only_owned(scores, self.counts), count)
+        return self._found(mask_missing(scores, self.counts), count)
 
-    def _found(self, scores: Float[Tensor, "K N"], count: int) -> Found:
-        if self._part.pending is Pending.EXACT:
+    def _found(self, scores: Float[Tensor, "K N"], count: int) -> RecallResult:
+        if self._part.pending is PendingMode.EXACT:
             pages = torch.arange(scores.shape[1])
             is_pending = pages >= self._settled[:, 1:]
             scores = scores.masked_fill(is_pending & scores.isfinite(), torch.inf)
         next_ones = math.ceil(self._part.estimated * scores.shape[1])
         ranked = top_rows(scores, count + next_ones)
         estimate = self._estimate(ranked[:, count:]) if ranked.shape[1] > count else None
-        return Found(ranked[:, :count], estimate)
+        return RecallResult(ranked[:, :count], estimate)
 
     def _estimate(self, pages: Int64[Tensor, "K E"]) -> Estimate:
         heads, missing = torch.arange(len(pages))[:, None], pages < 0
@@ -207,8 +207,8 @@ class WaveIndex(Index):
         return {
             **self._paged.state(),
             "settled": self._settled.clone(),
-            "keys": fitting(self._keys, most).clone(),
-            "values": fitting(self._values, most).clone(),
+            "keys": trim_table(self._keys, most).clone(),
+            "values": trim_table(self._values, most).clone(),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from larder.core.types import Coming, Mode
+from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Observer, Recorded, Row
 from larder.server.job import Job
@@ -92,8 +92,8 @@ class Answering:
         return tokens
 
     def _row(self, job: Job) -> Row:
-        coming = Coming.STEP if job.ids else Coming.QUESTION
-        return Row(job.cache, job.unread, coming=Coming.TEXT if job.ended else coming)
+        coming = AppendKind.STEP if job.ids else AppendKind.QUESTION
+        return Row(job.cache, job.unread, coming=AppendKind.TEXT if job.ended else coming)
 
     def _told(
         self, job: Job, token: int | Exception, plans: int, failures: tuple[type[Exception], ...]

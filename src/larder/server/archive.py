@@ -16,7 +16,7 @@ import msgspec
 import zstandard
 
 from larder.core.errors import InputError, LarderError
-from larder.core.session_name import check
+from larder.core.session_name import check_session_name
 from larder.engine.sampling import Sampling
 from larder.server.request import Turn
 from larder.server.sitting import ID, Asked, Said, Sitting
@@ -180,7 +180,7 @@ def read(data: bytes, fingerprint: str, vocabulary: int, limit: Limit = OWN) -> 
             "the model can read: import a shorter one."
         )
     try:
-        check(document.root)
+        check_session_name(document.root)
         opening = tuple(_turn(each) for each in document.opening)
         said = [_said(each, vocabulary) for each in document.said]
     except (TypeError, ValueError, OverflowError, LarderError) as error:

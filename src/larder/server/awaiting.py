@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from larder.core.session_name import root_of
+from larder.core.session_name import root_name
 from larder.server.sitting import Sitting
 
 
@@ -21,7 +21,7 @@ class Awaited:
     @contextmanager
     def these(self, tenant: str, *names: str | None) -> Iterator[None]:
         """While a tenant's sessions are awaited, with all that began as they did."""
-        families = [(tenant, root_of(name)) for name in names if name is not None]
+        families = [(tenant, root_name(name)) for name in names if name is not None]
         with self._lock:
             self._families.update(families)
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from larder.cache.ragged import GROWTH_TOKENS
-from larder.core.rebuilding import Manner
+from larder.cache.forms.ragged import GROWTH_TOKENS
+from larder.core.rebuilding import RecomputeSource
 from larder.prefill.schedules.whole import PIECE_TOKENS, Whole
 from larder.server.budget import Need
 from larder.server.rule import Held, Rule
@@ -92,7 +92,7 @@ def _source_bytes(rule: Rule, length: int) -> int:
     rebuilding, spec = rule.policy.rebuilding, rule.desk.decoder.spec
     if rebuilding is None:
         return 0
-    layers = len(spec.layers) + 1 if rebuilding.manner is Manner.EVERY else 2
+    layers = len(spec.layers) + 1 if rebuilding.manner is RecomputeSource.EVERY else 2
     heads = sum(layer.kv_heads for layer in spec.layers)
     row = max(spec.width, 1) * spec.dtype.itemsize * layers + 2 * heads * 8
     return length * row * COPIES

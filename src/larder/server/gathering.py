@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from larder.core.session_name import root_of
+from larder.core.session_name import root_name
 from larder.server.awaiting import Awaited
 from larder.server.keeper import Keeper
 from larder.server.recalling import Recalling
@@ -111,7 +111,7 @@ class Gathering:
 
     def family(self, tenant: str, name: str) -> Sequence[str]:
         """What a session began as, and all that are kept and began as that, if it can be told."""
-        root = root_of(name)
+        root = root_name(name)
         found = [root]
         with self._recalling.guessing(root):
             found += self._keeper.branches(tenant, root)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 
-from larder.core.session_name import root_of
+from larder.core.session_name import root_name
 from larder.engine.engine import Engine
 from larder.server import archive
 from larder.server.core import Core
@@ -131,7 +131,7 @@ class LocalHub(Hub):
 
         def forked() -> SessionView:
             if family:
-                core.sessions.avoid(tenant, root_of(name), family)
+                core.sessions.avoid(tenant, root_name(name), family)
             return view_of(core.fork(tenant, name, new_name))
 
         with gathering.these(tenant, name, new_name):
@@ -156,9 +156,9 @@ class LocalHub(Hub):
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
         core, own = self._core, [name]
-        if branches and root_of(name) == name:
+        if branches and root_name(name) == name:
             own += self._keeper.branches(tenant, name)
-        elif root_of(name) == name:
+        elif root_name(name) == name:
             own += self._gathering.family(tenant, name)
 
         def removed() -> tuple[list[str], list[str], list[str], list[Future[None]]]:

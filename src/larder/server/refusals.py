@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from larder.core.errors import InputError, LarderError, StoreSlow
-from larder.core.session_name import check
+from larder.core.session_name import check_session_name
 from larder.server.request import Refusal
 from larder.store.failures import failure_reason
 
@@ -22,7 +22,7 @@ def checked_name(name: str, param: str = "session") -> str:
         Refusal: 400 `invalid_session_id`: no session may be called so.
     """
     try:
-        check(name, param)
+        check_session_name(name, param)
     except InputError as error:
         raise Refusal(str(error), 400, "invalid_session_id", param) from error
     return name

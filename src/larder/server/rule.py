@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from larder.cache.latest import latest_bytes
+from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -196,7 +196,7 @@ class Rule:
         heads = sum(layer.kv_heads for layer in spec.layers)
         fixed = heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars))
         tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
-        tail += latest_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
+        tail += latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
         scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
         passing = LAYERS_PASSING * max(layers) if self.is_limited else max(layers)
         return Need(sum(layers) + fixed + tail, passing + scratch)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from larder.core.errors import UsageError
-from larder.core.session_name import branch, root_of
+from larder.core.session_name import branch_name, root_name
 from larder.server.matching import Matched, beginning, is_newest, matched, prompt_ids, rolling
 from larder.server.refusals import busy, checked_name, invalid, taken, unknown
 from larder.server.request import Request, Turn
@@ -103,7 +103,7 @@ class Sessions:
         number, avoided = len(self.family(source)), self._avoided.get((source.tenant, source.root))
         while name is None:
             number += 1
-            tried = branch(source.root, number)
+            tried = branch_name(source.root, number)
             is_taken = self.has(source.tenant, tried) or tried in (avoided or ())
             name = None if is_taken else tried
         made = self.open(source.tenant, name, rule)
@@ -254,7 +254,7 @@ class Sessions:
         """Sessions that the request may mean."""
         tenant = request.tenant
         if request.session is not None:
-            return list(self._families.get((tenant, root_of(request.session)), {}).values())
+            return list(self._families.get((tenant, root_name(request.session)), {}).values())
         keys = ((tenant, digest) for digest in rolling(request.turns))
         return [each for key in keys for each in self._firsts.get(key, {}).values()]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from larder.cache.sequence import SequenceCache
-from larder.core.session_name import root_of
+from larder.core.session_name import root_name
 from larder.engine.sampling import Sampling
 from larder.server.request import Request, Turn
 from larder.server.rule import Held, Rule
@@ -177,7 +177,7 @@ class Sitting:
     @property
     def root(self) -> str:
         """The name that the client gave; branches of the session have the same."""
-        return root_of(self.name)
+        return root_name(self.name)
 
     @property
     def ids(self) -> array:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from larder.core.errors import BadParameter, SpellingError, UsageError
 from larder.core.family import public_name
-from larder.core.recall import Recall
+from larder.core.recall import RecallPart
 from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
@@ -79,7 +79,7 @@ def check_recomputed(compensation: Compensation, storage: Storage) -> None:
         )
 
 
-def check_corrected(protect: Protect, recall: Recall | None, tokens: int | None = None) -> None:
+def check_corrected(protect: Protect, recall: RecallPart | None, tokens: int | None = None) -> None:
     """See that what is read once more is held still.
 
     Args:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter, ModelError, UnknownName
-from larder.core.family import Family, unknown
+from larder.core.family import Family, unknown_name_message
 from larder.session.embedders.base import Embedder
 
 EMBEDDERS = Family("embedder", "larder.session.embedders")
@@ -72,7 +72,8 @@ def _source(name: str) -> str:
     if "/" not in name:
         known = [each for each in EMBEDDERS.names() if each != "sentence_transformers"]
         raise UnknownName(
-            f"{unknown('embedder', name, known)} Other models are named `owner/model` or by folder."
+            f"{unknown_name_message('embedder', name, known)} Other models are named "
+            "`owner/model` or by folder."
         )
     return name
 

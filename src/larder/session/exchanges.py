@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.session.files.transcript import words_of
 from larder.session.segments import Piece, Segment, Unit, cut
 
@@ -55,10 +55,10 @@ def exchanges(conversation: Conversation, segments: Sequence[Segment]) -> tuple[
 
 def _cut(conversation: Conversation) -> list[tuple[str, tuple[Piece, ...]]]:
     messages = conversation.messages
-    if conversation.form is Form.CHAT:
+    if conversation.form is PromptLayout.CHAT:
         return [_whole(messages, turn) for turn in _turns(messages)]
     pairs = cut(conversation, Unit.UTTERANCES, PAIR)
-    if conversation.form is Form.DOCUMENT:
+    if conversation.form is PromptLayout.DOCUMENT:
         return [(pair.text, pair.pieces) for pair in pairs]
     return [_whole(messages, list(pair.messages)) for pair in pairs]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.session.log import Exchange, Log
 
 _MESSAGE = ("role", "content", "speaker", "date", "utterance")
@@ -41,7 +41,7 @@ def log_of(record: dict[str, Any]) -> Log:
     history = Conversation(
         name=_text(told, "name"),
         messages=tuple(_message(each) for each in _list(told, "messages")),
-        form=Form(told["form"]),
+        form=PromptLayout(told["form"]),
         opening=_text(told, "opening"),
         question_prompt=_text(told, "question_prompt"),
     )

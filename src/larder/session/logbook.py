@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from larder.core.errors import Damaged, InputError
-from larder.core.session_name import check
-from larder.core.settings import LOCAL, home
+from larder.core.session_name import check_session_name
+from larder.core.settings import LOCAL_PRINCIPAL, home
 from larder.session.log import Log
 from larder.session.log_format import log_of, record_of
 from larder.store.digests import key_of
@@ -138,7 +138,7 @@ class SessionFile(Logbook):
             )
         try:
             if is_sealed:
-                data = self._sealing.opened(LOCAL, data[len(SEALED) :], self.path.name)
+                data = self._sealing.opened(LOCAL_PRINCIPAL, data[len(SEALED) :], self.path.name)
             return json.loads(data)
         except Damaged as error:
             raise InputError(_damaged(self.path, "it does not open with this key")) from error
@@ -163,7 +163,7 @@ def session_path(name: str) -> Path:
     Raises:
         InputError: a name that no session can have.
     """
-    check(name)
+    check_session_name(name)
     plain = name if _PLAIN.fullmatch(name) else f"~{key_of('chat', name)}"
     return home() / "sessions" / f"{plain}.json"
 
@@ -187,7 +187,7 @@ def adopt(sealing: Encryption) -> int:
 
 
 def _closed(sealing: Encryption, data: bytes, name: str) -> bytes:
-    closed = sealing.closed(LOCAL, data, name)
+    closed = sealing.closed(LOCAL_PRINCIPAL, data, name)
     return SEALED + closed if sealing.is_sealed else closed
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from larder.core.errors import BudgetError, SpellingError, UnknownName
-from larder.core.family import LISTING, Family, unknown
-from larder.core.rebuilding import Rebuilding
-from larder.core.recall import RECALLS, Parking, Recall
+from larder.core.family import LISTING, Family, unknown_name_message
+from larder.core.rebuilding import RecomputeSpec
+from larder.core.recall import RECALLS, OffloadSpec, RecallPart
 from larder.core.spelling import Call, build, parse, spell
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.budgets.base import Budget
@@ -109,7 +109,7 @@ class Policy:
     unit: Unit
     budget: Budget
     compensation: Compensation
-    recall: Recall | None
+    recall: RecallPart | None
     storage: Storage
     timing: Timing
 
@@ -205,7 +205,7 @@ class Policy:
         sized = replace(self, budget=budget, schedule=own, scorer=scorer, recall=recall)
         return replace(sized, compensation=settled[0], timing=self.timing.under(tokens))
 
-    def _recalling(self, tokens: int) -> Recall | None:
+    def _recalling(self, tokens: int) -> RecallPart | None:
         """The recall part with its size filled in."""
         if self.recall is None or self.recall.tokens is not None:
             return self.recall
@@ -229,20 +229,20 @@ class Policy:
         return 0 if self.recall is None or excess is None else excess + 1
 
     @property
-    def rebuilding(self) -> Rebuilding | None:
+    def rebuilding(self) -> RecomputeSpec | None:
         """How rejected entries are made anew; None where none are."""
         return getattr(self.compensation, "rebuilding", None)
 
     @property
-    def parking(self) -> Parking | None:
+    def parking(self) -> OffloadSpec | None:
         """Where rejected entries go; None where nothing is parked."""
         if self.recall is None:
             return None
         host_mib = getattr(self.compensation, "host_mib", None)
-        return Parking(self.recall, host_mib, self.storage.parked)
+        return OffloadSpec(self.recall, host_mib, self.storage.parked)
 
 
-def _recall(compensation: Compensation, storage: Storage, given: Call | None) -> Recall | None:
+def _recall(compensation: Compensation, storage: Storage, given: Call | None) -> RecallPart | None:
     """How parked entries are found; the default where that is left open, None where none are.
 
     Raises:
@@ -279,7 +279,9 @@ def _slot(call: Call) -> str:
         )
     known = sorted({name for family in FAMILIES.values() for name in family.names()} | {"protect"})
     raise UnknownName(
-        unknown("policy part or preset", call.name, sorted({*known, *PRESETS}), LISTING)
+        unknown_name_message(
+            "policy part or preset", call.name, sorted({*known, *PRESETS}), LISTING
+        )
     )
 
 

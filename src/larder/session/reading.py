@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from larder.cache.sequence import SequenceCache
-from larder.core.amount import Amount
 from larder.core.arguments import check_count
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError
+from larder.core.memory_budget import MemoryBudget
 from larder.core.observation import Calibration, Prompts
 from larder.models.decoder import Decoder
 from larder.models.projections import output_projections
@@ -77,7 +77,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if self.budget is not None:
-            Amount.parse(self.budget)
+            MemoryBudget.parse(self.budget)
         if self.block is not None:
             check_count("block", self.block)
 

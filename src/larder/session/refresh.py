@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from larder.core.conversation import Form
+from larder.core.conversation import PromptLayout
 from larder.core.spec import ModelSpec
 from larder.prefill.base import Steps
 from larder.prefill.meter import Meter
@@ -80,7 +80,7 @@ def beginning_of(memory: Memory) -> int:
 def system_stop(memory: Memory) -> int:
     """Tokens of the system prompt that a chat's history begins with."""
     conversation, stop = memory.conversation, 0
-    if conversation.form is not Form.CHAT:
+    if conversation.form is not PromptLayout.CHAT:
         return stop
     for message, span in zip(conversation.messages, memory.transcript.spans, strict=True):
         if message.role != "system":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BudgetError, UsageError
 from larder.core.ledger import Ledger
 from larder.core.spec import LayerSpec, ModelSpec
@@ -66,7 +66,7 @@ def entries_of(policy: Policy, spec: ModelSpec) -> int:
         return _beside_pages(policy, tokens)
     if tokens != WITHOUT_LIMIT:
         return storage.entries(tokens, spec.managed, spec.dtype.itemsize)
-    if storage.codecs or storage.form != Form.RAGGED.value:
+    if storage.codecs or storage.form != CacheForm.RAGGED.value:
         raise UsageError(
             f"{spell(storage)} shares the bytes of a budget, but {spell(policy.budget)} sets none: "
             "take uniform(kept=1.0) for as many bytes as the context takes, or less."
@@ -155,13 +155,13 @@ def _beside_pages(policy: Policy, tokens: int) -> int:
     return rest
 
 
-def _form(policy: Policy, tokens: int) -> Form:
+def _form(policy: Policy, tokens: int) -> CacheForm:
     """How the managed layers are held."""
     if policy.recall is not None:
-        return Form.TIERED
+        return CacheForm.TIERED
     if policy.rebuilding is not None:
-        return Form.REBUILT
-    return Form.DENSE if tokens == WITHOUT_LIMIT else Form(policy.storage.form)
+        return CacheForm.REBUILT
+    return CacheForm.DENSE if tokens == WITHOUT_LIMIT else CacheForm(policy.storage.form)
 
 
 def tokens_of(policy: Policy) -> int:
@@ -178,7 +178,7 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
         BudgetError, UsageError: as `entries_of`.
     """
     form = _form(policy, policy.timing.reading_tokens(entries_of(policy, spec)))
-    ledger = Ledger() if form is Form.DENSE else policy.planner.ledger
+    ledger = Ledger() if form is CacheForm.DENSE else policy.planner.ledger
     storage = policy.staying
     kept = ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding
     return SequenceCache(spec, form, *kept)

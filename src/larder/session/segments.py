@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cache
 from itertools import groupby
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import BadParameter
 from larder.session.sentences import LONG_CHARACTERS, sentences
 
@@ -121,7 +121,7 @@ def _scale(unit: Unit, count: Callable[[str], int] | None) -> Callable[[str], in
 
 
 def _atoms(
-    form: Form, index: int, message: Message, unit: Unit, weigh: Callable[[str], int]
+    form: PromptLayout, index: int, message: Message, unit: Unit, weigh: Callable[[str], int]
 ) -> Iterator[_Atom]:
     content = message.content
     said = message.utterance if message.utterance.strip() else content
@@ -142,14 +142,14 @@ def _atoms(
         yield _Atom(piece, said[start:stop], weigh(said[start:stop]))
 
 
-def _spans(said: str, form: Form, unit: Unit) -> list[tuple[int, int]]:
+def _spans(said: str, form: PromptLayout, unit: Unit) -> list[tuple[int, int]]:
     """The units of one utterance, as spans that leave nothing out."""
     if unit is not Unit.UTTERANCES:
         stops = [word.end() for word in _WORD.finditer(said)][:-1]
         borders = [0, *stops, len(said)]
         return list(zip(borders, borders[1:], strict=False))
-    is_long = form is Form.CHAT and len(said) > LONG_CHARACTERS
-    if said and (is_long or form is Form.DOCUMENT):
+    is_long = form is PromptLayout.CHAT and len(said) > LONG_CHARACTERS
+    if said and (is_long or form is PromptLayout.DOCUMENT):
         return sentences(said)
     return [(0, len(said))]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from larder.cache.saving import is_slow, layer_of
 from larder.cache.sequence import SequenceCache
+from larder.cache.state_dict import is_slow_tier_tensor, layer_of
 from larder.core.spec import ModelSpec
 from larder.prefill.bound import finest_entries, paged_entries
 
@@ -218,7 +218,7 @@ def park(cache: SequenceCache) -> Parked:
     state = cache.surrender(torch.device("cpu"))
     layers, fast = slots, sum(slots)
     for name, tensor in state.items():
-        if is_slow(name):
+        if is_slow_tier_tensor(name):
             continue
         nbytes = tensor.untyped_storage().nbytes()
         fast += nbytes

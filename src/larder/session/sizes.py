@@ -1,7 +1,8 @@
 """Entries that a memory budget comes to under a policy and a model.
 
-How a budget is written: `larder.core.amount`. Tokens and shares are of keys and values. Bytes are
-all that managed layers hold, with positions and with what the policy has the cache remember.
+How a budget is written: `larder.core.memory_budget`. Tokens and shares are of keys and values.
+Bytes are all that managed layers hold, with positions and with what the policy has the cache
+remember.
 
 Every form is per cache: a policy that keeps one cache per episode holds as many budgets as it has
 episodes, one of them on the device.
@@ -9,10 +10,10 @@ episodes, one of them on the device.
 
 from __future__ import annotations
 
-from larder.cache.latest import latest_bytes
-from larder.core.amount import Amount, Unit
+from larder.cache.latest_activations import latest_queries_bytes
 from larder.core.errors import BudgetError, UsageError
 from larder.core.ledger import SURPRISE
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.spec import POSITION_BYTES, ModelSpec
 from larder.core.spelling import spell
 from larder.session.policy import Policy
@@ -48,9 +49,9 @@ def resolve(
         return max(1, round(context_tokens * budget.kept))
     if asked is None:
         return max(
-            DEFAULT_LEAST, amount_tokens(Amount.parse(DEFAULT), context_tokens, policy, spec)
+            DEFAULT_LEAST, amount_tokens(MemoryBudget.parse(DEFAULT), context_tokens, policy, spec)
         )
-    tokens = amount_tokens(Amount.parse(asked), context_tokens, policy, spec)
+    tokens = amount_tokens(MemoryBudget.parse(asked), context_tokens, policy, spec)
     if tokens < 1:
         raise BudgetError(
             f"The budget of {asked} holds no token: one takes {_least_bytes(policy, spec)} bytes "
@@ -68,7 +69,9 @@ def resolve_open(policy: Policy, asked: str | int | float | None, spec: ModelSpe
     budget = policy.budget
     is_given = budget.tokens is not None or budget.kept is not None or asked is not None
     size = asked if is_given else OPEN_END
-    if budget.kept is not None or (size is not None and Amount.parse(size).unit is Unit.SHARE):
+    if budget.kept is not None or (
+        size is not None and MemoryBudget.parse(size).unit is BudgetUnit.SHARE
+    ):
         share = spell(budget) if budget.kept is not None else f"The budget {size}"
         raise UsageError(
             f"{share} is a share of the context, but a chat that starts from nothing has none: "
@@ -77,9 +80,11 @@ def resolve_open(policy: Policy, asked: str | int | float | None, spec: ModelSpe
     return resolve(policy, size, 0, spec)
 
 
-def amount_tokens(amount: Amount, context_tokens: int, policy: Policy, spec: ModelSpec) -> int:
+def amount_tokens(
+    amount: MemoryBudget, context_tokens: int, policy: Policy, spec: ModelSpec
+) -> int:
     """Entries per kv head of one cache that an amount comes to, averaged over managed layers."""
-    if amount.unit is Unit.BYTES:
+    if amount.unit is BudgetUnit.BYTES:
         return _fitting(int(amount.number), policy, spec)
     return amount.tokens(context_tokens, 1)
 
@@ -112,7 +117,7 @@ def _fixed_bytes(policy: Policy, spec: ModelSpec) -> int:
     """Bytes of what is held of each kv head, however many entries it has, and of the last token."""
     ledger = policy.planner.ledger
     tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
-    latest = latest_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
+    latest = latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
     return _heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail + latest
 
 

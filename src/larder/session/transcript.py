@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from larder.core.conversation import Conversation, Form
+from larder.core.conversation import Conversation, PromptLayout
 from larder.core.observation import Lexicon
 from larder.session.template import End, Template, Turn
 
@@ -133,7 +133,7 @@ class Scribe:
 
 
 def _turns(conversation: Conversation) -> list[Turn]:
-    if conversation.form is Form.CHAT:
+    if conversation.form is PromptLayout.CHAT:
         return [Turn(message.role, message.content) for message in conversation.messages]
     lines = (conversation.opening, *(message.content for message in conversation.messages))
     text = "".join(lines)

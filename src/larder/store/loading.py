@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from larder.cache.layers import Form, Makeup
 from larder.cache.sequence import SequenceCache
+from larder.cache.spec import CacheForm, CacheSpec
 from larder.core.errors import CacheError, Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
 from larder.store.behind import PrefixDigest
@@ -98,7 +98,7 @@ class CacheReader:
             length = behind.start
             if not pieces:
                 return None
-            meta = Makeup(Form.DENSE).meta() | {"next_position": str(length)}
+            meta = CacheSpec(CacheForm.DENSE).meta() | {"next_position": str(length)}
             cache = restore_cache(spec, join_chunks(pieces, {}, spec, length), meta)
         self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
         return cache

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from larder.cache.latest import TAIL
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.latest_activations import TAIL
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import Damaged
 from larder.core.spec import ModelSpec
 from larder.store.blobs.cache_state import layer_in_name, state_nbytes
@@ -22,7 +22,7 @@ def is_lossless_cache(cache: SequenceCache) -> bool:
     Only of such a cache a beginning is the cache of the beginning: what a policy keeps of a text
     depends on how it goes on.
     """
-    plain = cache.makeup.form is Form.DENSE and not cache.plans
+    plain = cache.makeup.form is CacheForm.DENSE and not cache.plans
     windows = any(layer.sliding_window is not None for layer in cache.spec.layers)
     lengths = {length for layer in cache.lengths() for length in layer}
     return plain and not windows and lengths <= {cache.next_position}

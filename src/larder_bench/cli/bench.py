@@ -239,11 +239,11 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
     threads = get_num_threads()
     if not options.ray:
         return StudyRunner(study, out, opened, threads)
-    from larder.core.clusters import check_ray, join
+    from larder.core.ray_cluster import connect, require_ray
     from larder_bench.execution.ray_executor import ray_execution
 
-    check_ray("'larder bench --ray'")
-    join()
+    require_ray("'larder bench --ray'")
+    connect()
     return StudyRunner(study, out, opened, threads, ray_execution(opened, threads))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.session.transcript import ACKNOWLEDGEMENT
 
 DIGEST_LENGTH = 12
@@ -34,7 +34,7 @@ def conversation_digest(conversation: Conversation) -> str:
 
 
 def _as_chat(conversation: Conversation) -> Conversation:
-    if conversation.form is Form.CHAT:
+    if conversation.form is PromptLayout.CHAT:
         return conversation
     text = conversation.opening + "".join(message.content for message in conversation.messages)
     messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
@@ -42,4 +42,4 @@ def _as_chat(conversation: Conversation) -> Conversation:
         replace(asked, question=conversation.question_prompt.format(question=asked.question))
         for asked in conversation.questions
     )
-    return replace(conversation, messages=messages, questions=questions, form=Form.CHAT)
+    return replace(conversation, messages=messages, questions=questions, form=PromptLayout.CHAT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from larder.core.conversation import Conversation, Form, Question
+from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import BadParameter
 from larder.session.files.document import read
 from larder.session.transcript import ACKNOWLEDGEMENT
@@ -37,7 +37,7 @@ def document_conversation(
         raise BadParameter(f"{task}.tokens must hold a document, got {tokens}: take more.")
     document = read(truncate_middle(text, room, count), name)
     return Conversation(
-        name, document.messages, (question,), Form.DOCUMENT, opening, question_prompt
+        name, document.messages, (question,), PromptLayout.DOCUMENT, opening, question_prompt
     )
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from larder.core.clusters import processors
 from larder.core.errors import LarderError, ModelError
+from larder.core.ray_cluster import cpu_counts
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.resumable_run import measure_timed
 from larder_bench.execution.runner import ContextLoader, ExecutionStrategy, measure_cell
@@ -108,7 +108,7 @@ class RayExecutor:
             self._keep(row)
         kind = ray.remote(CellWorker).options(num_cpus=threads)
         self._made = lambda: kind.remote(open, model, threads)
-        self._places = max(1, sum(int(count // threads) for count in processors()))
+        self._places = max(1, sum(int(count // threads) for count in cpu_counts()))
         self._idle: list[Any] = []
         self._running: list[_RunningGroup] = []
         self._lost = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from larder.core.amount import Amount
+from larder.core.memory_budget import MemoryBudget
 from larder_bench.results.rows import Row
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.model_context import ModelContext
@@ -13,7 +13,7 @@ from larder_bench.studies.model_context import ModelContext
 class Measure(ABC):
     """What is found out about one cell of a study. Implementations are frozen dataclasses."""
 
-    def is_alike(self, amount: Amount) -> bool:
+    def is_alike(self, amount: MemoryBudget) -> bool:
         """Whether a budget comes to the same for this measure, whatever is held equal."""
         del amount
         return False

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.amount import Amount, Unit
 from larder.core.errors import BadParameter, BudgetError, UsageError
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.types import Mode
 from larder.models.passes import Row as Tokens
 from larder.session.policy import Policy
@@ -74,9 +74,9 @@ class Decode(Measure):
         if self.memory_mib < 0:
             raise BadParameter(f"decode.memory_mib must be 0 or more, got {self.memory_mib}.")
 
-    def is_alike(self, amount: Amount) -> bool:
+    def is_alike(self, amount: MemoryBudget) -> bool:
         """A number of tokens is taken as it is; shares and bytes are of one or the other."""
-        return amount.unit is Unit.TOKENS
+        return amount.unit is BudgetUnit.TOKENS
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy, engine = sized_policy(bench, cell), bench.engine
@@ -249,10 +249,12 @@ def _tokens(bench: ModelContext, cell: Cell, policy: Policy) -> int:
     spec, amount = bench.engine.loaded.decoder.spec, cell.amount
     assert amount is not None  # the caller has looked
     each = spec.managed_bytes_per_token()
-    if cell.matched is MatchedQuantity.TOKENS or amount.unit is Unit.TOKENS:
+    if cell.matched is MatchedQuantity.TOKENS or amount.unit is BudgetUnit.TOKENS:
         return amount.tokens(cell.tokens, each)
     nbytes = amount.bytes(spec.full_bytes(cell.tokens), each)
-    return max(1, amount_tokens(Amount(float(nbytes), Unit.BYTES), cell.tokens, policy, spec))
+    return max(
+        1, amount_tokens(MemoryBudget(float(nbytes), BudgetUnit.BYTES), cell.tokens, policy, spec)
+    )
 
 
 def _synchronized_clock(bench: ModelContext) -> Clock:

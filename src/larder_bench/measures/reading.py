@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from larder.core.amount import Amount, Unit
 from larder.core.errors import BadParameter
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.prefill.meter import Meter
 from larder.session.reading import build
 from larder_bench.measures.base import Measure
@@ -41,9 +41,9 @@ class Reading(Measure):
         if self.caches < 1:
             raise BadParameter(f"reading.caches must be 1 or more, got {self.caches}.")
 
-    def is_alike(self, amount: Amount) -> bool:
+    def is_alike(self, amount: MemoryBudget) -> bool:
         """A number of tokens is taken as it is; shares and bytes are of one or the other."""
-        return amount.unit is Unit.TOKENS
+        return amount.unit is BudgetUnit.TOKENS
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy, decoder = sized_policy(bench, cell), bench.engine.loaded.decoder

@@ -23,9 +23,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.following import Choice
+from larder.cache.following import PageSelection
+from larder.cache.forms.tiered import TieredLayer
 from larder.cache.sequence import SequenceCache
-from larder.cache.tiered import Tiered
 from larder.core.errors import BadParameter, UsageError
 from larder.core.types import Mode
 from larder.engine.engine import Engine
@@ -114,7 +114,7 @@ class _RecallTally:
     ) -> None:
         """Look at what a layer has just fetched, if it has."""
         tier = cache.stores[layer]
-        if layer < self.first or not isinstance(tier, Tiered) or not tier.recalls:
+        if layer < self.first or not isinstance(tier, TieredLayer) or not tier.recalls:
             return
         choice = tier.finder.choice or (tier.leader and tier.leader.finder.choice)
         if choice:
@@ -142,7 +142,7 @@ class _RecallTally:
 
 
 def _of_kv_heads(
-    tier: Tiered, queries: Float[Tensor, "H D"], choice: Choice
+    tier: TieredLayer, queries: Float[Tensor, "H D"], choice: PageSelection
 ) -> Int64[Tensor, "K P S"]:
     """The entries of the pages found, a set for all query heads of a kv head."""
     heads, recall = tier.layer.kv_heads, tier.parking.recall
@@ -157,7 +157,7 @@ def _of_kv_heads(
 
 
 def _layer_recall(
-    tier: Tiered, queries: Float[Tensor, "H D"], numbers: Int64[Tensor, "K P S"]
+    tier: TieredLayer, queries: Float[Tensor, "H D"], numbers: Int64[Tensor, "K P S"]
 ) -> Mapping[str, float]:
     """Of the parked entries of one layer: which of the largest products were fetched, and how much
     attention is paid to what was, and to what always stays.
@@ -196,7 +196,7 @@ def _exhibit(
     return {"row": "recall", "fetched_tokens": fetched, **place, "recall": recalled}
 
 
-def _index_figures(tiers: Sequence[Tiered]) -> Row:
+def _index_figures(tiers: Sequence[TieredLayer]) -> Row:
     """What the indexes take beside each key, and how full their pages are."""
     used = [tier for tier in tiers if tier.recalls and tier.finder.learned.is_used]
     keys = sum(sum(tier.parked().lengths) for tier in used)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from larder.core.errors import InputError, UnknownName, UsageError
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 from larder.core.spelling import build, parse
 from larder_bench.plots.figures.base import FIGURES, Figure, NothingToDraw, PolicyStyles
 from larder_bench.plots.policy_styles import FULL, assign_styles
@@ -55,7 +55,7 @@ def select_policies(
     for policy in policies:
         if not any(policy in (name, short) for (_, name), short in names.items()):
             known = list(dict.fromkeys(names.values()))
-            raise UnknownName(unknown("policy in the result files", policy, known))
+            raise UnknownName(unknown_name_message("policy in the result files", policy, known))
     ranks = {place: _rank(place[1], short, policies) for place, short in names.items()}
     wanted = sorted((place for place in names if ranks[place] >= 0), key=ranks.__getitem__)
     kept = replace(

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 
 from larder.core.errors import UnknownName
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 from larder_bench.plots import score_groups
 from larder_bench.plots.figure_selection import (
     PolicyLabels,
@@ -116,7 +116,7 @@ def _baseline_labels(
     for name in against or ():
         if not any(name in (long, short) for (_, long), short in known.items()):
             shorts = list(dict.fromkeys(known.values()))
-            raise UnknownName(unknown("policy in the result files", name, shorts))
+            raise UnknownName(unknown_name_message("policy in the result files", name, shorts))
     wanted = BASELINES if against is None else against
     return list(
         dict.fromkeys(

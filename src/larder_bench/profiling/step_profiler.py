@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from larder.cache.base import Store
-from larder.cache.corrected import Corrected
-from larder.cache.finding import Finder
-from larder.cache.pool import Pool
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.corrected import CorrectedLayer
+from larder.cache.forms.tiered import TieredLayer
+from larder.cache.offload.page_fetch import PageFetcher
+from larder.cache.offload.page_pool import PagePool
+from larder.cache.offload.slow_tier import SlowTier
 from larder.cache.sequence import SequenceCache
-from larder.cache.slow import Slow
-from larder.cache.tiered import Tiered
-from larder.core.recall import Index
+from larder.core.recall import RecallIndex
 from larder.models.passes import Observer
 from larder_bench.profiling.timing import percentiles
 
@@ -97,15 +97,15 @@ def part_percentiles(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
 
 def _profiled_methods() -> Iterator[tuple[type, str, str]]:
     """Classes, their methods, and the parts that these are."""
-    for owner in (Store, Tiered, Corrected):
+    for owner in (CacheLayer, TieredLayer, CorrectedLayer):
         yield owner, "extend", "attention"
-    for owner in _subclasses(Index):
+    for owner in _subclasses(RecallIndex):
         for name, part in (("find", "search"), ("contents", "gather"), ("versions", "gather")):
             if name in vars(owner):
                 yield owner, name, part
-    yield Pool, "load", "gather"
-    yield Finder, "learn", "insert"
-    for owner in (Slow, *_subclasses(Slow)):
+    yield PagePool, "load", "gather"
+    yield PageFetcher, "learn", "insert"
+    for owner in (SlowTier, *_subclasses(SlowTier)):
         if "add" in vars(owner):
             yield owner, "add", "park"
     yield SequenceCache, "evict", "evict"

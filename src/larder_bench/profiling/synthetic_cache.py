@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import UsageError
 from larder.core.ledger import Ledger
 from larder.core.observation import Calibration, Prompts
@@ -125,7 +125,7 @@ def random_prompts(decoder: Decoder, policy: Policy) -> Prompts:
 
 def _random_cache_of(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:
     is_full = policy.budget.tokens == WITHOUT_LIMIT
-    form = Form.DENSE if is_full else Form.RAGGED
+    form = CacheForm.DENSE if is_full else CacheForm.RAGGED
     entries = context if is_full else min(context, entries_of(policy, decoder.spec))
     return random_cache(decoder, form, entries, policy.planner.ledger, 0.0, context)
 
@@ -135,7 +135,7 @@ EMPTY_LEDGER = Ledger()
 
 def random_cache(
     decoder: Decoder,
-    form: Form,
+    form: CacheForm,
     entries: int,
     ledger: Ledger = EMPTY_LEDGER,
     spread: float = 1.0,
@@ -154,12 +154,12 @@ def random_cache(
     for layer in spec.layers:
         heads, size, name = layer.kv_heads, layer.head_dim, layer.index
         lengths = torch.full((heads,), entries)
-        if form is Form.RAGGED:
+        if form is CacheForm.RAGGED:
             reach = round(spread * entries / 2)
             lengths += torch.linspace(-reach, reach, heads).long()
             state[f"{name}.lengths"] = lengths
         total = int(lengths.sum())
-        shape = (total, size) if form is Form.RAGGED else (heads, entries, size)
+        shape = (total, size) if form is CacheForm.RAGGED else (heads, entries, size)
         state[f"{name}.keys"] = torch.randn(shape).to(spec.dtype)
         state[f"{name}.values"] = torch.randn(shape).to(spec.dtype)
         kept = ledger_for(form, ledger)
@@ -167,7 +167,7 @@ def random_cache(
         unset = torch.full((heads,), torch.nan)
         state |= {f"{name}.scalar.{scalar}": unset.clone() for scalar in kept.scalars}
         places = [_positions(n, context) for n in lengths.tolist()]
-        state[f"{name}.positions"] = torch.cat(places if form is Form.RAGGED else places[:1])
+        state[f"{name}.positions"] = torch.cat(places if form is CacheForm.RAGGED else places[:1])
     meta = SequenceCache(spec, form, ledger_for(form, ledger)).meta()
     meta |= {"next_position": str(context or 2 * entries)}
     cache = SequenceCache.restore(spec, {n: t.to(spec.device) for n, t in state.items()}, meta)
@@ -175,9 +175,9 @@ def random_cache(
     return cache
 
 
-def ledger_for(form: Form, ledger: Ledger) -> Ledger:
+def ledger_for(form: CacheForm, ledger: Ledger) -> Ledger:
     """Only a ragged cache remembers anything."""
-    return ledger if form is Form.RAGGED else EMPTY_LEDGER
+    return ledger if form is CacheForm.RAGGED else EMPTY_LEDGER
 
 
 def _positions(entries: int, context: int | None) -> torch.Tensor:

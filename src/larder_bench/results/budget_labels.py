@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from larder.core.amount import Amount, Unit
 from larder.core.errors import UsageError
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
 
 WHOLE = "1/1"  # how the budget of a policy that keeps everything is written
 OWN = "own"  # that of a policy whose spelling has a size already
@@ -31,7 +31,7 @@ def sort_budgets(budgets: list[str]) -> list[str]:
 
 def _budget_rank(text: str) -> tuple[int, float]:
     try:
-        amount = Amount.parse("1/1" if text == "1" else text)
+        amount = MemoryBudget.parse("1/1" if text == "1" else text)
     except UsageError:
-        return len(Unit), 0.0
-    return list(Unit).index(amount.unit), -amount.number
+        return len(BudgetUnit), 0.0
+    return list(BudgetUnit).index(amount.unit), -amount.number

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from larder.core.errors import UnknownName, UsageError
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import PAPER, SCHEMA, Row
 from larder_bench.results.tables import SCALES, TIMES, ScoreScale
@@ -153,7 +153,9 @@ class Paper:
                 if own is not None and str(own) not in choices:
                     word = "policy" if name in (*REFERENCE_KEYS, "policy") else name
                     what = f"{word} of the study" if name in known else name
-                    told = unknown(what, str(own), [paper_budget(one) for one in choices])
+                    told = unknown_name_message(
+                        what, str(own), [paper_budget(one) for one in choices]
+                    )
                     raise UnknownName(f"{place}: {told}")
                 if own is None and name in DISAMBIGUATING_KEYS and len(names) > 1:
                     raise UsageError(f"{place} must say {name}: {' or '.join(choices)}.")
@@ -182,7 +184,7 @@ class Paper:
         )
         for value in values:
             if value.scale not in known_scales():
-                told = unknown("scale", value.scale, list(known_scales()))
+                told = unknown_name_message("scale", value.scale, list(known_scales()))
                 raise UnknownName(f"The paper of {row['study']}: {told}")
         return Paper(row["cite"], row["setup"], tuple(row["differs"]), values)
 

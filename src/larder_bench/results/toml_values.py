@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from larder.core.errors import UnknownName, UsageError
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 
 ValueReader = Callable[[Any, str], Any]  # a value and where it stands
 
@@ -62,7 +62,9 @@ def read_table(
     values: dict[str, Any] = {}
     for key, own in value.items():
         if key not in readers:
-            raise UnknownName(f"{where}: {unknown(f'key of {what}', key, list(readers))}")
+            raise UnknownName(
+                f"{where}: {unknown_name_message(f'key of {what}', key, list(readers))}"
+            )
         values[key] = readers[key](own, f"{where}: {key}")
     if missing := [key for key in needed if key not in values]:
         raise UsageError(f"{where} needs {' and '.join(missing)}.")

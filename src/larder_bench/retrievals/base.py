@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float32
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import BadParameter, BudgetError
 from larder.session.clustering import Clusters, cluster
 from larder.session.embedders.base import Embedder
@@ -83,7 +83,7 @@ class SegmentIndex:
         Raises:
             BudgetError: not one of them does.
         """
-        is_chat = self.conversation.form is Form.CHAT
+        is_chat = self.conversation.form is PromptLayout.CHAT
         left, chosen, opened = tokens - (0 if is_chat else self._frame), list[int](), set[int]()
         for number in ranked:
             new = set(self.segments[number].messages) - opened if is_chat else set[int]()

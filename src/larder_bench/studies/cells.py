@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from larder.core.amount import Amount
 from larder.core.errors import UsageError
+from larder.core.memory_budget import MemoryBudget
 from larder.core.spelling import name_of, spell
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.results.rows import CELL, SCHEMA, Row
@@ -50,9 +50,9 @@ class Cell:
     is_indifferent: bool = False
 
     @property
-    def amount(self) -> Amount | None:
+    def amount(self) -> MemoryBudget | None:
         """The budget; None where there is nothing to choose."""
-        return None if self.budget in (WHOLE, OWN) else Amount.parse(self.budget)
+        return None if self.budget in (WHOLE, OWN) else MemoryBudget.parse(self.budget)
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ def cells_of(study: Study, model: str) -> list[Cell]:
     """
     subjects = _methods(study)
     for budget in study.budgets:
-        Amount.parse(budget)
+        MemoryBudget.parse(budget)
     cells = [
         Cell(study.name, model, task, tokens, seed, one, budget, matched, measure)
         for task, tokens in _lengths(study)

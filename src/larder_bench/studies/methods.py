@@ -20,7 +20,7 @@ from typing import Any
 
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import SpellingError, UnknownName
-from larder.core.family import Family, unknown
+from larder.core.family import Family, unknown_name_message
 from larder.core.spelling import build, parse, spell
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.budgets.sensitivity import Sensitivity
@@ -198,7 +198,7 @@ def parse_control(name: str) -> ComparedMethod:
         return parse_method(name)
     except UnknownName:
         if name.isidentifier() and get_close_matches(name, CONTROLS):
-            raise UnknownName(unknown("control", name, list(CONTROLS))) from None
+            raise UnknownName(unknown_name_message("control", name, list(CONTROLS))) from None
         raise
 
 
@@ -258,7 +258,7 @@ def parse_variant(name: str) -> PolicyVariant:
     if not twists or base not in PRESETS:
         return PolicyVariant(name, Policy.parse(name))
     if strange := [twist for twist in twists if twist not in VARIANTS]:
-        raise UnknownName(unknown("twist of a preset", strange[0], sorted(VARIANTS)))
+        raise UnknownName(unknown_name_message("twist of a preset", strange[0], sorted(VARIANTS)))
     return apply_variants(base, *twists)
 
 

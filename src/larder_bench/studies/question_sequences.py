@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from larder.core.amount import Amount
 from larder.core.conversation import Conversation, Question
+from larder.core.memory_budget import MemoryBudget
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.passes import Row as Tokens
@@ -51,7 +51,7 @@ class ContextReader:
     bench: ModelContext
     subject: ComparedMethod
     conversation: Conversation
-    amount: Amount | None
+    amount: MemoryBudget | None
     matched: MatchedQuantity
     guess: float | None = None
     is_shown: bool = False

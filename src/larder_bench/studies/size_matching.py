@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from larder.core.amount import Amount
 from larder.core.errors import BudgetError
+from larder.core.memory_budget import MemoryBudget
 from larder.core.spec import ModelSpec
 from larder.session.memory import Figures, Memory
 from larder_bench.results.budget_labels import MatchedQuantity
@@ -24,7 +24,7 @@ class TargetSize:
         context_tokens: of what is read.
     """
 
-    amount: Amount
+    amount: MemoryBudget
     matched: MatchedQuantity
     context_tokens: int
     spec: ModelSpec

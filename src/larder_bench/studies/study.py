@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from larder.core.errors import InputError, UnknownName, UsageError
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 from larder_bench.results.papers import Paper, nameable_budgets, parse_paper
 from larder_bench.results.toml_values import (
     ValueReader,
@@ -103,7 +103,9 @@ class Study:
             raise UsageError(f"tokens must be 1 or more, got {min(lengths)}.")
         for matched in self.matched:
             if matched not in MATCHED:
-                raise UnknownName(unknown("way to match budgets", matched, list(MATCHED)))
+                raise UnknownName(
+                    unknown_name_message("way to match budgets", matched, list(MATCHED))
+                )
         if self.paper is not None:
             self.paper.check(f"The study {self.name!r}", self._named())
 
@@ -168,7 +170,7 @@ def _study_path(name: str) -> Path:
     for folder in _folders():
         if (path := folder / f"{name}.toml").is_file():
             return path
-    raise UnknownName(unknown("study", name, study_names()))
+    raise UnknownName(unknown_name_message("study", name, study_names()))
 
 
 def _folders() -> list[Path]:

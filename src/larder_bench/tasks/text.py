@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from random import Random
 
-from larder.core.conversation import Conversation, Form, Question
+from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import BadParameter, InputError
 from larder.session.files.document import read
 from larder.session.transcript import ACKNOWLEDGEMENT
@@ -67,7 +67,7 @@ class TextTask(Task):
             )
         name = f"{KIND}-{tokens}-{seed}"
         question = Question(CONTINUE_PROMPT, answer, KIND)
-        return Conversation(name, read(context, name).messages, (question,), Form.DOCUMENT)
+        return Conversation(name, read(context, name).messages, (question,), PromptLayout.DOCUMENT)
 
     def _text(self, seed: int, tokens: int, sources: TaskSources) -> str:
         """At least so many tokens, where the source has them."""

@@ -39,10 +39,12 @@ def demo(
     Nothing is downloaded. It takes one to three minutes.
     """
     from larder.cli.sitting import open_engine
-    from larder.core.amount import Amount
+    from larder.core.memory_budget import MemoryBudget
 
     if budget is not None:
-        Amount.parse(budget, "--budget")  # refused now rather than after the full cache was read
+        MemoryBudget.parse(
+            budget, "--budget"
+        )  # refused now rather than after the full cache was read
     conversation = _conversation()
     engine = open_engine(Common())
     if not options.json:

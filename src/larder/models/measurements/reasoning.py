@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.sequence import Form, SequenceCache
+from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -118,7 +118,7 @@ def _riddle(
 @torch.no_grad()
 def answered(decoder: Decoder, riddle: Riddle) -> tuple[bool, dict[int, Float[Tensor, " H"]]]:
     """Whether the model's answer is right, and what each head of each layer looked at meanwhile."""
-    cache = SequenceCache(decoder.spec, Form.DENSE)
+    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
     layers = [layer.index for layer in decoder.spec.managed]
     scores: dict[int, Tensor] = {}
 

@@ -7,20 +7,20 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-MOST_GONE = 4  # per kv head; from there on a selection over all is faster
+MAX_REJECTED = 4  # per kv head; from there on a selection over all is faster
 
 
-def serves(scores: Tensor, lengths: tuple[int, ...], count: int) -> bool:
+def supports_per_head(scores: Tensor, lengths: tuple[int, ...], count: int) -> bool:
     """Whether the kernel takes this call: float32 in host memory, and few that go."""
     return (
         scores.device.type == "cpu"
         and scores.dtype is torch.float32
         and 0 <= count
-        and max(lengths, default=0) - count <= MOST_GONE
+        and max(lengths, default=0) - count <= MAX_REJECTED
     )
 
 
-def top_of_heads(
+def top_per_head(
     scores: Float[Tensor, " T"],
     lengths: tuple[int, ...],
     count: int,
@@ -32,5 +32,5 @@ def top_of_heads(
     kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)
     numbers = scores.detach().contiguous().numpy()
     marks = np.empty(0, np.bool_) if spared is None else spared.contiguous().numpy()
-    kernels.keep_best(numbers, marks, np.array(lengths, np.int64), count, kept.numpy())
+    kernels.keep_highest(numbers, marks, np.array(lengths, np.int64), count, kept.numpy())
     return kept

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from larder.ops.fast.decode_kernels import compiled
+from larder.ops.cpu.decode_attention_kernels import njit_kernel
 
 
-@compiled
-def worst_of(scores, spared, worst, values):
+@njit_kernel
+def lowest_scores(scores, spared, worst, values):
     """Fill `worst` with the places of the lowest scores, the lowest first.
 
     Of equals the later one is lower. What is spared counts as infinite; an empty array spares none.
@@ -32,8 +32,8 @@ def worst_of(scores, spared, worst, values):
         values[i], worst[i] = score, s
 
 
-@compiled
-def keep_best(scores, spared, lengths, count, kept):
+@njit_kernel
+def keep_highest(scores, spared, lengths, count, kept):
     """Write the packed places of all but the lowest of every head."""
     first = 0
     written = 0
@@ -42,7 +42,7 @@ def keep_best(scores, spared, lengths, count, kept):
         if gone > 0:
             worst = np.empty(gone, np.int64)
             own = slice(first, first + lengths[h])
-            worst_of(scores[own], spared[own], worst, np.empty(gone, np.float32))
+            lowest_scores(scores[own], spared[own], worst, np.empty(gone, np.float32))
             worst.sort()
         else:
             worst = np.empty(0, np.int64)

@@ -7,15 +7,15 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from larder.ops.fast.decode import threads_worth_waking
+from larder.ops.cpu.decode_attention import num_threads_for
 
 
-def serves(codes: Tensor) -> bool:
+def supports_codes(codes: Tensor) -> bool:
     """Whether the kernel takes this call: contiguous CPU storage."""
     return codes.device.type == "cpu" and codes.is_contiguous()
 
 
-def looked_up(
+def pq_products(
     tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
 ) -> Float[Tensor, "K R S"]:
     """Safe from several threads at once."""
@@ -23,7 +23,7 @@ def looked_up(
 
     heads, group, parts, _ = tables.shape
     sums = np.empty((heads, group, length), np.float32)
-    threads = threads_worth_waking(heads * group * parts * length)
-    look_up = kernels.look_up_in_parallel if threads > 1 else kernels.look_up
+    threads = num_threads_for(heads * group * parts * length)
+    look_up = kernels.sum_codes_parallel if threads > 1 else kernels.sum_codes
     look_up(tables.float().contiguous().numpy(), codes.numpy(), sums)
     return torch.from_numpy(sums)

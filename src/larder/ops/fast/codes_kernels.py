@@ -8,11 +8,11 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from larder.ops.fast.decode_kernels import compiled, compiled_parallel
+from larder.ops.cpu.decode_attention_kernels import njit_kernel, njit_parallel
 
 
-@compiled
-def look_up_one(table, codes, sums):
+@njit_kernel
+def sum_codes_of_head(table, codes, sums):
     """The sums of one query head."""
     sums[:] = np.float32(0.0)
     for v in range(table.shape[0]):
@@ -21,17 +21,19 @@ def look_up_one(table, codes, sums):
             sums[s] += values[places[s]]
 
 
-@compiled
-def look_up(tables, codes, sums):
+@njit_kernel
+def sum_codes(tables, codes, sums):
     """All query heads, one after the other."""
     for k in range(sums.shape[0]):
         for g in range(sums.shape[1]):
-            look_up_one(tables[k, g], codes[k], sums[k, g])
+            sum_codes_of_head(tables[k, g], codes[k], sums[k, g])
 
 
-@compiled_parallel
-def look_up_in_parallel(tables, codes, sums):
-    """As `look_up`, shared by threads."""
+@njit_parallel
+def sum_codes_parallel(tables, codes, sums):
+    """As `sum_codes`, shared by threads."""
     group = sums.shape[1]
     for n in numba.prange(sums.shape[0] * group):
-        look_up_one(tables[n // group, n % group], codes[n // group], sums[n // group, n % group])
+        sum_codes_of_head(
+            tables[n // group, n % group], codes[n // group], sums[n // group, n % group]
+        )

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 
-def serves(numbers: Tensor, positions: Tensor) -> bool:
+def supports_layer_mean(numbers: Tensor, positions: Tensor) -> bool:
     """Whether the kernel takes this call: float32 and int32 in host memory."""
     return (
         numbers.device.type == "cpu"
@@ -27,5 +27,5 @@ def layer_mean(
 
     mean = torch.zeros(int(lengths[0]))
     told = numbers.detach().contiguous().numpy(), positions.contiguous().numpy()
-    alike = kernels.mean_if_alike(*told, starts.numpy(), lengths.numpy(), mean.numpy())
+    alike = kernels.mean_if_same_positions(*told, starts.numpy(), lengths.numpy(), mean.numpy())
     return mean if alike else None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from larder.ops.fast.decode_kernels import compiled_as_written
+from larder.ops.cpu.decode_attention_kernels import njit_exact
 
 
-@compiled_as_written
-def mean_if_alike(numbers, positions, starts, lengths, mean):
+@njit_exact
+def mean_if_same_positions(numbers, positions, starts, lengths, mean):
     """Add up into `mean`, which is zeros; whether all heads hold the same positions."""
     for h in range(lengths.size):
         if lengths[h] != mean.size:

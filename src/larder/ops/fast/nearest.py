@@ -7,17 +7,17 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from larder.ops.fast.decode import STORED, readable_by_numba, threads_worth_waking
+from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_threads_for
 
-MOST_ASKED = 4  # per kv head; from there on a matrix product is faster
+MAX_NEAREST_ROWS = 4  # per kv head; from there on a matrix product is faster
 
 
-def serves(rows: Tensor, asked: int, num_kv_heads: int) -> bool:
+def supports_nearest(rows: Tensor, asked: int, num_kv_heads: int) -> bool:
     """Whether the kernel takes this call: few rows over contiguous CPU storage."""
     return (
         rows.device.type == "cpu"
-        and rows.dtype in STORED
-        and asked <= MOST_ASKED * num_kv_heads
+        and rows.dtype in SUPPORTED_DTYPES
+        and asked <= MAX_NEAREST_ROWS * num_kv_heads
         and rows.is_contiguous()
     )
 
@@ -36,10 +36,10 @@ def nearest_rows(
     heads = np.searchsorted(np.cumsum(owned), asked.numpy(), side="right")
     cosines = np.empty(len(asked), np.float32)
     places = np.empty(len(asked), np.int64)
-    threads = threads_worth_waking(2 * int(owned[heads].sum()) * rows.shape[1])
-    search = kernels.search_in_parallel if threads > 1 and len(asked) > 1 else kernels.search
+    threads = num_threads_for(2 * int(owned[heads].sum()) * rows.shape[1])
+    search = kernels.nearest_all_parallel if threads > 1 and len(asked) > 1 else kernels.nearest_all
     search(
-        readable_by_numba(rows.detach()),
+        as_numpy(rows.detach()),
         starts.numpy(),
         owned,
         marks,

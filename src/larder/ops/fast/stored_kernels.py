@@ -9,17 +9,17 @@ from numba.extending import overload
 ROWS = 32  # entries per block: 32 float32 rows of 128 fill half of a 32 KiB first-level cache
 
 
-def float_rows(stored, first, count, scratch):
+def load_rows(stored, first, count, scratch):
     """Stored rows [first, first + count) as ROWS rows of float32; those past `count` are zero."""
     raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
 
 
-@overload(float_rows)
-def _by_stored_type(stored, first, count, scratch):
-    return read_floats if stored.dtype == numba.float32 else widen_bfloats
+@overload(load_rows)
+def _float_rows_by_dtype(stored, first, count, scratch):
+    return load_float32_rows if stored.dtype == numba.float32 else load_bfloat16_rows
 
 
-def read_floats(stored, first, count, scratch):
+def load_float32_rows(stored, first, count, scratch):
     """Whole blocks are read where they lie."""
     if count == ROWS:
         return stored[first : first + ROWS]
@@ -30,7 +30,7 @@ def read_floats(stored, first, count, scratch):
     return scratch
 
 
-def widen_bfloats(stored, first, count, scratch):
+def load_bfloat16_rows(stored, first, count, scratch):
     """A bfloat16 is the upper half of a float32."""
     bits = scratch.view(np.uint32)
     for b in range(count):
@@ -40,20 +40,20 @@ def widen_bfloats(stored, first, count, scratch):
     return scratch
 
 
-def float_row(stored, row, scratch):
+def load_row(stored, row, scratch):
     """One stored row as float32."""
     raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
 
 
-@overload(float_row)
-def _row_by_stored_type(stored, row, scratch):
+@overload(load_row)
+def _float_row_by_dtype(stored, row, scratch):
     if stored.dtype == numba.float32:
         return lambda stored, row, scratch: stored[row]
-    return widen_bfloat
+    return load_bfloat16_row
 
 
-def widen_bfloat(stored, row, scratch):
-    """As `widen_bfloats`, of a single row."""
+def load_bfloat16_row(stored, row, scratch):
+    """As `load_bfloat16_rows`, of a single row."""
     bits = scratch.view(np.uint32)
     for d in range(stored.shape[1]):
         bits[d] = np.uint32(stored[row, d]) << np.uint32(16)

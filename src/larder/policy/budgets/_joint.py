@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.core.spelling import name_of
 from larder.policy.budgets.base import Budget, check_size, over_in_all
@@ -25,9 +25,13 @@ class Joint(Budget):
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return over_in_all(held, allowed)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {} if len(ready) < len(quotas) else self._choose(dict(sorted(ready.items())), quotas)
 
     @abstractmethod
-    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def _choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         """Plans for all layers, which come in order of their indices."""

@@ -8,28 +8,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.ops.topk import top_mask, top_of_heads
+from larder.ops.topk import top_mask, top_per_head
 
 
-def best_per_head(scored: Scored, tokens: int) -> Plan:
+def best_per_head(scored: LayerScores, tokens: int) -> Plan:
     """Every head keeps its own best `tokens` entries."""
-    kept = top_of_heads(scored.scores, scored.lengths, tokens, scored.protected)
+    kept = top_per_head(scored.scores, scored.lengths, tokens, scored.protected)
     return Plan(kept, tuple(min(length, max(tokens, 0)) for length in scored.lengths))
 
 
-def best_of_layer(scored: Scored, tokens: int) -> Plan:
+def best_of_layer(scored: LayerScores, tokens: int) -> Plan:
     """The heads of a layer compete for `tokens` entries a head."""
     return best_in_all(scored, tokens * len(scored.lengths))
 
 
-def best_in_all(scored: Scored, count: int) -> Plan:
+def best_in_all(scored: LayerScores, count: int) -> Plan:
     """The heads of a layer compete for `count` entries in all."""
     return Plan.from_mask(top_mask(scored.ranked(), count), scored.lengths)
 
 
-def evenly(scored: Scored, count: int) -> Plan:
+def evenly(scored: LayerScores, count: int) -> Plan:
     """Heads keep equally many of their own best, `count` in all.
 
     What a short head leaves goes to the others; where heads cannot have equally many, those with
@@ -47,7 +47,7 @@ def evenly(scored: Scored, count: int) -> Plan:
     return Plan.from_mask(keep, scored.lengths)
 
 
-def by_weight(scored: Scored, count: int, base: int = 0) -> Plan:
+def by_weight(scored: LayerScores, count: int, base: int = 0) -> Plan:
     """Heads keep their own best, `count` in all: some each, beyond that as their weights say.
 
     What is protected stays first. The entries that a head has beyond it and `base` are to its
@@ -95,13 +95,13 @@ def lifted(scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     return (scores - least).clamp(min=0.0)
 
 
-def under(scored: Scored, tokens: int) -> Scored:
+def under(scored: LayerScores, tokens: int) -> LayerScores:
     """The same where the layer keeps `tokens` entries per head: protected shares are of these."""
     protection = scored.protection
     return scored if protection is None else replace(scored, protected=protection(tokens))
 
 
-def needed(scored: Scored) -> int:
+def needed(scored: LayerScores) -> int:
     """Entries of a layer without which some head could not keep all that is protected in it."""
     most = max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
     return min(most * len(scored.lengths), sum(scored.lengths))
@@ -111,7 +111,7 @@ NO_WEIGHT = 1e-9  # next to the heaviest head of a layer
 SHARE = "share"  # of the average budget, kept as a scalar while text is generated
 
 
-def standing(scored: Scored, quota: int) -> int:
+def standing(scored: LayerScores, quota: int) -> int:
     """The entries that a layer's share is worth under a quota, rounded down.
 
     A float32 share may lie a little below the whole number that it stands for.
@@ -119,7 +119,7 @@ def standing(scored: Scored, quota: int) -> int:
     return int(float(scored.scalars[SHARE][0]) * quota + 1e-3)
 
 
-def with_share(plan: Plan, scored: Scored, entries: int, quota: int) -> Plan:
+def with_share(plan: Plan, scored: LayerScores, entries: int, quota: int) -> Plan:
     """A plan that has the cache remember how much of a quota a layer was given."""
     share = scored.scores.new_full((len(scored.lengths),), entries / quota)
     return replace(plan, scalars={SHARE: share})

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import best_of_layer, best_per_head
 from larder.policy.budgets.base import Budget, check_size
@@ -40,10 +40,12 @@ class Ada(Budget):
         if not 0 <= self.safeguard <= 1:
             raise BadParameter(f"ada.safeguard must be in [0, 1], got {self.safeguard}.")
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {index: self._of_layer(scored, quotas[index]) for index, scored in ready.items()}
 
-    def _of_layer(self, scored: Scored, tokens: int) -> Plan:
+    def _of_layer(self, scored: LayerScores, tokens: int) -> Plan:
         safe = torch.zeros_like(scored.protected)
         safe[best_per_head(scored, int(self.safeguard * tokens)).kept] = True
         return best_of_layer(replace(scored, protected=scored.protected | safe), tokens)

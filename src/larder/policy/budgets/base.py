@@ -9,7 +9,7 @@ from typing import ClassVar
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.needs import Need
-from larder.core.observation import Calibration, Scored, Seen
+from larder.core.observation import Calibration, LayerScores, Observation
 from larder.core.plan import Plan
 from larder.core.types import Packed
 
@@ -38,7 +38,7 @@ class Budget(ABC):
         """What `measure` has to see beside queries, keys and entries; nothing by default."""
         return frozenset()
 
-    def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
+    def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """What `choose` must know of a layer beyond its scores; taken as the layer goes by."""
         del seen, scores
         return ()
@@ -84,7 +84,9 @@ class Budget(ABC):
         return any(held[layer] > most for layer, most in allowed.items())
 
     @abstractmethod
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         """Plans for those of the judged layers that can be decided now.
 
         Args:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
-from larder.core.observation import Scored, Seen, Stage
+from larder.core.observation import LayerScores, Observation, Phase
 from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.ops.apportion import apportion
@@ -63,9 +63,9 @@ class Cake(Budget):
             raise BadParameter(f"cake.window must be at least 1 token, got {self.window}.")
         check_taus("cake", self.tau1, self.tau2)
 
-    def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
+    def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """The layer's preference; nothing where its share stands already."""
-        if seen.stage is Stage.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
+        if seen.stage is Phase.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         entropy, variance = _dispersion(seen, self.window)
         return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
@@ -73,7 +73,9 @@ class Cake(Budget):
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return over_in_all(held, allowed)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         """Plans for layers that lose something, and for the newest."""
         judged = {index: scored for index, scored in ready.items() if not scored.measure}
         shares = {
@@ -88,7 +90,7 @@ class Cake(Budget):
         fresh = {index: scored for index, scored in ready.items() if scored.measure}
         return plans | self._cut(fresh, quotas)
 
-    def _cut(self, fresh: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def _cut(self, fresh: Mapping[int, LayerScores], quotas: Mapping[int, int]) -> dict[int, Plan]:
         """The layers judged so far share the room of all."""
         if not fresh:
             return {}
@@ -123,7 +125,7 @@ class _Dispersion:
         return torch.cat([state[0], state[2] / max(total - 1, 1)])
 
 
-def _dispersion(seen: Seen, window: int) -> tuple[float, float]:
+def _dispersion(seen: Observation, window: int) -> tuple[float, float]:
     """Entropy and variance of the last queries' weights, over all entries before these queries."""
     before = seen.entries.packed_positions() < seen.query_positions[-window:][0]
     heads = of_last_queries(_Dispersion(), seen, window)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._joint import Joint
 from larder.policy.budgets._selection import best_per_head
@@ -36,7 +36,9 @@ class Composite(Joint):
         kept: the same as a fraction of the context.
     """
 
-    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def _choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         rows = [_rows(scored) for scored in ready.values()]
         worth, sizes = torch.cat([own for own, _ in rows]), torch.cat([size for _, size in rows])
@@ -48,7 +50,7 @@ class Composite(Joint):
         return {index: best_per_head(scored, count) for (index, scored), count in pairs}
 
 
-def _rows(scored: Scored) -> tuple[Float[Tensor, " S"], Int64[Tensor, " S"]]:
+def _rows(scored: LayerScores) -> tuple[Float[Tensor, " S"], Int64[Tensor, " S"]]:
     """The worth of each row of a layer, and how many entries it has; neither ever rises."""
     length = max(scored.lengths, default=0)
     sums = scored.scores.new_zeros(length)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.ops.topk import top_mask
@@ -61,7 +61,9 @@ class Dynamic(Budget):
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return over_in_all(held, allowed)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         """Plans for all layers so far where these are cut, else for the newest."""
         layers = sorted(ready)
         if len(ready) % self.every and len(ready) < len(quotas):
@@ -72,7 +74,7 @@ class Dynamic(Budget):
         return {i: evenly(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
 
     def _sizes(
-        self, judged: Sequence[Scored], layers: Sequence[int], quotas: Mapping[int, int]
+        self, judged: Sequence[LayerScores], layers: Sequence[int], quotas: Mapping[int, int]
     ) -> Sequence[int]:
         """Entries of each layer so far, all heads together; they share the room of all layers."""
         heads = {i: len(scored.lengths) for i, scored in zip(layers, judged, strict=True)}

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Calibration, Scored
+from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import best_per_head
@@ -58,7 +58,9 @@ class EvictionError(Budget):
         parts = apportion(layers * (tokens - floor), facts["eviction_error"], 0, room)
         return tuple(floor + part for part in parts)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 

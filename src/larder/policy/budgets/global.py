@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
 from larder.policy.budgets._joint import Joint
@@ -27,7 +27,9 @@ class Global(Joint):
         kept: the same as a fraction of the context.
     """
 
-    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def _choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         ranked = [scored.ranked() for scored in ready.values()]
         count = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         marks = torch.split(top_mask(torch.cat(ranked), count), [len(part) for part in ranked])

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Calibration, Scored
+from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import by_weight
@@ -83,7 +83,9 @@ class HeadKV(Budget):
         """What every head has of its own, of `mean` entries beside what is protected."""
         return mean - int(mean // self.beta)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         average = sum(quotas.values()) / len(quotas)
         plans: dict[int, Plan] = {}
         for index, scored in ready.items():

@@ -43,7 +43,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.needs import Need
-from larder.core.observation import Scored, Seen, Stage
+from larder.core.observation import LayerScores, Observation, Phase
 from larder.core.plan import Plan
 from larder.core.types import Packed, Variant
 from larder.ops.apportion import apportion
@@ -100,9 +100,9 @@ class InverseVariance(Budget):
     def needs(self) -> frozenset[Need]:
         return frozenset({Need.TEXT}) if self.variant is Variant.CODE else frozenset()
 
-    def measure(self, seen: Seen, scores: Packed) -> tuple[float, ...]:
+    def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """F of the layer; nothing where its share stands already."""
-        if seen.stage is Stage.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
+        if seen.stage is Phase.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         if self.variant is Variant.CODE:
             return (_within_query_heads(seen),)
@@ -119,7 +119,9 @@ class InverseVariance(Budget):
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return over_in_all(held, allowed)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         judged = {index: scored for index, scored in ready.items() if not scored.measure}
         plans = {
             index: _best(scored, standing(scored, quotas[index]))
@@ -137,7 +139,7 @@ class InverseVariance(Budget):
             plans[index] = with_share(_best(scored, tokens), scored, tokens, quotas[index])
         return plans
 
-    def _split(self, fresh: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, int]:
+    def _split(self, fresh: Mapping[int, LayerScores], quotas: Mapping[int, int]) -> dict[int, int]:
         """Entries per kv head of each layer; none where all fit."""
         layers = sorted(fresh)
         heads = [len(fresh[index].lengths) for index in layers]
@@ -157,7 +159,7 @@ class InverseVariance(Budget):
         shares = apportion(total, weights, floors, held)
         return {i: share // part for i, share, part in zip(layers, shares, parts, strict=True)}
 
-    def _floor(self, scored: Scored, tokens: int) -> int:
+    def _floor(self, scored: LayerScores, tokens: int) -> int:
         """Entries per head that a layer keeps whatever its variance."""
         floor = max(FLOOR_TOKENS, math.ceil(FLOOR_SHARE * max(scored.lengths)))
         while floor < tokens and (least := _most_protected(under(scored, floor))) > floor:
@@ -178,17 +180,17 @@ class InverseVariance(Budget):
         return [math.exp(-(figure - least) / self.temperature) for figure in figures]
 
 
-def _best(scored: Scored, tokens: int) -> Plan:
+def _best(scored: LayerScores, tokens: int) -> Plan:
     """Every head keeps its own best, of which protected shares are shares of the layer's own."""
     return best_per_head(under(scored, tokens), tokens)
 
 
-def _most_protected(scored: Scored) -> int:
+def _most_protected(scored: LayerScores) -> int:
     """Protected entries of the head that has most of them."""
     return max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
 
 
-def _within_query_heads(seen: Seen) -> float:
+def _within_query_heads(seen: Observation) -> float:
     """The mean variance of the query heads, scaled so that the least is 0 and the highest 1."""
     columns = of_last_queries(Sum(), seen, len(seen.query_positions))
     spreads = torch.stack([_variance(row) for head in columns for row in head])

@@ -32,7 +32,7 @@ from jaxtyping import Bool
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Variant
 from larder.policy.budgets.base import Budget, check_size
@@ -83,14 +83,16 @@ class Ladder(Budget):
                 f"ladder.overlap must be below span={self.span}, got {self.overlap}."
             )
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         order = sorted(quotas)
         return {
             index: self._of_layer(scored, quotas[index], order.index(index), len(order))
             for index, scored in ready.items()
         }
 
-    def _of_layer(self, scored: Scored, quota: int, layer: int, layers: int) -> Plan:
+    def _of_layer(self, scored: LayerScores, quota: int, layer: int, layers: int) -> Plan:
         rung, device = self._rung(layer, layers), scored.scores.device
         cuts = np.cumsum(scored.lengths)[:-1]
         heads = np.split(scored.protected.cpu().numpy(), cuts)
@@ -184,7 +186,7 @@ def _layers(given: int | float, layers: int) -> int:
     return math.ceil(given * layers) if isinstance(given, float) else given
 
 
-def _states(scored: Scored) -> list[tuple[int, int]]:
+def _states(scored: LayerScores) -> list[tuple[int, int]]:
     """How far each head has got; a head that was never cut begins."""
     heads = len(scored.lengths)
     if DONE not in scored.scalars:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._joint import Joint
 from larder.policy.budgets._selection import best_in_all, lifted
@@ -39,14 +39,16 @@ class PrefixKV(Joint):
         kept: the same as a fraction of the context.
     """
 
-    def _choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def _choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         before = [_covered_before(scored) for scored in ready.values()]
         pairs = zip(ready.items(), _prefixes(before, total), strict=True)
         return {index: best_in_all(scored, size) for (index, scored), size in pairs}
 
 
-def _covered_before(scored: Scored) -> Tensor:
+def _covered_before(scored: LayerScores) -> Tensor:
     """What share of a layer the better entries hold, for each entry from the best to the least."""
     ranked = scored.ranked().sort(descending=True).values
     safe = ranked.isposinf()

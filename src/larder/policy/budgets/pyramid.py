@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Calibration, Scored
+from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import best_per_head
@@ -57,7 +57,9 @@ class Pyramid(Budget):
         weights = [max(weight, 0.0) for weight in weights] if layers > 1 else [1.0]
         return tuple(least + part for part in apportion(layers * mean, weights, 0, room))
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 

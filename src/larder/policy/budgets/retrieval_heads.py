@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Calibration, Scored
+from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import by_weight
@@ -105,7 +105,9 @@ class RetrievalHeads(Budget):
             parts = apportion(total, [1 - whole for whole in wholes], filled, room)
         return tuple(least + part for part in parts)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {
             index: by_weight(scored, quotas[index] * len(scored.lengths))
             for index, scored in ready.items()

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Calibration, Scored
+from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Variant
 from larder.ops.apportion import apportion
@@ -69,7 +69,9 @@ class Sensitivity(Budget):
         floor = max(least, int(share * tokens), 1 if share else 0)
         return apportion(layers * tokens, weights, min(floor, tokens), most)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {index: best_of_layer(scored, quotas[index]) for index, scored in ready.items()}
 
     def _shares(self, similarities: tuple[float, ...]) -> list[float]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Calibration, Scored
+from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import best_per_head, under
@@ -64,7 +64,9 @@ class Squeeze(Budget):
         weights = [self.p if cosine >= edge else large for cosine in facts["squeeze"]]
         return apportion(layers * tokens, weights, least, most)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {
             index: best_per_head(under(scored, quotas[index]), quotas[index])
             for index, scored in ready.items()

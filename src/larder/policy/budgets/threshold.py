@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
 from larder.policy.budgets._selection import lifted
@@ -43,7 +43,9 @@ class Threshold(Budget):
         if not 0 <= self.share <= 1:
             raise BadParameter(f"threshold.share must be in [0, 1], got {self.share}.")
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         plans: dict[int, Plan] = {}
         for index, scored in ready.items():
             heads = torch.split(scored.ranked(), list(scored.lengths))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import best_per_head
 from larder.policy.budgets.base import Budget, check_size
@@ -30,7 +30,9 @@ class Uniform(Budget):
     def __post_init__(self) -> None:
         check_size("uniform", self.tokens, self.kept)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 

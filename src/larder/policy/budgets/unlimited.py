@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from larder.core.observation import Scored
+from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets.base import Budget
 
@@ -21,7 +21,9 @@ class Unlimited(Budget):
     tokens: int | None = field(default=WITHOUT_LIMIT, init=False)
     kept: float | None = field(default=None, init=False)
 
-    def choose(self, ready: Mapping[int, Scored], quotas: Mapping[int, int]) -> dict[int, Plan]:
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
         return {
             index: Plan.from_mask(torch.ones_like(scored.protected), scored.lengths)
             for index, scored in ready.items()

@@ -12,20 +12,20 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed, PackedMask
-from larder.ops.marking import marks_of, places_unmarked
-from larder.ops.packing import heads_among, rows_of
+from larder.ops.marking import mask_of, unmasked_indices
+from larder.ops.packing import heads_of_packed, storage_rows
 
 Indices = Int64[Tensor, " _"]
 
 
 def marked(plan: Plan, entries: Entries) -> PackedMask:
     """Which packed entries stay."""
-    return marks_of(plan.kept, sum(entries.lengths))
+    return mask_of(plan.kept, sum(entries.lengths))
 
 
 def rejected(plan: Plan, entries: Entries) -> Indices:
     """The packed entries that do not stay, ascending."""
-    return places_unmarked(marked(plan, entries))
+    return unmasked_indices(marked(plan, entries))
 
 
 def distinct(targets: Indices) -> tuple[Tensor, Tensor]:
@@ -35,12 +35,12 @@ def distinct(targets: Indices) -> tuple[Tensor, Tensor]:
 
 def heads_of(packed: Indices, entries: Entries) -> Indices:
     """The kv head of each packed entry."""
-    return heads_among(packed, entries.lengths)
+    return heads_of_packed(packed, entries.lengths)
 
 
 def rows_at(packed: Indices, entries: Entries) -> Indices:
     """Where in the storage packed entries lie."""
-    return rows_of(packed.cpu(), *entries.layout).to(entries.positions.device)
+    return storage_rows(packed.cpu(), *entries.layout).to(entries.positions.device)
 
 
 def means(weights: Packed, sources: Indices, targets: Indices) -> Folds:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from larder.core.ledger import Ledger
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 
 
@@ -42,7 +42,7 @@ class Compensation(ABC):
         return self
 
     @abstractmethod
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """The plan with the rejected entries' fate added.
 
         Args:

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
-from larder.core.nothing import nothing
-from larder.core.observation import Entries, Scored, Stage
+from larder.core.nothing import empty_tensor
+from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Folds, Plan
-from larder.ops.folding import spread_folds
+from larder.ops.entry_merging import spread_folds
 from larder.policy.compensation._rejected import heads_of, rejected
 from larder.policy.compensation.base import Compensation
 
@@ -76,13 +76,13 @@ class Cam(Compensation):
         if self.window < 1:
             raise BadParameter(f"cam.window must be at least 1, got {self.window}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
-        if scored.stage is not Stage.GENERATING:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+        if scored.stage is not Phase.GENERATING:
             return plan
         gone = rejected(plan, entries)
         if not len(gone) or not len(plan.kept):
             return plan
-        drawn = nothing(torch.float32, 0)
+        drawn = empty_tensor(torch.float32, 0)
         if self.merge is Merge.SAMPLED:
             heads = heads_of(gone, entries)
             drawn = _uniform(entries.packed_positions()[gone], heads, self.seed)

@@ -29,7 +29,7 @@ from torch.nn.functional import normalize
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.policy.compensation._rejected import (
     Indices,
@@ -60,7 +60,7 @@ class Chelsea(Compensation):
         if self.chunk < 2:
             raise BadParameter(f"chelsea.chunk must be at least 2, got {self.chunk}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if not len(rejected(plan, entries)):
             return plan
         spared = marked(plan, entries) & scored.protected

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.policy.compensation.base import Compensation
 
@@ -16,7 +16,7 @@ from larder.policy.compensation.base import Compensation
 class Drop(Compensation):
     """Forget the rejected entries."""
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del entries, scored
         return plan
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.observation import Entries, Scored, Stage
+from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.core.types import PackedMask, Variant
 from larder.policy.compensation._rejected import (
@@ -51,8 +51,8 @@ class Elastic(Compensation):
     variant: Variant = Variant.LARDER
     ledger = Ledger(columns=(LOG_COUNT,))
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
-        if self.variant is not Variant.LARDER and scored.stage is Stage.GENERATING:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+        if self.variant is not Variant.LARDER and scored.stage is Phase.GENERATING:
             return plan
         anchors = marked(plan, entries)
         if self.variant is Variant.CODE:

@@ -35,18 +35,18 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Folds, Plan
 from larder.core.types import Variant
-from larder.ops.folding import (
-    Rows,
-    alike_folds,
-    followed_means,
-    means_of,
-    moved_towards,
-    weighed,
+from larder.ops.entry_merging import (
+    FoldRows,
+    group_means,
+    normalized_folds,
+    thresholded_folds,
+    update_ema,
+    updated_means,
 )
-from larder.ops.marking import places_unmarked
+from larder.ops.marking import unmasked_indices
 from larder.ops.nearest import nearest_rows
 from larder.policy.compensation._rejected import heads_of, marked
 from larder.policy.compensation.base import Compensation
@@ -131,10 +131,10 @@ class FoldEma(Compensation):
         """None for the likeness itself."""
         return WEIGHTS[self.variant] if self.weights is Weights.VARIANT else self.weights
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del scored
         stays = marked(plan, entries)
-        gone = places_unmarked(stays)
+        gone = unmasked_indices(stays)
         if not len(gone):
             return plan
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
@@ -143,7 +143,7 @@ class FoldEma(Compensation):
         if self.threshold is Threshold.EMA and self.variant is not Variant.CODE:
             given, own = self._given(gone, nearest, likeness, entries)
             case = *found, given, own, entries.scalars[TAU], self.beta, TIE
-            tau, folds = alike_folds(*case)
+            tau, folds = thresholded_folds(*case)
             return self._merged(replace(plan, scalars={**plan.scalars, TAU: tau}), folds, entries)
         return self._settled(plan, entries, *found)
 
@@ -158,16 +158,16 @@ class FoldEma(Compensation):
         before = entries.scalars[TAU]
         if self.variant is Variant.CODE:
             judged, mean = _by_rank(u, heads, len(entries.lengths))
-            tau = moved_towards(before, mean.expand(len(entries.lengths)), self.beta)
+            tau = update_ema(before, mean.expand(len(entries.lengths)), self.beta)
         else:
-            judged, tau = u, followed_means(u, heads, before, self.beta)
+            judged, tau = u, updated_means(u, heads, before, self.beta)
         plan = replace(plan, scalars={**plan.scalars, TAU: tau})
         if self.threshold is Threshold.EMA:
             alike = judged >= tau[heads] - TIE
             gone, nearest, u = gone[alike], nearest[alike], u[alike]
         given, own = self._given(gone, nearest, u, entries)
         counted = torch.ones_like(given) if self.variant is Variant.CODE else given
-        return self._merged(plan, weighed(gone, nearest, given, counted, own), entries)
+        return self._merged(plan, normalized_folds(gone, nearest, given, counted, own), entries)
 
     def _given(
         self, sources: Tensor, targets: Tensor, likeness: Tensor, entries: Entries
@@ -181,7 +181,7 @@ class FoldEma(Compensation):
             return torch.ones_like(likeness), 1.0
         return (likeness, 1.0) if weights is None else (likeness.exp(), math.e)
 
-    def _merged(self, plan: Plan, folds: Rows, entries: Entries) -> Plan:
+    def _merged(self, plan: Plan, folds: FoldRows, entries: Entries) -> Plan:
         """The plan with these folds, in which keys stay or do not."""
         sources, targets, weights = folds
         if not len(sources):
@@ -205,7 +205,7 @@ def _by_rank(likeness: Tensor, heads: Tensor, kv_heads: int) -> tuple[Tensor, Te
     """For each rejected entry the mean over all heads' entries of its rank; the mean of all."""
     firsts = torch.searchsorted(heads, torch.arange(kv_heads, device=heads.device))
     ranks = torch.arange(len(heads), device=heads.device) - firsts[heads]
-    by_rank = means_of(likeness, ranks, int(ranks.max()) + 1)
+    by_rank = group_means(likeness, ranks, int(ranks.max()) + 1)
     return by_rank[ranks], likeness.mean()
 
 

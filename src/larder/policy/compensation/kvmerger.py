@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.policy.compensation._rejected import (
@@ -61,7 +61,7 @@ class Kvmerger(Compensation):
         if not 0 < self.width < math.inf:
             raise BadParameter(f"kvmerger.width must be above 0, got {self.width}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """A plan of its own, with no more entries of any head than the one given."""
         if not len(rejected(plan, entries)):
             return plan
@@ -77,7 +77,9 @@ class Kvmerger(Compensation):
         counts = torch.bincount(heads_of(kept, entries), minlength=len(plan.lengths))
         return replace(plan, kept=kept, lengths=tuple(int(count) for count in counts), folds=folds)
 
-    def _opens(self, entries: Entries, scored: Scored, most: tuple[int, ...]) -> Bool[Tensor, " T"]:
+    def _opens(
+        self, entries: Entries, scored: LayerScores, most: tuple[int, ...]
+    ) -> Bool[Tensor, " T"]:
         """Which packed entries begin a set, so that no head has more than `most` where it can."""
         alike, lengths = self._likeness(entries), list(entries.lengths)
         shields = scored.protected
@@ -117,7 +119,7 @@ class Kvmerger(Compensation):
 
 
 def _fitting(
-    pivots: Indices, scored: Scored, heads: Indices, most: tuple[int, ...]
+    pivots: Indices, scored: LayerScores, heads: Indices, most: tuple[int, ...]
 ) -> Bool[Tensor, " N"]:
     """Which sets stay: all, but of a head that has more than `most` those of the best pivots."""
     ranked = scored.ranked()[pivots]

@@ -32,10 +32,10 @@ from enum import Enum
 import torch
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Scored, Stage
+from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
-from larder.ops.marking import marks_of, places_unmarked
-from larder.ops.topk import top_of_heads
+from larder.ops.marking import mask_of, unmasked_indices
+from larder.ops.topk import top_per_head
 from larder.policy.compensation._rejected import heads_of, rejected
 from larder.policy.compensation.base import Compensation
 
@@ -93,18 +93,18 @@ class Park(Compensation):
     def splits(self) -> bool:
         return self.cut is Cut.STREAMING
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if self.splits:
             return self._without_streams(plan, entries, scored)
-        if not self.once or scored.stage is not Stage.READING or not entries.lengths:
+        if not self.once or scored.stage is not Phase.READING or not entries.lengths:
             return plan
         stays = max(self.remaining(max(entries.lengths)), *plan.lengths, 0)
-        kept = marks_of(plan.kept, sum(entries.lengths))
+        kept = mask_of(plan.kept, sum(entries.lengths))
         scores = scored.ranked()
-        left = top_of_heads(scores, entries.lengths, stays, kept)
-        return replace(plan, dropped=places_unmarked(marks_of(left, len(kept))))
+        left = top_per_head(scores, entries.lengths, stays, kept)
+        return replace(plan, dropped=unmasked_indices(mask_of(left, len(kept))))
 
-    def _without_streams(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def _without_streams(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """The plan that drops what heads without weight reject."""
         gone = rejected(plan, entries)
         weights = scored.weights or (1.0,) * len(entries.lengths)  # none: no head is told apart

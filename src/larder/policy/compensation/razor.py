@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.policy.compensation._rejected import (
     Indices,
@@ -41,7 +41,7 @@ class Razor(Compensation):
 
     ledger = Ledger(columns=(LOG_COUNT,))
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         gone = rejected(plan, entries)
         if not len(gone):
             return plan
@@ -49,7 +49,7 @@ class Razor(Compensation):
         return merged_by_count(plan, entries, gone[slots >= 0], slots[slots >= 0])
 
 
-def _slots(plan: Plan, entries: Entries, scored: Scored) -> Indices:
+def _slots(plan: Plan, entries: Entries, scored: LayerScores) -> Indices:
     """The packed entry of each head that is, or becomes, its compensation token; -1 for none."""
     logs, kept, heads = entries.column(LOG_COUNT), plan.kept, len(entries.lengths)
     own = heads_of(torch.arange(len(logs), device=kept.device), entries)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
-from larder.core.rebuilding import Manner, Rebuilding
+from larder.core.rebuilding import RecomputeSource, RecomputeSpec
 from larder.policy.compensation.base import Compensation
 
 
@@ -34,7 +34,7 @@ class Recompute(Compensation):
         depth: before which layer the one residual is, where there is one.
     """
 
-    held: Manner = Manner.EVERY
+    held: RecomputeSource = RecomputeSource.EVERY
     depth: int = 1
     folds = False
 
@@ -42,10 +42,10 @@ class Recompute(Compensation):
         _ = self.rebuilding
 
     @property
-    def rebuilding(self) -> Rebuilding:
-        return Rebuilding(self.held, self.depth)
+    def rebuilding(self) -> RecomputeSpec:
+        return RecomputeSpec(self.held, self.depth)
 
-    def settle(self, plan: Plan, entries: Entries, scored: Scored) -> Plan:
+    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del entries, scored
         return plan
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.joining import Joining, Look
 from larder.policy.scorers.base import Scorer
@@ -27,21 +27,21 @@ class Observing(Scorer):
         """Names of the aggregation and of the head rule that its paper takes."""
 
     @abstractmethod
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         """The queries that vote, and the entries that they vote on."""
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         """Scores of all entries from the joined weights of those looked at; end to end here."""
         del seen
         return torch.cat(heads)
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         return self.judge(seen, self._own_joining)
 
-    def judge(self, seen: Seen, joining: Joining) -> Packed:
+    def judge(self, seen: Observation, joining: Joining) -> Packed:
         return self.finish(seen, joining.join(self.look(seen), seen))
 
-    def weights(self, seen: Seen) -> Packed:
+    def weights(self, seen: Observation) -> Packed:
         return torch.cat(self._plain_joining.join(self.look(seen), seen))
 
     @cached_property

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from larder.core.errors import ScoreError
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.ops.rope import rotate
 
 ALMOST = 1e-6  # what scalings may differ by and still be the usual one
@@ -29,7 +29,7 @@ ALMOST = 1e-6  # what scalings may differ by and still be the usual one
 class StandIn:
     """Some kv heads of a layer, of equally many entries, with the query heads that share them."""
 
-    seen: Seen
+    seen: Observation
     kv_heads: Sequence[int]
 
     @property

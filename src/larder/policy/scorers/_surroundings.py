@@ -12,11 +12,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from larder.core.observation import Entries, Seen
+from larder.core.observation import Entries, Observation
 from larder.core.types import PackedMask
 
 
-def with_own_keys(seen: Seen, entries: Entries) -> Entries:
+def with_own_keys(seen: Observation, entries: Entries) -> Entries:
     """Entries with the pass's own tokens behind those of every head, as plain attention sees them.
 
     Their values are zeros, and nothing is remembered of them: each stands for itself.
@@ -35,7 +35,7 @@ def with_own_keys(seen: Seen, entries: Entries) -> Entries:
     )
 
 
-def keys_of(seen: Seen, marked: PackedMask) -> Entries:
+def keys_of(seen: Observation, marked: PackedMask) -> Entries:
     """The entries that a packed mask marks; their values are zeros."""
     marks = torch.split(marked, list(seen.entries.lengths))
     heads = range(seen.layer.kv_heads)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from larder.core.ledger import Ledger
 from larder.core.needs import Need
-from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.policy.ends import Ends
 from larder.policy.joining import Joining
@@ -32,15 +32,15 @@ class Scorer(ABC):
         return 0
 
     @abstractmethod
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         """A float32 score for every cached entry, packed over heads; higher stays longer."""
 
-    def judge(self, seen: Seen, joining: Joining) -> Tensor:
+    def judge(self, seen: Observation, joining: Joining) -> Tensor:
         """`score`, where a scorer by attention joins queries and heads as the policy says."""
         del joining
         return self.score(seen)
 
-    def weights(self, seen: Seen) -> Packed:
+    def weights(self, seen: Observation) -> Packed:
         """Mean attention weight of each entry, for scorers by attention.
 
         Over the queries that it judges by and the query heads of a group; what is judged by its
@@ -52,7 +52,9 @@ class Scorer(ABC):
         """The aggregation and head rule of its paper; None where it looks at no attention."""
         return None
 
-    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
         """Token sequences to read behind the cache before judging, after a block was read.
 
         None by default: the block's own pass is judged.

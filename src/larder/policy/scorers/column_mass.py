@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
 
@@ -21,7 +21,7 @@ class ColumnMass(Scorer):
 
     tallies = frozenset({"mass"})
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         return seen.entries.column("mass")
 
 

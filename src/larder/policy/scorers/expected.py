@@ -24,9 +24,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter, ScoreError
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed, Queries
-from larder.ops.rope import face_mean, rotate_each
+from larder.ops.rope import rotate_per_head, unrotate_by_mean
 from larder.policy.ends import Ends
 from larder.policy.scorers.base import Scorer
 
@@ -59,9 +59,9 @@ class Expected(Scorer):
         """The sinks."""
         return Ends(self.sinks)
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         radians = _radians(seen)
-        unturned = rotate_each(seen.queries.float(), -seen.turned_to, radians)
+        unturned = rotate_per_head(seen.queries.float(), -seen.turned_to, radians)
         counting = seen.query_positions >= self.sinks
         if bool(counting.any()):
             unturned = unturned[:, counting]
@@ -70,14 +70,14 @@ class Expected(Scorer):
 
     def _of_head(
         self,
-        seen: Seen,
+        seen: Observation,
         head: int,
         queries: Float[Tensor, "R Q D"],
         radians: Float[Tensor, " half"],
     ) -> Float[Tensor, " S"]:
         entries = seen.entries
         ahead = torch.arange(1, self.future + 1, device=queries.device) + seen.turned_to[head, -1]
-        keys = face_mean(entries.head_keys(head), ahead, radians) * seen.layer.scaling
+        keys = unrotate_by_mean(entries.head_keys(head), ahead, radians) * seen.layer.scaling
         is_sink = entries.head_positions(head) < self.sinks
         logits = _expected_logits(queries, keys).masked_fill(is_sink, -torch.inf)
         shares = logits.softmax(-1).mean(0)
@@ -93,7 +93,7 @@ def _expected_logits(queries: Queries, keys: Float[Tensor, "S D"]) -> Float[Tens
     return mean @ keys.T + ((keys @ covariance) * keys).sum(-1) / 2
 
 
-def _radians(seen: Seen) -> Float[Tensor, " half"]:
+def _radians(seen: Observation) -> Float[Tensor, " half"]:
     if seen.layer.radians is None:
         raise ScoreError(
             f"Layer {seen.layer.index} turns its queries in a way that Larder does not know, so "

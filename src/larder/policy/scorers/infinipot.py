@@ -24,7 +24,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import SURPRISE, Ledger
-from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.policy.joining import Look
 from larder.policy.scorers._observing import Observing
@@ -50,16 +50,18 @@ class InfiniPot(Observing):
     def wanted(self) -> frozenset[str]:
         return frozenset({self.prompt})
 
-    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
-        return (Scratch(tuple(book[self.prompt]), (0, start + len(block))),)
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
+        return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
 
     def published(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         return Look(seen.queries, seen.entries)
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         novelty = torch.split(seen.entries.column(SURPRISE), list(seen.entries.lengths))
         pairs = zip(novelty, heads, strict=True)
         return torch.cat([self._merged(_places(new), _places(seen)) for new, seen in pairs])

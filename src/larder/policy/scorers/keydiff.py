@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed, Variant
 from larder.policy.scorers.base import Scorer
 
@@ -27,7 +27,7 @@ class KeyDiff(Scorer):
 
     variant: Variant = Variant.LARDER
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         units = [
             F.normalize(seen.entries.head_keys(head).float(), dim=-1)
             for head in range(seen.layer.kv_heads)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
 
@@ -18,7 +18,7 @@ from larder.policy.scorers.base import Scorer
 class KeyNorm(Scorer):
     """Minus the length of the key."""
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         return -seen.entries.pack(seen.entries.keys).float().square().sum(-1).sqrt()
 
 

@@ -38,9 +38,9 @@ from larder.core.errors import (
     SpellingError,
     UnknownName,
 )
-from larder.core.family import unknown
+from larder.core.family import unknown_name_message
 from larder.core.needs import Need
-from larder.core.observation import Seen, Stage
+from larder.core.observation import Observation, Phase
 from larder.core.spelling import Call, Value, parse
 from larder.core.types import Packed
 from larder.policy.ends import Ends
@@ -120,7 +120,7 @@ class Kvpress(Scorer):
         first, last = (max((told.get(n, 0) for n in names), default=0) for names in (FIRST, LAST))
         return Ends(first, last)
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         lengths, heads = seen.entries.lengths, list(range(seen.layer.kv_heads))
         if len(set(lengths)) == 1:
             groups = [heads]
@@ -131,14 +131,14 @@ class Kvpress(Scorer):
             self._sow(seen, devices)
             return torch.cat([self._of_heads(seen, own) for own in groups])
 
-    def _sow(self, seen: Seen, devices: list[torch.device]) -> None:
+    def _sow(self, seen: Observation, devices: list[torch.device]) -> None:
         """Chance begins anew for each layer."""
         begin = (self.seed << 16) + seen.layer.index
         torch.default_generator.manual_seed(begin)
         if devices:
             torch.cuda.manual_seed(begin)
 
-    def _of_heads(self, seen: Seen, heads: list[int]) -> Packed:
+    def _of_heads(self, seen: Observation, heads: list[int]) -> Packed:
         count = seen.entries.lengths[heads[0]]
         if not count:
             return torch.zeros(0, device=seen.queries.device)
@@ -156,7 +156,7 @@ class Kvpress(Scorer):
             self._refuse(seen, count, f"{shown}, not (1, {len(heads)}, {count})", None)
         return scores.detach().float().flatten()
 
-    def _states(self, seen: Seen) -> Float[Tensor, "1 Q hidden"]:
+    def _states(self, seen: Observation) -> Float[Tensor, "1 Q hidden"]:
         if not len(seen.states):
             raise ScoreError(
                 f"{self.press} judges by hidden states, which are seen while a context is read: "
@@ -164,8 +164,8 @@ class Kvpress(Scorer):
             )
         return seen.states[None].float()
 
-    def _refuse(self, seen: Seen, count: int, why: str, cause: Exception | None) -> NoReturn:
-        what = "generating" if seen.stage is Stage.GENERATING else "reading"
+    def _refuse(self, seen: Observation, count: int, why: str, cause: Exception | None) -> NoReturn:
+        what = "generating" if seen.stage is Phase.GENERATING else "reading"
         raise ScoreError(
             f"{self.press} cannot score layer {seen.layer.index}, {count} entries by "
             f"{seen.queries.shape[1]} queries while {what} ({' '.join(why.split())}): it may be "
@@ -212,11 +212,13 @@ def _make(call: Call) -> Any:
             f"for other slots of the policy; name one of {', '.join(sorted(kinds))}."
         )
     if call.name not in kinds:
-        raise UnknownName(unknown("press that scores", call.name, sorted(kinds)))
+        raise UnknownName(unknown_name_message("press that scores", call.name, sorted(kinds)))
     taken = {field.name: field for field in fields(kinds[call.name]) if field.init}
     for name in call.parameters:
         if name not in taken:
-            raise UnknownName(unknown(f"parameter of {call.name}", name, sorted(taken)))
+            raise UnknownName(
+                unknown_name_message(f"parameter of {call.name}", name, sorted(taken))
+            )
     given = {name: _given(taken[name], value) for name, value in call.parameters.items()}
     try:
         return kinds[call.name](**given)

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.ends import Ends
 from larder.policy.scorers.base import Scorer
@@ -73,7 +73,7 @@ class LagKV(Scorer):
         """The sinks."""
         return Ends(first=self.sinks)
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         entries = seen.entries
         heads = range(seen.layer.kv_heads)
         return torch.cat(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.policy.joining import Look
 from larder.policy.scorers._observing import Observing
 
@@ -24,7 +24,7 @@ class LastQuery(Observing):
     def published(self) -> tuple[str, str]:
         return ("sum", "layer_mean")
 
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         return Look(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter, ScoreError
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.ops.rope import rotate
 from larder.policy.scorers.base import Scorer
@@ -47,7 +47,7 @@ class Leverage(Scorer):
         if not self.ridge > 0:
             raise BadParameter(f"leverage.ridge must be above 0, got {self.ridge}.")
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         entries, radians = seen.entries, seen.layer.radians
         if radians is None:
             raise ScoreError(

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.ops.pooling import running_max
 from larder.policy.joining import Look
@@ -56,17 +56,19 @@ class Lookahead(Observing):
     def wanted(self) -> frozenset[str]:
         return frozenset({self.prompt} - {""})
 
-    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
         request = tuple(book[self.prompt]) if self.prompt else ()
-        return (Scratch(request, (0, start + len(block)), drafts=self.tokens),)
+        return (ScratchPrompt(request, (0, start + len(block)), drafts=self.tokens),)
 
     def published(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         return Look(seen.queries[:, -self.tokens :], seen.entries)
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         del seen
         return torch.cat([running_max(head, self.kernel) for head in heads])
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.latest import LatestQueries
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Seen, Stage
+from larder.core.observation import Observation, Phase
 from larder.core.types import Packed
-from larder.ops.columns import gather_columns
+from larder.ops.column_statistics import reduce_columns
 from larder.policy.ends import Ends
 from larder.policy.scorers.base import Scorer
 
@@ -60,11 +60,11 @@ class Morph(Scorer):
         """The window, and the newest token beside it while text is generated."""
         return Ends(last=self.window + 1)
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         judges = self._judges(seen)
         start = seen.length - self.window - self._newest(seen)
         older = seen.entries.between(0, max(start, 0))
-        heads = gather_columns(
+        heads = reduce_columns(
             _Fused(self.fusion),
             judges.queries,
             older.keys,
@@ -75,15 +75,15 @@ class Morph(Scorer):
         pairs = zip(heads, seen.entries.lengths, strict=True)
         return torch.cat([_with_window(head[0], length) for head, length in pairs])
 
-    def _judges(self, seen: Seen) -> LatestQueries:
+    def _judges(self, seen: Observation) -> LatestQueries:
         """The last queries, without that of the newest token while text is generated."""
         latest = LatestQueries.of(seen.queries, seen.query_positions)
         if seen.latest is not None:
             latest = seen.latest.followed(latest)
         return latest.before(seen.length - self._newest(seen)).last(self.window)
 
-    def _newest(self, seen: Seen) -> int:
-        return int(seen.stage is Stage.GENERATING)
+    def _newest(self, seen: Observation) -> int:
+        return int(seen.stage is Phase.GENERATING)
 
 
 @dataclass(frozen=True)

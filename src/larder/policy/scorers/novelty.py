@@ -18,7 +18,7 @@ import torch
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import SURPRISE, Ledger
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
 
@@ -43,7 +43,7 @@ class Novelty(Scorer):
         if self.turn < 1:
             raise BadParameter(f"novelty.turn must be at least 1 token, got {self.turn}.")
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         ages = seen.length - 1 - seen.entries.packed_positions()
         turns = torch.div(ages, self.turn, rounding_mode="floor")
         return seen.entries.column(SURPRISE) * self.decay**turns

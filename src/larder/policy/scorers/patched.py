@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
 from larder.policy.joining import Look
 from larder.policy.scorers._observing import Observing
@@ -47,18 +47,20 @@ class Patched(Observing):
     def wanted(self) -> frozenset[str]:
         return frozenset({self.prompt})
 
-    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
-        return (Scratch(tuple(book[self.prompt]), (0, start + len(block))),)
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
+        return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
 
     def published(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         if self.variant is not Variant.PAPER:
             return Look(seen.queries, seen.entries)
         return Look(seen.queries, with_own_keys(seen, seen.entries), seen.query_positions)
 
-    def finish(self, seen: Seen, heads: list[Tensor]) -> Packed:
+    def finish(self, seen: Observation, heads: list[Tensor]) -> Packed:
         pairs = zip(heads, seen.entries.lengths, strict=True)
         return torch.cat([head[:length] for head, length in pairs])
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.policy.joining import Look
 from larder.policy.scorers._observing import Observing
 
@@ -69,17 +69,19 @@ class PositionsFirst(Observing):
         fixed = {"repeat"} if self.content is Content.FIXED else frozenset[str]()
         return frozenset({self.prompt} - {""}) | fixed
 
-    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
         stop = start + len(block)
         shift = max(self.shift, -stop)
         request = tuple(book[self.prompt]) if self.prompt else ()
         text = request + self._text(block + request, book)
-        return (Scratch(text, (0, stop), shift=shift),)
+        return (ScratchPrompt(text, (0, stop), shift=shift),)
 
     def published(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         return Look(seen.queries[:, -self.tokens :], seen.entries)
 
     def _text(self, block: tuple[int, ...], book: Prompts) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
 
@@ -33,14 +33,14 @@ class Random(Scorer):
 
     seed: int = 0
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         draws = [
             _uniform(seen.entries.head_positions(head), self._stream(seen, head))
             for head in range(seen.layer.kv_heads)
         ]
         return torch.cat(draws)
 
-    def _stream(self, seen: Seen, head: int) -> int:
+    def _stream(self, seen: Observation, head: int) -> int:
         return (self.seed * 1_000_003 + seen.layer.index) * 1_009 + head
 
 

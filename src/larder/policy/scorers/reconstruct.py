@@ -29,9 +29,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.cutting import even_cuts
+from larder.core.cutting import even_ranges
 from larder.core.errors import BadParameter
-from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, PackedMask, Variant
 from larder.policy.joining import Look
 from larder.policy.scorers._observing import Observing
@@ -63,16 +63,18 @@ class Reconstruct(Observing):
         if self.opening < 0:
             raise BadParameter(f"reconstruct.opening must be 0 or more, got {self.opening}.")
 
-    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
         request, stop = tuple(book["repeat"]), start + len(block)
         if start > 0:
-            return (Scratch(request + block, (0, stop)),)
+            return (ScratchPrompt(request + block, (0, stop)),)
         if self.variant is Variant.LARDER:
-            cuts = even_cuts(len(block), self.chunk)
-            return tuple(Scratch(request + block[a:b], (a, b)) for a, b in cuts)
+            cuts = even_ranges(len(block), self.chunk)
+            return tuple(ScratchPrompt(request + block[a:b], (a, b)) for a, b in cuts)
         starts = range(0, len(block), self.chunk)
         return tuple(
-            Scratch(
+            ScratchPrompt(
                 request + block[max(0, a - QUOTED) : a + self.chunk],
                 (a, min(a + self.chunk, len(block))),
             )
@@ -82,13 +84,13 @@ class Reconstruct(Observing):
     def published(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         if self.variant is Variant.LARDER:
             return Look(seen.queries, seen.entries.between(*seen.span))
         shared = keys_of(seen, self._shared(seen))
         return Look(seen.queries, with_own_keys(seen, shared), seen.query_positions)
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         positions = seen.entries.packed_positions()
         judged = (positions >= seen.span[0]) & (positions < seen.span[1])
         looked_at = judged if self.variant is Variant.LARDER else self._shared(seen)
@@ -98,7 +100,7 @@ class Reconstruct(Observing):
         whole[looked_at] = torch.cat([head[:count] for head, count in pairs])
         return whole.masked_fill(~judged, -torch.inf)
 
-    def _shared(self, seen: Seen) -> PackedMask:
+    def _shared(self, seen: Observation) -> PackedMask:
         """The cached entries that a weight is shared among."""
         positions = seen.entries.packed_positions()
         inside = (positions >= seen.span[0]) & (positions < seen.span[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
 
@@ -26,7 +26,7 @@ class Recurrence(Scorer):
 
     tallies = frozenset({"recurrence"})
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         gap = seen.entries.column("longest_gap")
         waited = seen.length - 1 - seen.entries.column("last_needed")
         due = torch.sigmoid(-1 - waited / (gap + NEVER))

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.ops.moments import raised_means
+from larder.ops.moments import variance_boosted_means
 from larder.policy.scorers.base import Scorer
 from larder.policy.tallies.moments import Moments
 
@@ -36,10 +36,10 @@ class RoCo(Scorer):
         if not 0 <= self.spared <= 1:
             raise BadParameter(f"roco.spared must be a fraction in [0, 1], got {self.spared}.")
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         entries = seen.entries
         count, mean, spread = (entries.columns[name] for name in Moments.columns)
-        return raised_means(count, mean, spread, *entries.layout, self.spared)
+        return variance_boosted_means(count, mean, spread, *entries.layout, self.spared)
 
 
 Part = RoCo

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.ends import Ends
 from larder.policy.scorers.base import Scorer
@@ -36,7 +36,7 @@ class SinksAndWindow(Scorer):
         """The sinks, and the latest token."""
         return Ends(self.sinks, 1)
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         positions = seen.entries.packed_positions()
         return positions.float().masked_fill(positions < self.sinks, torch.inf)
 

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Prompts, Scratch, Seen
+from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
 from larder.ops.pooling import running_max, running_mean
 from larder.policy.ends import Ends
@@ -60,21 +60,23 @@ class SnapKV(Observing):
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise BadParameter(f"snapkv.kernel must be odd, got {self.kernel}.")
 
-    def scratch(self, block: tuple[int, ...], start: int, book: Prompts) -> tuple[Scratch, ...]:
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
         if self.variant is not Variant.CODE:
             return ()
-        return (Scratch(block[-self.window :], (0, start + len(block))),)
+        return (ScratchPrompt(block[-self.window :], (0, start + len(block))),)
 
     def published(self) -> tuple[str, str]:
         return ("max", "group_max") if self.variant is Variant.CODE else ("sum", "group_sum")
 
-    def look(self, seen: Seen) -> Look:
+    def look(self, seen: Observation) -> Look:
         if self.variant is Variant.CODE:
             return Look(seen.queries, seen.entries)
         voters = seen.query_positions[-self.window :]
         return Look(seen.queries[:, -self.window :], seen.entries, voters, int(voters[0]))
 
-    def finish(self, seen: Seen, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         votes = torch.cat(heads)
         if self.variant is Variant.CODE:
             return votes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BudgetError
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.spelling import spell
@@ -98,12 +98,14 @@ class Tiered(Storage):
             rooms.append(int(tier.share * beyond * _ratio(tier.codec, head_dim, itemsize)))
         return rooms
 
-    def rank(self, scored: Scored, entries: Entries) -> Packed:
+    def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         """Who keeps its precision longest; by default who is kept longest."""
         del entries
         return scored.ranked()
 
-    def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
         like = entries.like
         rooms = self.rooms(quota, like.shape[1], like.dtype.itemsize, share)
         ranked, held = self.rank(scored, entries)[plan.kept], standing(plan, entries)

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import Inspected
-from larder.core.observation import Seen
+from larder.core.inspected import StorageStatistics
+from larder.core.observation import Observation
 from larder.core.spec import LayerSpec
-from larder.ops.columns import CHUNK
+from larder.ops.column_statistics import CHUNK
 from larder.policy.preference import check_taus, of_last_queries, totals
 from larder.policy.storage._tiers import Tier, Tiered
 from larder.policy.storage.quantized import check_codec
@@ -78,14 +78,14 @@ class ARKV(Tiered):
         del head_dim, itemsize
         return [int(share * quota)]
 
-    def inspect(self, seen: Seen) -> Inspected:
+    def inspect(self, seen: Observation) -> StorageStatistics:
         """The logarithm of the layer's preference."""
         sums = totals(of_last_queries(_Moments(), seen, self.window), 3)
         factors = zip(sums, (self.tau1, self.tau2, self.tau3), strict=True)
         tiny = torch.finfo(torch.float64).tiny
-        return Inspected(numbers=(sum(math.log(max(f, tiny)) / tau for f, tau in factors),))
+        return StorageStatistics(numbers=(sum(math.log(max(f, tiny)) / tau for f, tau in factors),))
 
-    def compare(self, inspected: Sequence[Inspected]) -> list[float]:
+    def compare(self, inspected: Sequence[StorageStatistics]) -> list[float]:
         highest = max((each.numbers[0] for each in inspected), default=0.0)
         return [math.exp(each.numbers[0] - highest) for each in inspected]
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from larder.core.codec import Codec
-from larder.core.inspected import Inspected
-from larder.core.observation import Entries, Scored, Seen
-from larder.core.pairing import Pairing
+from larder.core.inspected import StorageStatistics
+from larder.core.observation import Entries, LayerScores, Observation
+from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 
-NOTHING = Inspected()
+NOTHING = StorageStatistics()
 
 
 class Storage(ABC):
@@ -36,7 +36,7 @@ class Storage(ABC):
         return None
 
     @property
-    def pairing(self) -> Pairing | None:
+    def pairing(self) -> LayerPairing | None:
         """Which layers hold entries together; None where each is by itself."""
         return None
 
@@ -62,13 +62,15 @@ class Storage(ABC):
         del layer, itemsize
         return quota
 
-    def inspect(self, seen: Seen) -> Inspected:
+    def inspect(self, seen: Observation) -> StorageStatistics:
         """What `grade` must know of a layer beyond its scores; taken as the layer goes by."""
         del seen
         return NOTHING
 
     @abstractmethod
-    def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
         """The plan with the grade of each entry that stays.
 
         Args:
@@ -79,6 +81,6 @@ class Storage(ABC):
             share: what `compare` gave this layer.
         """
 
-    def compare(self, inspected: Sequence[Inspected]) -> list[float]:
+    def compare(self, inspected: Sequence[StorageStatistics]) -> list[float]:
         """One number per layer, from what was found in all of them; 1 by default."""
         return [1.0] * len(inspected)

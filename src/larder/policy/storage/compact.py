@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.policy.storage.base import Storage
 
@@ -25,7 +25,9 @@ class Compact(Storage):
     form: ClassVar[str] = "compact"
     turns: ClassVar[bool] = True
 
-    def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
         del entries, scored, quota, share
         return plan
 

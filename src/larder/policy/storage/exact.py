@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.policy.storage.base import Storage
 
@@ -16,7 +16,9 @@ from larder.policy.storage.base import Storage
 class Exact(Storage):
     """Entries as the model made them."""
 
-    def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
         del entries, scored, quota, share
         return plan
 

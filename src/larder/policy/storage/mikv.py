@@ -22,8 +22,8 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import Inspected
-from larder.core.observation import Seen
+from larder.core.inspected import StorageStatistics
+from larder.core.observation import Observation
 from larder.policy.storage._tiers import Tier, Tiered
 from larder.policy.storage.quantized import check_codec
 
@@ -69,13 +69,13 @@ class MiKV(Tiered):
             return (lower,)
         return Tier(Codec(self.high, self.high, self.group), self.important), lower
 
-    def inspect(self, seen: Seen) -> Inspected:
+    def inspect(self, seen: Observation) -> StorageStatistics:
         if not self.balance:
-            return Inspected()
-        return Inspected(channels=peaks(seen, self.window))
+            return StorageStatistics()
+        return StorageStatistics(channels=peaks(seen, self.window))
 
 
-def peaks(seen: Seen, window: int) -> Float[Tensor, "K D"]:
+def peaks(seen: Observation, window: int) -> Float[Tensor, "K D"]:
     """The largest key over the largest query of each channel, by absolute value."""
     entries = seen.entries
     heads = range(len(entries.lengths))

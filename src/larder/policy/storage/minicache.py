@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Scored
-from larder.core.pairing import Pairing
+from larder.core.observation import Entries, LayerScores
+from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.policy.storage._tiers import standing
@@ -44,19 +44,21 @@ class MiniCache(Storage):
     form = "paired"
 
     def __post_init__(self) -> None:
-        Pairing(self.start, self.weight, self.apart)
+        LayerPairing(self.start, self.weight, self.apart)
         if self.recent < 0:
             raise BadParameter(f"minicache.recent must be 0 or more, got {self.recent}.")
 
     @property
-    def pairing(self) -> Pairing:
-        return Pairing(self.start, self.weight, self.apart)
+    def pairing(self) -> LayerPairing:
+        return LayerPairing(self.start, self.weight, self.apart)
 
     def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         del layer, itemsize
         return min(quota, self.recent)
 
-    def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
         del scored, quota, share
         grades = standing(plan, entries)
         start = 0

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from larder.core.codec import SCALE_BYTES, Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import Inspected
-from larder.core.observation import Entries, Scored, Seen
+from larder.core.inspected import StorageStatistics
+from larder.core.observation import Entries, LayerScores, Observation
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Packed
@@ -86,19 +86,21 @@ class QAQ(Tiered):
         grids = len(self.codecs) * 2 * size * SCALE_BYTES
         return math.ceil(grids / (2 * size * itemsize + POSITION_BYTES))
 
-    def rank(self, scored: Scored, entries: Entries) -> Packed:
+    def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         del scored
         return entries.packed_positions().float()
 
-    def inspect(self, seen: Seen) -> Inspected:
+    def inspect(self, seen: Observation) -> StorageStatistics:
         """How much each entry is looked at; the norm of the queries that do."""
         queries = seen.queries[:, -self.window :]
         heads = of_last_queries(Max(), seen, self.window)
         norms = (queries.float() * seen.layer.scaling).square().sum(-1).flatten()
         weights = torch.cat([head.amax(0) for head in heads])
-        return Inspected(weights=weights, numbers=(float(norms.quantile(NORM)),))
+        return StorageStatistics(weights=weights, numbers=(float(norms.quantile(NORM)),))
 
-    def grade(self, plan: Plan, entries: Entries, scored: Scored, quota: int, share: float) -> Plan:
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
         del share
         held = standing(plan, entries)
         room = self.rooms(quota, entries.like.shape[1], entries.like.dtype.itemsize)[0]
@@ -107,7 +109,7 @@ class QAQ(Tiered):
         grades = torch.where((held == 0) & (leaving > 0), found[plan.kept], held)
         return replace(plan, grades=grades)
 
-    def found(self, entries: Entries, scored: Scored) -> Grades:
+    def found(self, entries: Entries, scored: LayerScores) -> Grades:
         """The grade of every packed entry, were it rounded now."""
         counts = torch.tensor(entries.lengths, device=entries.positions.device)
         total = torch.repeat_interleave(counts, counts).double()  # T of each entry's head

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, Scored
+from larder.core.observation import Entries, LayerScores
 from larder.core.types import Packed
 from larder.policy.storage._tiers import Tier, Tiered
 
@@ -47,7 +47,7 @@ class Quantized(Tiered):
     def parked(self) -> Codec:
         return self.tiers()[0].codec
 
-    def rank(self, scored: Scored, entries: Entries) -> Packed:
+    def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         del scored
         return entries.packed_positions().float()
 

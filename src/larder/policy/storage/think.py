@@ -20,8 +20,8 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import Inspected
-from larder.core.observation import Entries, Scored, Seen
+from larder.core.inspected import StorageStatistics
+from larder.core.observation import Entries, LayerScores, Observation
 from larder.core.types import Packed
 from larder.policy.storage._tiers import Tier, Tiered
 
@@ -50,15 +50,15 @@ class ThinK(Tiered):
     def tiers(self) -> tuple[Tier, ...]:
         return (Tier(Codec(0, 0, self.group, channels=self.channels), 1.0),)
 
-    def rank(self, scored: Scored, entries: Entries) -> Packed:
+    def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         del scored
         return entries.packed_positions().float()
 
-    def inspect(self, seen: Seen) -> Inspected:
-        return Inspected(channels=energies(seen, self.window))
+    def inspect(self, seen: Observation) -> StorageStatistics:
+        return StorageStatistics(channels=energies(seen, self.window))
 
 
-def energies(seen: Seen, window: int) -> Float[Tensor, "K D"]:
+def energies(seen: Observation, window: int) -> Float[Tensor, "K D"]:
     """Mean square of the queries times mean square of the keys, per channel."""
     entries = seen.entries
     heads = range(len(entries.lengths))

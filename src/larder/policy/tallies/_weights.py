@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Seen
-from larder.ops.columns import Group, gather_columns
-from larder.ops.rows import logit_weights, row_weights
+from larder.core.observation import Observation
+from larder.ops.attention_weights import attention_weights, weights_from_logits
+from larder.ops.column_statistics import GroupReduction, reduce_columns
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ State = tuple[Tensor, ...]
 Step = Callable[[State, Votes], State]
 
 
-def carried_on(seen: Seen, names: tuple[str, ...], group: Group, step: Step) -> dict[str, Tensor]:
+def carried_on(
+    seen: Observation, names: tuple[str, ...], group: GroupReduction, step: Step
+) -> dict[str, Tensor]:
     """New values of columns [C] after a pass: `step` taken over its queries, a few at a time.
 
     Args:
@@ -58,23 +60,23 @@ def carried_on(seen: Seen, names: tuple[str, ...], group: Group, step: Step) -> 
     return dict(zip(names, new, strict=True))
 
 
-def _after_one(seen: Seen, old: State, group: Group, step: Step) -> State:
+def _after_one(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
     """All heads at once; rows that nobody owns are carried along with weight 0."""
     weights = newest_weights(seen, group)
     return step(old, Votes(weights[None], seen.query_positions, seen.entries.positions))
 
 
-def newest_weights(seen: Seen, group: Group) -> Float[Tensor, " C"]:
+def newest_weights(seen: Observation, group: GroupReduction) -> Float[Tensor, " C"]:
     """What the newest query of a pass gave to every row of the storage."""
     entries = seen.entries
     if seen.logits is not None:
-        return logit_weights(seen.logits, *entries.layout, group)
+        return weights_from_logits(seen.logits, *entries.layout, group)
     bias = entries.columns.get(LOG_COUNT)
     case = seen.queries[:, -1:], entries.keys, *entries.layout, seen.layer.scaling
-    return row_weights(*case, group=group, bias=bias)
+    return attention_weights(*case, group=group, bias=bias)
 
 
-def _after_many(seen: Seen, old: State, group: Group, step: Step) -> State:
+def _after_many(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
     new = tuple(column.clone() for column in old)
     for head, queries in enumerate(seen.queries.chunk(seen.layer.kv_heads)):  # [R, Q, D] each
         rows = seen.entries.rows(head)
@@ -82,7 +84,7 @@ def _after_many(seen: Seen, old: State, group: Group, step: Step) -> State:
         counts = seen.entries.columns.get(LOG_COUNT)
         places = seen.entries.positions[rows]
         running = _Running(step, group, tuple(c[rows] for c in old), seen.query_positions, places)
-        [result] = gather_columns(
+        [result] = reduce_columns(
             running,
             queries,
             keys,
@@ -103,7 +105,7 @@ class _Running:
     """Gathers a state of one kv head, a row per column, where others gather one per query head."""
 
     step: Step
-    group: Group
+    group: GroupReduction
     old: State
     times: Int[Tensor, " Q"]
     places: Int[Tensor, " S"]

@@ -8,7 +8,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 
 
 class Tally(ABC):
@@ -21,5 +21,5 @@ class Tally(ABC):
     columns: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
+    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         """New values of its columns, one per row of the storage, from the old ones in `seen`."""

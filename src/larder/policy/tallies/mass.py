@@ -10,8 +10,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
-from larder.ops.columns import Group
+from larder.core.observation import Observation
+from larder.ops.column_statistics import GroupReduction
 from larder.policy.tallies._weights import State, Votes, carried_on
 from larder.policy.tallies.base import Tally
 
@@ -21,8 +21,8 @@ class Mass(Tally):
 
     columns = ("mass",)
 
-    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
-        return carried_on(seen, self.columns, Group.SUM, _added)
+    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return carried_on(seen, self.columns, GroupReduction.SUM, _added)
 
 
 def _added(state: State, votes: Votes) -> State:

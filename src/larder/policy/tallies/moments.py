@@ -12,10 +12,10 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
-from larder.ops.columns import Group
-from larder.ops.marking import until
-from larder.ops.moments import joined_by_one
+from larder.core.observation import Observation
+from larder.ops.column_statistics import GroupReduction
+from larder.ops.marking import mask_until
+from larder.ops.moments import added_moments
 from larder.policy.tallies._weights import State, Votes, carried_on
 from larder.policy.tallies.base import Tally
 
@@ -28,15 +28,15 @@ class Moments(Tally):
 
     columns = ("moment_count", "moment_mean", "moment_spread")
 
-    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
-        return carried_on(seen, self.columns, Group.MEAN, _joined)
+    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return carried_on(seen, self.columns, GroupReduction.MEAN, _joined)
 
 
 def _joined(state: State, votes: Votes) -> State:
     count, mean, spread = state
     if len(votes.times) == 1:
-        counted = until(votes.places, int(votes.times[0]))
-        return joined_by_one(count, mean, spread, votes.weights[0], counted)
+        counted = mask_until(votes.places, int(votes.times[0]))
+        return added_moments(count, mean, spread, votes.weights[0], counted)
     sees = votes.sees
     fresh = sees.sum(0)
     average = votes.weights.sum(0) / fresh.clamp(min=1)

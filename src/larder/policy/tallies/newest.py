@@ -11,8 +11,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
-from larder.ops.columns import Group
+from larder.core.observation import Observation
+from larder.ops.column_statistics import GroupReduction
 from larder.policy.tallies._weights import newest_weights
 from larder.policy.tallies.base import Tally
 
@@ -24,8 +24,8 @@ class Newest(Tally):
 
     columns = (NEWEST,)
 
-    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
-        return {NEWEST: newest_weights(seen, Group.SUM)}
+    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return {NEWEST: newest_weights(seen, GroupReduction.SUM)}
 
 
 Part = Newest

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
-from larder.ops.columns import Group
+from larder.core.observation import Observation
+from larder.ops.column_statistics import GroupReduction
 from larder.policy.tallies._weights import State, Votes, carried_on
 from larder.policy.tallies.base import Tally
 
@@ -30,8 +30,8 @@ class Recurrence(Tally):
 
     columns = ("last_needed", "longest_gap")
 
-    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
-        return carried_on(seen, self.columns, Group.MAX, _tracked)
+    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return carried_on(seen, self.columns, GroupReduction.MAX, _tracked)
 
 
 def _tracked(state: State, votes: Votes) -> State:

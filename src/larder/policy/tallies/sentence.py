@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.policy.tallies.base import Tally
 
 ENDS = "sentence_ends"
@@ -24,7 +24,7 @@ class Sentence(Tally):
 
     columns = ("sentence",)
 
-    def update(self, seen: Seen) -> dict[str, Float[Tensor, " C"]]:
+    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         entries, places = seen.entries, seen.query_positions
         column, count, first = entries.columns["sentence"].clone(), len(places), int(places[0])
         ends = seen.lexicon.get(ENDS, frozenset())

@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.joining import Joining, Unasked, Unobserved
 from larder.policy.scorers.base import Scorer
@@ -62,7 +62,7 @@ class SlotOrder(Scorer):
 
     distance: int
 
-    def score(self, seen: Seen) -> Packed:
+    def score(self, seen: Observation) -> Packed:
         device = seen.entries.positions.device
         ages = [torch.arange(n - 1, -1, -1, device=device) for n in seen.entries.lengths]
         since = torch.cat(ages).float()  # entries of the head behind each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 
 
@@ -25,5 +25,5 @@ class Unit(ABC):
         return 1
 
     @abstractmethod
-    def pool(self, scores: Packed, seen: Seen) -> Packed:
+    def pool(self, scores: Packed, seen: Observation) -> Packed:
         """Scores of the same shape, equal within a unit; infinities stay where they are."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.tallies.sentence import ENDS
 from larder.policy.units._spans import shared_by
@@ -27,7 +27,7 @@ class Sentence(Unit):
     tallies = frozenset({"sentence"})
     lexicon = frozenset({ENDS})
 
-    def pool(self, scores: Packed, seen: Seen) -> Packed:
+    def pool(self, scores: Packed, seen: Observation) -> Packed:
         labels = seen.entries.column("sentence").abs().long()
         return shared_by(scores, labels, seen.entries.lengths, len(scores))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.units.base import Unit
 
@@ -32,7 +32,7 @@ class Token(Unit):
     def layers_together(self) -> int:
         return self.layers
 
-    def pool(self, scores: Packed, seen: Seen) -> Packed:
+    def pool(self, scores: Packed, seen: Observation) -> Packed:
         del seen
         return scores
 

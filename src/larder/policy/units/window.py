@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.units._spans import shared
 from larder.policy.units.base import Unit
@@ -49,7 +49,7 @@ class Window(Unit):
     def layers_together(self) -> int:
         return self.layers
 
-    def pool(self, scores: Packed, seen: Seen) -> Packed:
+    def pool(self, scores: Packed, seen: Observation) -> Packed:
         return shared(scores, seen.entries, self.size, max(1, int(self.size * self.best + EVEN)))
 
 

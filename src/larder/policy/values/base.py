@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed, PackedMask
 
 
@@ -43,5 +43,7 @@ class ValueRule(ABC):
         return False
 
     @abstractmethod
-    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
+    def weigh(
+        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+    ) -> Packed:
         """Scores of the same shape; infinities stay."""

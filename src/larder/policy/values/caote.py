@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.values._weights import as_weights, infinities_of
 from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
@@ -26,7 +26,9 @@ from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 class Caote(ValueRule):
     """The error of the attention output. Of scores that can be negative the lowest is taken off."""
 
-    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
+    def weigh(
+        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+    ) -> Packed:
         del selection
         weights = torch.split(as_weights(scores), list(seen.entries.lengths))
         moves = [

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed, PackedMask
 from larder.policy.values._weights import as_weights, infinities_of
 from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
@@ -78,7 +78,9 @@ class Criticality(ValueRule):
     def wants_weights(self) -> bool:
         return self.mass is not None
 
-    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
+    def weigh(
+        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+    ) -> Packed:
         finite, lengths = scores.isfinite(), list(seen.entries.lengths)
         norms = [_norms(seen, head) for head in range(len(lengths))]
         if self.norms is Norms.SHARE:
@@ -112,7 +114,7 @@ class Criticality(ValueRule):
         return min(room, int((held + own[order].cumsum(0) < self.mass).sum()))
 
 
-def _norms(seen: Seen, head: int) -> Float[Tensor, " S"]:
+def _norms(seen: Observation, head: int) -> Float[Tensor, " S"]:
     """L1 norms of a head's values, projected where the projection is known."""
     values = seen.entries.head_values(head)
     if seen.projection is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.observation import Seen
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 
@@ -16,7 +16,9 @@ from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 class KeysAlone(ValueRule):
     """Leaves scores alone."""
 
-    def weigh(self, scores: Packed, seen: Seen, selection: Selection = NO_SELECTION) -> Packed:
+    def weigh(
+        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+    ) -> Packed:
         del seen, selection
         return scores
 

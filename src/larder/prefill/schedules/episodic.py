@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from larder.core.cutting import even_cuts
+from larder.core.cutting import even_ranges
 from larder.core.errors import BadParameter
 from larder.prefill.base import Schedule, Steps, read_blocks
 from larder.prefill.reader import Lane, Reader
@@ -58,7 +58,7 @@ class Episodic(Schedule):
     def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
         block = self.tokens or len(ids)
         most = self._together(reader, lanes, ids, block)
-        groups = [lanes[start:stop] for start, stop in even_cuts(len(lanes), most)]
+        groups = [lanes[start:stop] for start, stop in even_ranges(len(lanes), most)]
         return read_blocks(reader, groups, ids, block)
 
     def _together(

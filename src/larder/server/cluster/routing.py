@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from larder.core.session_name import root_of
+from larder.core.session_name import root_name
 from larder.server.request import Request
 from larder.store.digests import key_of
 
@@ -19,7 +19,7 @@ LOT = re.compile(rf"s-([0-9a-f]{{{LOT_DIGITS}}})-[0-9a-f]+$")
 
 def key(tenant: str, name: str) -> str:
     """The key of a session and of all its forks."""
-    root = root_of(name)
+    root = root_name(name)
     lot = LOT.match(root)
     return lot[1] if lot else key_of("session", tenant, root)
 

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from larder.core.clusters import processors
 from larder.core.errors import ModelError, UsageError
+from larder.core.ray_cluster import cpu_counts
 from larder.server.cluster.frames import Failed, Frame, Told
 from larder.server.cluster.replica import Replica
 from larder.server.cluster.replicas import Lost, Replicas
@@ -148,7 +148,7 @@ def application(opened: Callable[[], AbstractContextManager[Hub]], wanted: Wante
 
 def _cpus(wanted: Wanted) -> float:
     """Those of the smallest machine, shared by the replicas that it may have to hold."""
-    machines = [count for count in processors() if count]
+    machines = [count for count in cpu_counts() if count]
     if not machines:
         raise UsageError("The Ray cluster has no processors to give: start it with --num-cpus.")
     share = min(machines) / -(-wanted.replicas // len(machines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from larder.core.conversation import Conversation, Form, Message
+from larder.core.conversation import Conversation, Message, PromptLayout
 
 # A paragraph keeps the blank lines that follow it, so that the paragraphs joined are the file.
 PARAGRAPH = re.compile(r"\s*\S.*?(?:\n\s*(?:\n|\Z)|\Z)", re.DOTALL)
@@ -16,4 +16,4 @@ def read(text: str, name: str) -> Conversation:
         Message("user", paragraph, utterance=paragraph.strip())
         for paragraph in PARAGRAPH.findall(text)
     )
-    return Conversation(name=name, messages=messages, form=Form.DOCUMENT)
+    return Conversation(name=name, messages=messages, form=PromptLayout.DOCUMENT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from larder.core.conversation import Conversation, Form, Question
+from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import InputError
 from larder.session.files import transcript
 from larder.session.files.fields import (
@@ -59,7 +59,7 @@ def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
         name=name,
         messages=transcript.messages(_session(talk, number) for number in numbers),
         questions=_questions(list_of(fields.get("qa", []), "'qa'"), adversarial),
-        form=Form.TRANSCRIPT,
+        form=PromptLayout.TRANSCRIPT,
         opening=transcript.opening(*speakers),
         question_prompt=PROMPT.format(refusal=refusal),
     )

@@ -6,7 +6,7 @@ Real-World Dataset for Long-Term Conversation" (2025), arXiv 2502.13270.
 
 from __future__ import annotations
 
-from larder.core.conversation import Conversation, Form, Question
+from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.session.files import transcript
 from larder.session.files.fields import (
     Fields,
@@ -44,7 +44,7 @@ def read(data: object, name: str) -> Conversation:
             _session(fields, number) for number in transcript.session_numbers(fields)
         ),
         questions=tuple(_question(entry, f"qa {n}") for n, entry in enumerate(questions, start=1)),
-        form=Form.TRANSCRIPT,
+        form=PromptLayout.TRANSCRIPT,
         opening=transcript.opening(*speakers),
         question_prompt=PROMPT,
     )

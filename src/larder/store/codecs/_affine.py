@@ -15,7 +15,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import Damaged
-from larder.ops.quantization import check_range, codes_of, grid, numbers_of, packed, unpacked
+from larder.ops.quantization import (
+    check_range,
+    dequantize,
+    pack_codes,
+    quantize,
+    scales_and_offsets,
+    unpack_codes,
+)
 from larder.store.codecs.base import RowLayout, StorageCodec, TensorRole
 
 GROUP = 64  # tokens, or channels, that share an offset and a scale
@@ -30,20 +37,20 @@ class AffineCodec(StorageCodec):
         check_range(numbers)
         exact = numbers.float()
         lows, highs = (_over_groups(exact, rows, side) for side in ("amin", "amax"))
-        offsets, scales = grid(lows, highs, self.bits)
-        codes = codes_of(
+        offsets, scales = scales_and_offsets(lows, highs, self.bits)
+        codes = quantize(
             exact, _repeat_groups(offsets, rows), _repeat_groups(scales, rows), self.bits
         )
-        return {"codes": packed(codes, self.bits), "offsets": offsets, "scales": scales}
+        return {"codes": pack_codes(codes, self.bits), "offsets": offsets, "scales": scales}
 
     def decode(self, coded: Mapping[str, Tensor], rows: RowLayout) -> Float[Tensor, "T D"]:
-        codes = unpacked(coded["codes"], self.bits, rows.head_dim)
+        codes = unpack_codes(coded["codes"], self.bits, rows.head_dim)
         offsets, scales = (_repeat_groups(coded[name], rows) for name in ("offsets", "scales"))
         if not codes.shape == offsets.shape == scales.shape:
             raise Damaged(
                 f"Codes of the shape {tuple(codes.shape)} have offsets of {tuple(offsets.shape)}."
             )
-        return numbers_of(codes, offsets, scales)
+        return dequantize(codes, offsets, scales)
 
 
 def _over_groups(numbers: Float[Tensor, "T D"], rows: RowLayout, side: str) -> Float[Tensor, "N W"]:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int, Int16
 from torch import Tensor
 
 from larder.core.errors import Damaged
-from larder.ops.quantization import check_range, codes_of, grid, numbers_of
+from larder.ops.quantization import check_range, dequantize, quantize, scales_and_offsets
 from larder.store.blobs.container import raw_bytes
 from larder.store.codecs.base import RowLayout, StorageCodec
 from larder.store.squeezing import compress, decompress
@@ -46,8 +46,8 @@ class Entropy(StorageCodec):
             own = numbers[head].float()
             first, others = _split(len(own))
             lows, scales = _range(own[first])
-            codes = codes_of(own[first], *_spread(lows, scales, first), ANCHOR_BITS)
-            decoded = numbers_of(codes, *_spread(lows, scales, first))
+            codes = quantize(own[first], *_spread(lows, scales, first), ANCHOR_BITS)
+            decoded = dequantize(codes, *_spread(lows, scales, first))
             left = own[others] - decoded[others // GROUP]
             steps = _steps(left, rows)
             counts = (left / steps.float()).round().clamp(-MAX_STEPS, MAX_STEPS)
@@ -79,7 +79,7 @@ class Entropy(StorageCodec):
         )
         for head, codes, own, lows, scales, steps in parts:
             first, others = _split(head.stop - head.start)
-            decoded = numbers_of(codes, *_spread(lows, scales, first))
+            decoded = dequantize(codes, *_spread(lows, scales, first))
             numbers[head][first] = decoded
             numbers[head][others] = decoded[others // GROUP] + own.float() * steps.float()
         return numbers
@@ -96,7 +96,7 @@ def _range(anchors: Float[Tensor, "N D"]) -> tuple[Tensor, Tensor]:
     if not len(anchors):
         nothing = torch.zeros(anchors.shape[1], dtype=torch.float16)
         return nothing, nothing
-    return grid(anchors.amin(0), anchors.amax(0), ANCHOR_BITS)
+    return scales_and_offsets(anchors.amin(0), anchors.amax(0), ANCHOR_BITS)
 
 
 def _spread(lows: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

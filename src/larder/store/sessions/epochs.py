@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from larder.core.errors import Damaged, Refused, StoreError, Superseded
-from larder.core.session_name import check as check_name
+from larder.core.session_name import check_session_name as check_name
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.digests import digest_of
 from larder.store.fs.base import FileSystem

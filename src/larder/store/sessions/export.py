@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import Damaged, InputError, LarderError, Refused
-from larder.core.session_name import check as check_name
+from larder.core.session_name import check_session_name as check_name
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.budgeted_blobs import BlobTransaction
 from larder.store.blobs.container import (

@@ -1,0 +1,125 @@
+"""The numbers that a policy has a store remember, beside its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+
+_COLUMN, _SCALAR = "column.", "scalar."
+
+
+class EntryColumns:
+    """Float32 columns over the rows of a storage, and scalars per kv head.
+
+    `values` [n, C] is replaced by its owner whenever the storage is laid out anew.
+    """
+
+    def __init__(self, ledger: Ledger, kv_heads: int, device: torch.device) -> None:
+        self.ledger = ledger
+        self.values = torch.zeros(len(ledger.columns), 0, device=device)
+        self._scalars = torch.full((len(ledger.scalars), kv_heads), torch.nan, device=device)
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The columns [C], as views."""
+        return dict(zip(self.ledger.columns, self.values, strict=True))
+
+    def scalars_by_name(self) -> dict[str, Tensor]:
+        """The scalars [K], as views."""
+        return dict(zip(self.ledger.scalars, self._scalars, strict=True))
+
+    def clear(self, rows: Int[Tensor, " N"]) -> None:
+        """New entries lie in these rows."""
+        if len(self.values):
+            self.values[:, rows] = 0.0
+
+    def check_columns(self, columns: Mapping[str, Tensor], rows: int) -> None:
+        """See that columns can be written, for so many rows.
+
+        Raises:
+            CacheError: a name that is not in the ledger, or another count of numbers.
+        """
+        check_columns(columns, self.ledger, rows)
+
+    def check_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        """See that scalars can be written. Raises: CacheError: as `check_columns`."""
+        _check(scalars, self.ledger.scalars, self._scalars.shape[1], "kv head")
+
+    def write(self, columns: Mapping[str, Float[Tensor, " _"]]) -> None:
+        """Replace whole columns. Raises: CacheError: as `check_columns`; nothing is written."""
+        self.check_columns(columns, self.values.shape[1])
+        for name, numbers in columns.items():
+            self.values[self.ledger.columns.index(name)] = numbers
+
+    def write_rows(
+        self, rows: Int[Tensor, " T"], columns: Mapping[str, Float[Tensor, " T"]]
+    ) -> None:
+        """Replace some rows of columns that were checked."""
+        for name, numbers in columns.items():
+            self.values[self.ledger.columns.index(name), rows] = numbers
+
+    def write_scalars(self, scalars: Mapping[str, Float[Tensor, " K"]]) -> None:
+        """Replace scalars that were checked."""
+        for name, numbers in scalars.items():
+            self._scalars[self.ledger.scalars.index(name)] = numbers
+
+    def state(self, rows: Int[Tensor, " T"]) -> dict[str, Tensor]:
+        """Everything needed to restore, of the given rows."""
+        columns = {_COLUMN + name: held[rows] for name, held in self.by_name().items()}
+        scalars = {_SCALAR + name: held.clone() for name, held in self.scalars_by_name().items()}
+        return columns | scalars
+
+    @classmethod
+    def adopt(cls, state: Mapping[str, Tensor], kv_heads: int, rows: int) -> EntryColumns:
+        """The columns and scalars in a store's state; other tensors are left alone."""
+        columns = sorted(name for name in state if name.startswith(_COLUMN))
+        scalars = sorted(name for name in state if name.startswith(_SCALAR))
+        ledger = Ledger(
+            tuple(name.removeprefix(_COLUMN) for name in columns),
+            tuple(name.removeprefix(_SCALAR) for name in scalars),
+        )
+        held = cls(ledger, kv_heads, state["positions"].device)
+        held.values = held.values.new_zeros(len(columns), rows)
+        for place, name in enumerate(columns):
+            held.values[place] = state[name]
+        for place, name in enumerate(scalars):
+            held._scalars[place] = state[name]
+        return held
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held; nothing where the ledger is empty."""
+        return tuple(held for held in (self.values, self._scalars) if held.numel())
+
+
+def column_names(state: Iterable[str]) -> list[str]:
+    """Columns and scalars by name, out of the names in a store's state."""
+    kinds = (_COLUMN, _SCALAR)
+    return [name.removeprefix(kind) for name in state for kind in kinds if name.startswith(kind)]
+
+
+def check_columns(columns: Mapping[str, Tensor], ledger: Ledger, rows: int) -> None:
+    """See that columns can be written, for so many rows.
+
+    Raises:
+        CacheError: a name that is not in the ledger, or another count of numbers.
+    """
+    _check(columns, ledger.columns, rows, "row")
+
+
+def _check(numbers: Mapping[str, Tensor], known: tuple[str, ...], count: int, each: str) -> None:
+    for name, given in numbers.items():
+        if name not in known:
+            raise CacheError(
+                f"The cache holds no {name!r} (it holds: {', '.join(known) or 'nothing'}): name it "
+                "in the ledger of the part that writes it."
+            )
+        if given.shape != (count,):
+            raise CacheError(
+                f"{name!r} has shape {list(given.shape)}, but one number per {each} is [{count}]: "
+                "give that many."
+            )

@@ -1,0 +1,111 @@
+"""Carries out the folds of a plan: entries that become weighted sums of entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.core.errors import CacheError
+from larder.core.nothing import empty_tensor
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.ops.entry_merging import weighted_sums
+from larder.ops.marking import are_in_range, is_in_sorted
+
+EntryReader = Callable[[Int64[Tensor, " N"]], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class MergedEntries:
+    """What the targets of a plan become.
+
+    Args:
+        targets: ascending indices into the packed entries before the plan.
+        keys, values: float32.
+    """
+
+    targets: Int64[Tensor, " N"]
+    keys: Float[Tensor, "N D"]
+    values: Float[Tensor, "N D"]
+
+    def among(self, places: Int64[Tensor, " M"]) -> MergedEntries:
+        """Only those targets that are among `places`, which ascend."""
+        own = is_in_sorted(self.targets, places.to(self.targets.device))
+        return MergedEntries(self.targets[own], self.keys[own], self.values[own])
+
+
+def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:
+    """The sums that a plan asks for, computed before anything moves.
+
+    Raises:
+        CacheError: a source is no entry, or a target is not kept.
+    """
+    folds = plan.folds
+    if not len(folds):
+        return no_merges(entries.keys)
+    check_sources(plan, sum(entries.lengths))
+    rows = folds.sources, folds.targets, folds.key_weights, folds.value_weights
+    sums = MergedEntries(*weighted_sums(entries.keys, entries.values, *entries.layout, *rows))
+    check_targets(plan, sums.targets)
+    return sums
+
+
+def merge_by_place(
+    plan: Plan, order: Int64[Tensor, " T"], numbers: EntryReader, device: torch.device
+) -> MergedEntries:
+    """As `merge_entries`, where a layer holds entries in several manners, by place.
+
+    Args:
+        order: the place of each packed entry, in host memory; targets are told by it.
+        numbers: keys and values of some places, each once.
+
+    Raises:
+        CacheError: as `merge_entries`.
+    """
+    check_folds(plan, len(order))
+    folds = plan.folds
+    sources, rows = torch.unique(order[folds.sources.cpu()], return_inverse=True)
+    targets = order[folds.targets.cpu()].to(device)
+    layout = torch.tensor([0]), torch.tensor([len(sources)])
+    case = rows.to(device), targets, folds.key_weights, folds.value_weights
+    return MergedEntries(*weighted_sums(*numbers(sources), *layout, *case))
+
+
+def no_merges(keys: Float[Tensor, "C D"]) -> MergedEntries:
+    """The sums of a plan that folds nothing."""
+    none = empty_tensor(torch.float32, 0, keys.shape[1]).to(keys.device)
+    return MergedEntries(empty_tensor(torch.int64, 0).to(keys.device), none, none)
+
+
+def check_folds(plan: Plan, held: int) -> None:
+    """See that sources are among `held` entries, and targets among the kept.
+
+    Raises:
+        CacheError: they are not.
+    """
+    check_sources(plan, held)
+    check_targets(plan, plan.folds.targets)
+
+
+def check_sources(plan: Plan, held: int) -> None:
+    """See that sources of folds are among `held` entries. Raises: CacheError: they are not."""
+    sources = plan.folds.sources
+    if not are_in_range(sources, held):
+        raise CacheError(
+            f"Sources of folds must be among the {held} packed entries, but they lie in "
+            f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
+        )
+
+
+def check_targets(plan: Plan, targets: Int64[Tensor, " N"]) -> None:
+    """See that targets are among the kept. Raises: CacheError: they are not."""
+    found = is_in_sorted(targets, plan.kept.to(targets.device))
+    if not bool(found.all()):
+        raise CacheError(
+            f"Entry {int(targets[~found][0])} is the target of a fold, but the plan does not keep "
+            "it: keep it, or fold into one that stays."
+        )

@@ -1,0 +1,261 @@
+"""The tiers of a graded layer as they are at one moment, and what becomes of the coded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Bool, Float, Int8, Int64
+from torch import Tensor
+
+from larder.cache.deferred import KVField, LazyEntries
+from larder.cache.entry_merging import MergedEntries, merge_by_place, no_merges
+from larder.cache.places import TierOrder
+from larder.cache.quantized_tier import EncodingBatch, QuantizedTier, concat_tiers, encode_tier
+from larder.cache.row_updates import InsertedEntries
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.ops.marking import is_in_sorted, sorted_places
+from larder.ops.packing import storage_rows
+
+CODING_CHUNK = 1 << 12  # entries turned back into numbers, or encoded, at once
+NO_WEIGHTS = torch.empty(0, 0)
+NO_PLACES = torch.empty(0, dtype=torch.int64)
+NO_COLUMNS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class GradedTiers:
+    """All entries of a layer.
+
+    Args:
+        finest: those at full precision, as views.
+        sums: what some places become, whatever they hold.
+    """
+
+    finest: Entries
+    coded: tuple[QuantizedTier, ...]
+    places: TierOrder
+    sums: MergedEntries
+
+    @staticmethod
+    def of(finest: Entries, coded: tuple[QuantizedTier, ...]) -> GradedTiers:
+        """As they are, before any plan."""
+        return GradedTiers(finest, coded, TierOrder.of(finest, coded), no_merges(finest.keys))
+
+    @cached_property
+    def grades(self) -> Int8[Tensor, " T"]:
+        """By place, how its numbers are had: as its code has them, or whole where they are sums."""
+        grades = self.places.grades.clone()
+        grades[self.sums.targets.cpu()] = 0
+        return grades
+
+    def numbers(
+        self, places: Int64[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+        """Keys and values of some entries, each once, at least as exact as float32."""
+        return self._numbers(places, KVField.KEYS), self._numbers(places, KVField.VALUES)
+
+    def _numbers(self, places: Int64[Tensor, " N"], side: KVField) -> Float[Tensor, "N D"]:
+        like = self.finest.keys
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        numbers = like.new_empty(len(places), like.shape[1], dtype=dtype)
+        grades = self.places.grades[places]
+        for grade in range(len(self.coded) + 1):
+            own = (grades == grade).nonzero().flatten()
+            if len(own):
+                rows = self.places.rows(grade, places[own])
+                there = own.to(like.device)
+                numbers[there] = self._decoded(grade, rows, side).to(dtype)
+        if len(self.sums.targets):
+            targets = self.sums.targets.cpu()
+            summed = is_in_sorted(places, targets).to(like.device)
+            found = sorted_places(places[summed.cpu()], targets).to(like.device)
+            sums = self.sums.keys if side is KVField.KEYS else self.sums.values
+            numbers[summed] = sums[found].to(dtype)
+        return numbers
+
+    def shown(self) -> Entries:
+        """A copy of everything, by head and then by position; codes are turned back when needed."""
+        order, device = self.places.order, self.finest.keys.device
+        counts = torch.bincount(self.places.heads, minlength=len(self.finest.lengths))
+        return LazyEntries.of(
+            self.finest.keys[:0],
+            self._everything,
+            self.places.positions[order].int().to(device),
+            tuple(counts.tolist()),
+            dict(zip(self.finest.columns, self._columns()[:, order.to(device)], strict=True)),
+            self.finest.scalars,
+            self.places.grades[order].to(device),
+        )
+
+    def _everything(self, side: KVField) -> Float[Tensor, "T D"]:
+        """All keys or all values in packed order, as the cache's type has them."""
+        parts = self.places.order.split(CODING_CHUNK)
+        return torch.cat([self._numbers(part, side).to(self.finest.keys.dtype) for part in parts])
+
+    def noted(
+        self, columns: Mapping[str, Float[Tensor, " _"]], ledger: Ledger
+    ) -> list[Float[Tensor, "n _"]]:
+        """All columns of each tier, when some are replaced by one number per packed entry."""
+        held = self._columns(columns, self.places.order, ledger)
+        sizes = [sum(self.finest.lengths), *(len(tier) for tier in self.coded)]
+        return [part.clone() for part in held.split(sizes, dim=1)]
+
+    def folded(self, plan: Plan) -> GradedTiers:
+        """The same with what the targets of a plan become: sums of what is held.
+
+        Raises:
+            CacheError: as `folding.folded`.
+        """
+        if not len(plan.folds):
+            return self
+        device = self.finest.keys.device
+        return replace(self, sums=merge_by_place(plan, self.places.order, self.numbers, device))
+
+    def own(
+        self, plan: Plan, kept: Int64[Tensor, " T"], grades: Int8[Tensor, " T"], ledger: Ledger
+    ) -> tuple[Plan, MergedEntries, InsertedEntries | None]:
+        """What a plan is for the finest tier: who stays, what becomes of these, and who comes.
+
+        Args:
+            kept, grades: places of the kept entries, and the grades they shall have.
+        """
+        exact, held = grades == 0, self.places.grades[kept] == 0
+        stays, comes = kept[exact & held], kept[exact & ~held]
+        counts = torch.bincount(self.places.heads[stays], minlength=len(self.finest.lengths))
+        there = (exact & held).to(plan.kept.device)
+        columns = {name: part[there] for name, part in plan.columns.items()}
+        own = Plan(stays, tuple(counts.tolist()), columns=columns, scalars=plan.scalars)
+        arrivals = self._arrivals(comes, plan, kept, ledger) if len(comes) else None
+        return own, self.sums.among(stays), arrivals
+
+    def _arrivals(
+        self, places: Int64[Tensor, " N"], plan: Plan, kept: Int64[Tensor, " T"], ledger: Ledger
+    ) -> InsertedEntries:
+        """Entries that were coded and are whole from now on."""
+        keys, values = self.numbers(places)
+        held = self._columns(plan.columns, kept, ledger)[:, places.to(keys.device)]
+        positions = self.places.positions[places].int().to(keys.device)
+        return InsertedEntries(self.places.heads[places], keys, values, positions, held)
+
+    def after(
+        self,
+        kept: Int64[Tensor, " T"],
+        grades: Int8[Tensor, " T"],
+        weights: Float[Tensor, "K D"] = NO_WEIGHTS,
+        columns: Mapping[str, Tensor] = NO_COLUMNS,
+        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
+    ) -> tuple[QuantizedTier, ...]:
+        """The coded tiers when only some entries stay, at these grades.
+
+        Args:
+            weights: of the key channels of each head, or empty.
+            columns: new numbers of the kept entries.
+
+        Raises:
+            CacheError: numbers beyond float16 were to be rounded.
+        """
+        held = self._columns(columns, kept, ledger)
+        tiers: list[QuantizedTier] = []
+        for grade, tier in enumerate(self.coded, 1):
+            wanted = kept[grades == grade]
+            stays = self.grades[wanted] == grade
+            rows = self.places.rows(grade, wanted[stays]).sort().values
+            pooled = _rows_to_reencode(
+                tier, rows, self.places.heads[wanted[~stays]], len(self.finest.lengths)
+            )
+            pool = self.places.sorted(torch.cat([rows[pooled] + self.places.starts[grade],
+                                                 wanted[~stays]]))  # fmt: skip
+            rows = rows[~pooled]
+            if len(rows) == len(tier) and not len(pool):
+                members = rows + self.places.starts[grade]
+            else:
+                members = torch.cat([rows + self.places.starts[grade], pool])
+                tier = concat_tiers([tier.keeping(rows), *self._encoded(tier, pool, weights)])
+            if columns or len(pool):
+                tier = replace(tier, columns=held[:, members.to(held.device)])
+            tiers.append(tier)
+        return tuple(tiers)
+
+    def _encoded(
+        self, tier: QuantizedTier, places: Int64[Tensor, " N"], weights: Float[Tensor, "K D1"]
+    ) -> list[QuantizedTier]:
+        """Entries in new groups of their heads, a bounded number of them at a time."""
+        counts = _group_sizes(self.places.heads[places], tier.codec.group)
+        most = max(CODING_CHUNK // tier.codec.group, 1)
+        pieces: list[QuantizedTier] = []
+        start = 0
+        for sizes in counts.split(most):
+            own = places[start : start + int(sizes.sum())]
+            start += len(own)
+            if not len(own):
+                continue
+            keys, values = self.numbers(own)
+            positions = self.places.positions[own].int().to(keys.device)
+            pool = EncodingBatch(keys, values, positions, self.places.heads[own])
+            like = self.finest.keys.dtype
+            pieces.append(encode_tier(tier.codec, pool, sizes, weights, like, len(tier.columns)))
+        return pieces
+
+    def _decoded(
+        self, grade: int, rows: Int64[Tensor, " N"], side: KVField
+    ) -> Float[Tensor, "N D"]:
+        if grade:
+            coded = self.coded[grade - 1].rows
+            numbers = coded.keys if side is KVField.KEYS else coded.values
+            return numbers.decoded(rows, coded.groups_of(rows))
+        layout = torch.tensor(self.finest.starts), torch.tensor(self.finest.lengths)
+        there = storage_rows(rows, *layout).to(self.finest.keys.device)
+        return (self.finest.keys if side is KVField.KEYS else self.finest.values)[there]
+
+    def _columns(
+        self,
+        changed: Mapping[str, Float[Tensor, " _"]] = NO_COLUMNS,
+        places: Int64[Tensor, " N"] = NO_PLACES,
+        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
+    ) -> Float[Tensor, "n T"]:
+        """All columns by place, as a copy.
+
+        Args:
+            changed: columns that have new numbers at some places.
+        """
+        device = self.finest.keys.device
+        size = sum(self.finest.lengths)
+        own = [self.finest.column(name) for name in self.finest.columns]
+        finest = torch.stack(own) if own else torch.zeros(0, size, device=device)
+        held = torch.cat([finest, *(tier.columns for tier in self.coded)], dim=1)
+        for name, numbers in changed.items():
+            held[ledger.columns.index(name), places.to(device)] = numbers.to(held)
+        return held
+
+
+def _rows_to_reencode(
+    tier: QuantizedTier, rows: Int64[Tensor, " N"], incoming: Int64[Tensor, " M"], heads: int
+) -> Bool[Tensor, " N"]:
+    """Which of the rows that stay are to be encoded anew: those of groups that became small.
+
+    A small group of a head into which nothing else goes stays as it is: one is allowed.
+
+    Args:
+        incoming: heads of the entries that come into the tier.
+        heads: how many there are.
+    """
+    owners = tier.rows.lengths[:, 0].long()
+    groups = tier.rows.groups_of(rows)
+    counts = torch.bincount(groups, minlength=len(owners))
+    small = (counts > 0) & (counts < tier.codec.fewest)
+    coming = torch.bincount(torch.cat([owners[small], incoming]), minlength=heads)
+    return (small & (coming[owners] > 1))[groups]
+
+
+def _group_sizes(heads: Int64[Tensor, " N"], group: int) -> Int64[Tensor, " G"]:
+    """Full groups of every head, and a smaller one for what is left over."""
+    sizes: list[int] = []
+    for count in torch.bincount(heads).tolist():
+        sizes += [group] * (count // group) + [count % group] * (count % group > 0)
+    return torch.tensor(sizes, dtype=torch.int64)

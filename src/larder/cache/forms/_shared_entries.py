@@ -1,0 +1,171 @@
+"""Entries that two layers hold together: one direction for both, a length for each.
+
+Liu et al., "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models" (2024),
+arXiv:2405.14366, section 4. Keys and values are directions times norms; in the deeper half of a
+model the directions of neighboring layers are alike. As we understand it from the paper's abstract
+and secondary accounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Bool, Float, Int16, Int32, Int64
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionState
+from larder.core.types import Queries
+from larder.ops.attention import ragged_attention
+from larder.ops.slerp import slerp
+
+LOWER, UPPER = 0, 1
+
+
+@dataclass(frozen=True)
+class SharingCandidates:
+    """The same entries in two layers, before they are shared.
+
+    Args:
+        keys, values: of the lower and of the upper layer.
+        columns: of the ledger, of either layer [2, n, N].
+    """
+
+    keys: tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
+    values: tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
+    heads: Int16[Tensor, " N"]
+    positions: Int32[Tensor, " N"]
+    columns: Float[Tensor, "2 n N"]
+
+
+@dataclass(frozen=True)
+class SharedEntries:
+    """A value: a change makes a new one. Rows are in order of heads, then of positions.
+
+    Args:
+        keys, values: unit directions, in the type of the cache.
+        norms: of keys and values in the lower and the upper layer [2, 2, N]: layer, then kind.
+        heads: of each row.
+        held: whether each layer still holds the row [2, N]; what neither holds is gone.
+        columns: of the ledger [2, n, N].
+    """
+
+    keys: Float[Tensor, "N D"]
+    values: Float[Tensor, "N D"]
+    norms: Float[Tensor, "2 2 N"]
+    heads: Int16[Tensor, " N"]
+    positions: Int32[Tensor, " N"]
+    held: Bool[Tensor, "2 N"]
+    columns: Float[Tensor, "2 n N"]
+
+    @staticmethod
+    def nothing(like: Float[Tensor, "_ D"], num_columns: int) -> SharedEntries:
+        """No entry."""
+        none, numbers = like[:0].clone(), like.new_zeros(0, dtype=torch.float32)
+        return SharedEntries(
+            none,
+            none.clone(),
+            numbers.new_zeros(2, 2, 0),
+            torch.zeros(0, dtype=torch.int16, device=like.device),
+            torch.zeros(0, dtype=torch.int32, device=like.device),
+            torch.zeros(2, 0, dtype=torch.bool, device=like.device),
+            numbers.new_zeros(2, num_columns, 0),
+        )
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def rows(self, side: int) -> Int64[Tensor, " N"]:
+        """The rows that a layer holds."""
+        return self.held[side].nonzero().flatten()
+
+    def counts(self, side: int, kv_heads: int) -> Int64[Tensor, " K"]:
+        """How many rows a layer holds of each kv head, in host memory."""
+        return torch.bincount(self.heads[self.held[side]], minlength=kv_heads).cpu()
+
+    def decoded(self, side: int, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, float32."""
+        key, value = self.norms[side][:, rows].unsqueeze(-1)
+        return self.keys[rows].float() * key, self.values[rows].float() * value
+
+    def attended(
+        self, side: int, queries: Queries, kv_heads: int, scaling: float, column: int | None
+    ) -> AttentionState:
+        """Attention of a layer's queries to the rows that it holds, a kv head at a time.
+
+        Args:
+            column: of the ledger that biases attention; None where there is none.
+        """
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        for head, group in enumerate(queries.unflatten(0, (kv_heads, -1))):
+            rows = (self.held[side] & (self.heads == head)).nonzero().flatten()
+            bias = None if column is None else self.columns[side, column, rows]
+            layout = torch.zeros(1, dtype=torch.int64), torch.tensor([len(rows)])
+            out, lse = ragged_attention(group, *self.decoded(side, rows), *layout, scaling, bias)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs), torch.cat(lses)
+
+    def keeping(
+        self, side: int, rows: Int64[Tensor, " N"], columns: Float[Tensor, "n N"]
+    ) -> SharedEntries:
+        """What is left when a layer holds these rows only, with these columns."""
+        held, numbers = self.held.clone(), self.columns.clone()
+        held[side] = False
+        held[side, rows] = True
+        numbers[side][:, rows] = columns
+        return replace(self, held=held, columns=numbers)._selected(held.any(0).nonzero().flatten())
+
+    def joined(self, sheet: SharingCandidates, weight: float) -> SharedEntries:
+        """With more entries, which both layers hold.
+
+        Args:
+            weight: of the upper layer's direction.
+        """
+        pairs = sheet.keys, sheet.values
+        keys, values = (slerp(*pair, weight).to(self.keys.dtype) for pair in pairs)
+        norms = torch.stack(
+            [torch.stack([pair[side].float().norm(dim=-1) for pair in pairs]) for side in (0, 1)]
+        )
+        added = SharedEntries(
+            keys,
+            values,
+            norms,
+            sheet.heads,
+            sheet.positions,
+            self.held.new_ones(2, len(sheet.heads)),
+            sheet.columns,
+        )
+        both = {
+            f.name: torch.cat([getattr(self, f.name), getattr(added, f.name)], dim=axis)
+            for f, axis in zip(fields(self), (0, 0, 2, 0, 0, 1, 2), strict=True)
+        }
+        order = ((both["heads"].long() << 32) + both["positions"]).argsort()
+        return SharedEntries(**both)._selected(order)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def adopt(state: Mapping[str, Tensor]) -> SharedEntries:
+        """What `tensors` came from; they are taken over."""
+        return SharedEntries(**{f.name: state[f.name] for f in fields(SharedEntries)})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors().values())
+
+    def _selected(self, rows: Int64[Tensor, " N"]) -> SharedEntries:
+        return SharedEntries(
+            self.keys[rows],
+            self.values[rows],
+            self.norms[..., rows],
+            self.heads[rows],
+            self.positions[rows],
+            self.held[:, rows],
+            self.columns[..., rows],
+        )

@@ -1,0 +1,200 @@
+"""A layer whose keys are turned to their places in the cache instead of in the text.
+
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453,
+section 3.2: keys are held as they were before rotation, and turned to 0, 1, 2, ... by their order
+in their head whenever they are looked at; new tokens follow behind. So distances never exceed what
+is held, however long the text. With nothing evicted, places are true positions, and so is all else.
+
+Queries and keys come rotated at true positions and are turned back first. Heads that hold different
+numbers of entries give a new token different places. A text that is read later than right behind
+the sequence, or earlier, is so in its places too, but never before the first. What is merged is
+merged as it is looked at.
+
+Where somebody listens, the keys that attention turned for a new token are kept for the next look,
+so that a step that is judged turns them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.cache.entry_merging import MergedEntries, merge_entries
+from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.validation import check_counts
+from larder.core.errors import CacheError
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.observation import Entries
+from larder.core.plan import Folds, Plan
+from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import ragged_attention
+from larder.ops.packing import starts_of, storage_rows
+from larder.ops.rope import rerotate_per_head, rotate
+
+ROTATION_CHUNK = 1 << 14  # keys turned at once, in float32
+
+
+class CompactLayer(CacheLayer):
+    """Per-head lengths, positions without gaps. Looking at it copies its keys.
+
+    Args:
+        ledger: what the policy has it remember of each entry and head.
+
+    Raises:
+        CacheError: it is not known how the layer turns its keys.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
+    ) -> None:
+        if layer.radians is None:
+            raise CacheError(
+                f"Layer {layer.index} turns its keys in a way that Larder does not know, so they "
+                "cannot be turned back: take a storage that leaves them at their true positions."
+            )
+        self.layer = layer
+        self._unturned = RaggedLayer(layer, dtype, device, ledger)
+        self._listens = False
+        self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
+
+    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
+        self._kept = ()
+        held, count = self.entries(), queries.shape[1]
+        if self._listens and count == 1:
+            self._listens, self._kept = False, (held.keys, held.places)
+        return self._attended(held, queries, positions, count, 0)[0]
+
+    def listen(self) -> None:
+        self._listens = True
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        self._kept = ()
+        back = rotate(keys, -positions, self._radians(keys))
+        self._unturned.append(back, values, positions)
+        self.replaced_bytes = self._unturned.replaced_bytes
+
+    def apply(self, plan: Plan) -> None:
+        self._carry_out(plan, self._unturned.apply)
+
+    def evict(self, plan: Plan) -> None:
+        self._carry_out(plan, self._unturned.evict)
+
+    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        self._unturned.note(columns)
+
+    def allocate(self, room: int) -> None:
+        self._kept = ()
+        self._unturned.allocate(room)
+
+    def compact(self) -> None:
+        self._kept = ()
+        self._unturned.compact()
+
+    def truncate(self, length: int) -> None:
+        self._kept = ()
+        self._unturned.truncate(length)
+
+    def entries(self) -> Entries:
+        held = self._unturned.entries()
+        turned, places = self._kept or self._turned(held)
+        self._kept = ()
+        return replace(held, keys=turned, places=places)
+
+    @property
+    def viewed_bytes(self) -> int:
+        keys = self._unturned.entries().keys
+        return keys.nbytes + len(keys) * POSITION_BYTES
+
+    @property
+    def attended_bytes(self) -> int:
+        return self.viewed_bytes
+
+    def state(self) -> dict[str, Tensor]:
+        return self._unturned.state()
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CompactLayer:
+        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store._unturned = RaggedLayer.adopt(layer, state)
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self._unturned.tensors(), *self._kept
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self._unturned.lengths
+
+    def _radians(self, like: Tensor) -> Float[Tensor, " half"]:
+        return torch.tensor(self.layer.radians, dtype=torch.float32, device=like.device)
+
+    def _turned(self, held: Entries) -> tuple[Tensor, ...]:
+        """The keys of all rows at their places, and these."""
+        places, turned = _compact_positions(held), torch.empty_like(held.keys)
+        radians = self._radians(turned)
+        parts = (tensor.split(ROTATION_CHUNK) for tensor in (turned, held.keys, places))
+        for into, keys, at in zip(*parts, strict=True):
+            into.copy_(rotate(keys[None], at, radians)[0])
+        return turned, places
+
+    def _attention(
+        self, queries: Queries, positions: Positions, own: int, shift: int
+    ) -> AttentionState:
+        return self._attended(self.entries(), queries, positions, own, shift)
+
+    def _attended(
+        self, held: Entries, queries: Queries, positions: Positions, own: int, shift: int
+    ) -> AttentionState:
+        """Attention to what is held, of which the last `own` entries are the queries' tokens."""
+        lengths = torch.tensor(held.lengths)
+        layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
+        first = (lengths - own + shift).clamp(min=0).to(positions.device)
+        places = first[:, None] + positions - positions[0]
+        turned = rerotate_per_head(queries, positions, places, self._radians(queries))
+        bias = held.columns.get(LOG_COUNT)
+        return ragged_attention(turned, held.keys, held.values, *layout, bias)
+
+    def _carry_out(self, plan: Plan, carry: Callable[[Plan], None]) -> None:
+        check_counts(plan, self.layer.kv_heads)
+        self._kept = ()
+        merged = merge_entries(plan, self.entries()) if len(plan.folds) else None
+        lengths = torch.tensor(self.lengths)
+        carry(replace(plan, folds=Folds.none(plan.kept.device)))
+        self.replaced_bytes = self._unturned.replaced_bytes
+        if merged is not None:
+            self._write(plan, merged, lengths)
+
+    def _write(self, plan: Plan, merged: MergedEntries, lengths: Int[Tensor, " K"]) -> None:
+        """Put sums in the place of their targets, turned back from where these were.
+
+        Args:
+            lengths: of the heads, when the sums were taken.
+        """
+        held, targets = self._unturned.entries(), merged.targets.cpu()
+        heads = torch.searchsorted(lengths.cumsum(0), targets, right=True)
+        places = (targets - starts_of(lengths)[heads]).to(held.keys.device)
+        layout = torch.tensor(held.starts), torch.tensor(held.lengths)
+        rows = storage_rows(torch.searchsorted(plan.kept.cpu(), targets), *layout).to(places.device)
+        back = rotate(merged.keys[None], -places, self._radians(held.keys))[0]
+        held.keys[rows] = back.to(held.keys.dtype)
+        held.values[rows] = merged.values.to(held.values.dtype)
+
+
+def _compact_positions(held: Entries) -> Int[Tensor, " C"]:
+    """How many rows lie between each row of the storage and the first of its head."""
+    edges = torch.tensor([0, *held.starts[1:], len(held.keys)])  # slack may lie before the first
+    first = torch.tensor(held.starts).repeat_interleave(edges.diff())
+    return (torch.arange(len(held.keys)) - first).to(held.positions)
+
+
+Part = CompactLayer

@@ -1,0 +1,213 @@
+"""A layer in two tiers that lets what is recalled for a token correct those just before it.
+
+Choi, Kang, Jo, Kim, "Retrospective Sparse Attention for Efficient Long-Context Generation" (2025),
+arXiv:2508.09001: the latest tokens are read once more with every new one. Of what is fetched for
+the new token, a former one attends to the entries that were not fetched for it nor for any token
+since; the result is joined to its former output by log-sum-exp, as if it had attended to the union,
+
+    O_up = (e^L O + e^L' O') / (e^L + e^L'),    L = ln of the sum of its weights,
+
+and goes on through the layers above, whose keys and values of it are replaced. Outputs and their L
+are all that is kept of former tokens. As in the paper, the query is the one that this pass makes,
+and what was seen already is not looked at with it again.
+
+What differs: entries are told apart, not pages, because pages of some indexes change; and layers
+that park nothing answer what they answered before, as they would anyway below the first correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.following import PageSelection
+from larder.cache.forms.base import AttentionState
+from larder.cache.forms.tiered import TieredLayer
+from larder.core.errors import CacheError
+from larder.core.spec import LayerSpec
+from larder.core.types import AppendKind, Keys, Positions, Queries, Values
+from larder.ops.attention import ragged_attention
+from larder.ops.merging import merge_attention
+from larder.ops.packing import starts_of
+
+SET_STRIDE = 1 << 40  # a set's entries are its own: numbers are far below
+PARKED = "parked"
+OUTS, SUMS, PLACES, SEEN, COUNTS, IDS = "outs", "sums", "places", "seen", "seen.lengths", "ids"
+PAST = "past."  # before these names in a state
+NO_ENTRIES = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class PastAnswer:
+    """A token that was generated a moment ago.
+
+    Args:
+        place: its true position.
+        seen: the parked entries that it has attended to, each set's apart.
+        parked: how many there were of each kv head; those that came later it saw before they came.
+    """
+
+    place: int
+    out: Float[Tensor, "H 1 D"]
+    lse: Float[Tensor, "H 1"]
+    seen: Int64[Tensor, " E"]
+    parked: Int64[Tensor, " K"]
+
+
+class CorrectedLayer(TieredLayer):
+    """Keeps what it answered to the latest tokens, as many as the recall part corrects."""
+
+    _past: tuple[PastAnswer, ...] = ()
+    _ids: Int64[Tensor, " P"] = NO_ENTRIES
+    _latest: PastAnswer | None = None
+    _used: PageSelection | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens that are to be read once more with the next one."""
+        return tuple(self._ids[: len(self._past)].tolist())
+
+    def read_on(self, ids: Sequence[int]) -> None:
+        """Say which tokens have been read last."""
+        told = torch.cat([self._ids, torch.tensor(ids, dtype=torch.int64)])
+        self._ids = told[len(told) - len(self._past) :]
+
+    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
+        out = super().extend(queries, keys, values, positions)
+        latest, self._latest = self._latest, None
+        kept = () if latest is None else (*self._past, latest)
+        self._past = kept[-self.parking.recall.corrected :]
+        return out
+
+    def again(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        answer: Callable[[], Queries],
+    ) -> Float[Tensor, "H N D"]:
+        """As every store's, for the latest: their entries are replaced, their answers mended.
+
+        Raises:
+            CacheError: they are not the latest that are held.
+        """
+        former = self._past
+        places = [past.place for past in former]
+        held = self._fast.entries()
+        tails = [held.head_positions(head)[-len(places) :].tolist() for head in range(len(keys))]
+        if positions.tolist() != places or any(tail != places for tail in tails):
+            raise CacheError(
+                f"Layer {self.layer.index} was to correct its answers at positions "
+                f"{positions.tolist()}, but they are not the latest that it holds: protect as many "
+                "recent tokens as are corrected."
+            )
+        ends = torch.tensor([s + n for s, n in zip(held.starts, held.lengths, strict=True)])
+        rows = (ends[:, None] + torch.arange(-len(places), 0)).flatten().to(held.keys.device)
+        held.keys[rows] = keys.flatten(0, 1).to(held.keys)
+        held.values[rows] = values.flatten(0, 1).to(held.values)
+        new = answer()
+        mended = [self._mended(past, queries[:, i : i + 1]) for i, past in enumerate(former)]
+        self._past = (*mended, self._past[-1])[-self.parking.recall.corrected :]
+        return torch.cat([*(past.out.to(new.dtype) for past in mended), new], 1)
+
+    def truncate(self, length: int) -> None:
+        """As every store's; nothing that is left is corrected any more."""
+        super().truncate(length)
+        self._past, self._ids = (), NO_ENTRIES
+
+    def forget(self, start: int, stop: int) -> None:
+        """As `truncate`."""
+        super().forget(start, stop)
+        self._past, self._ids = (), NO_ENTRIES
+
+    def state(self) -> dict[str, Tensor]:
+        told, past = super().state(), self._past
+        if not past:
+            return told
+        parts = {
+            OUTS: torch.stack([each.out for each in past]),
+            SUMS: torch.stack([each.lse for each in past]),
+            PLACES: torch.tensor([each.place for each in past]),
+            SEEN: torch.cat([each.seen for each in past]),
+            COUNTS: torch.tensor([len(each.seen) for each in past]),
+            PARKED: torch.stack([each.parked for each in past]),
+            IDS: self._ids.clone(),
+        }
+        return told | {PAST + name: part for name, part in parts.items()}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CorrectedLayer:
+        store = super().adopt(layer, state)
+        assert isinstance(store, CorrectedLayer)
+        if PAST + OUTS in state:
+            own = {n.removeprefix(PAST): t for n, t in state.items() if n.startswith(PAST)}
+            seen = own[SEEN].cpu().split(own[COUNTS].tolist())
+            parts = own[PLACES].tolist(), own[OUTS], own[SUMS], seen, own[PARKED].cpu()
+            store._past = tuple(PastAnswer(*part) for part in zip(*parts, strict=True))
+            store._ids = own[IDS].cpu()
+        return store
+
+    def fork(self) -> CorrectedLayer:
+        copy = super().fork()
+        assert isinstance(copy, CorrectedLayer)
+        copy._past, copy._ids = self._past, self._ids
+        return copy
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = [part for past in self._past for part in (past.out, past.lse, past.seen, past.parked)]
+        return (*super().tensors(), *own, self._ids)
+
+    def _attention(
+        self, queries: Queries, positions: Positions, own: int, shift: int
+    ) -> AttentionState:
+        self._used = None
+        out, lse = super()._attention(queries, positions, own, shift)
+        is_step = own == queries.shape[1] == 1 and self._coming is AppendKind.STEP
+        if self._appends and is_step:
+            used = NO_ENTRIES if self._used is None else _selected_entries(self._used)
+            parked = torch.tensor(self._slow.lengths)
+            self._latest = PastAnswer(int(positions[0]), out, lse, used, parked)
+        return out, lse
+
+    def _of_parked(self, queries: Queries, own: int) -> list[AttentionState]:
+        parts = super()._of_parked(queries, own)
+        taken = self._choice_for(self._slow.entries())
+        self._used = self.finder.choice if taken is None else taken
+        return parts
+
+    def _mended(self, past: PastAnswer, query: Float[Tensor, "H 1 D"]) -> PastAnswer:
+        """What a token is answered, with what was fetched since that it has not seen."""
+        if self._used is None:
+            return past
+        fetched = _selected_entries(self._used)
+        held, sets = self._slow.entries(), len(self._used.pages)
+        group = sets // self.layer.kv_heads
+        was_there = fetched % SET_STRIDE < past.parked[fetched // SET_STRIDE // group]
+        fresh = fetched[was_there & ~torch.isin(fetched, past.seen)].sort().values
+        if not len(fresh):
+            return past
+        owners = fresh // SET_STRIDE
+        lengths = torch.bincount(owners, minlength=sets)
+        rows = torch.tensor(held.starts)[owners // group] + fresh % SET_STRIDE
+        keys, values = torch.empty(2, len(rows), self.layer.head_dim, dtype=self.finder.like[0])
+        held.gather(rows, keys, values)
+        near = keys.to(query.device), values.to(query.device)
+        layout = starts_of(lengths), lengths, self.layer.scaling
+        out, lse = ragged_attention(query, *near, *layout)
+        mended = merge_attention([past.out, out], [past.lse, lse])
+        return PastAnswer(past.place, *mended, torch.cat([past.seen, fresh]), past.parked)
+
+
+def _selected_entries(choice: PageSelection) -> Int64[Tensor, " E"]:
+    """All entries of the chosen pages, those of each set apart."""
+    numbers = choice.numbers.flatten(1)
+    told = numbers + SET_STRIDE * torch.arange(len(numbers))[:, None]
+    return told[numbers >= 0]
+
+
+Part = CorrectedLayer

@@ -1,0 +1,212 @@
+"""A layer whose entries are held at several grades of precision.
+
+    grade 0    a ragged tier as in `larder.cache.forms.ragged`: new entries, and all that stay exact
+    grade g    a coded tier in the manner of the g-th codec
+
+An entry that is not changed only ever goes to a coarser grade. Those that come into a tier are
+encoded in groups of their head, in order of position. When entries leave, the others keep their
+codes, until less than half of their group is left; such groups of a head are pooled with what comes
+in, and encoded anew from what their codes stand for. So a coded entry never costs more than one in
+a half-full group does, and demoting one entry at a time rounds the same entries again and again:
+demote many at once.
+
+Folds sum what is held, codes turned back, in float32. The target of a fold leaves its group, whose
+offsets, scales and other codes stay as they are, and is written again as the sum that it became: at
+full precision, where it stays until a plan rounds it with others, or at once at the grade that this
+plan gives it, in a group with whatever else comes into that tier.
+
+Attention reads codes, never a layer turned back into numbers; `entries` and folds turn back what
+they need, and `entries` is everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.entry_columns import check_columns
+from larder.cache.entry_merging import MergedEntries
+from larder.cache.forms._composite import CompositeLayer
+from larder.cache.forms._graded_tiers import GradedTiers
+from larder.cache.forms.base import AttentionState
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.quantized_tier import QuantizedTier, codec_from_tensor
+from larder.cache.row_updates import InsertedEntries
+from larder.cache.validation import check_channels, check_grades, check_kept
+from larder.core.codec import Codec
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+
+
+class GradedLayer(CompositeLayer):
+    """Per-head lengths, several precisions, memory really freed.
+
+    What `entries` shows is a copy as soon as anything is coded.
+
+    Args:
+        ledger: what the policy has it remember of each entry and head.
+        codecs: of the grades 1, 2, ...
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        codecs: Sequence[Codec],
+    ) -> None:
+        like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
+        self.layer = layer
+        self._finest = RaggedLayer(layer, dtype, device, ledger)
+        self._coded = tuple(
+            QuantizedTier.nothing(codec, like, len(ledger.columns)) for codec in codecs
+        )
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        self._finest.append(keys, values, positions)
+        self.replaced_bytes = self._finest.replaced_bytes
+
+    def apply(self, plan: Plan) -> None:
+        check_kept(plan, self.lengths)
+        tiers, own, sums, coming = self._planned(plan)
+        self._finest.apply_folded(own, sums, coming)
+        self._replace(tiers)
+
+    def evict(self, plan: Plan) -> None:
+        check_kept(plan, self.lengths)
+        tiers, own, sums, coming = self._planned(plan)
+        self._finest.evict_folded(own, sums, coming)
+        self._replace(tiers)
+
+    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        if not self._is_mixed:
+            self._finest.note(columns)
+            return
+        tiers = self._tiers()
+        check_columns(columns, self._finest.ledger, len(tiers.places.order))
+        noted = tiers.noted(columns, self._finest.ledger)
+        self._finest.note_packed(noted[0])
+        self._coded = tuple(
+            replace(tier, columns=own) for tier, own in zip(self._coded, noted[1:], strict=True)
+        )
+
+    def truncate(self, length: int) -> None:
+        coded = self._coded
+        if self._is_mixed:
+            tiers = self._tiers()
+            order = tiers.places.order
+            kept = order[tiers.places.positions[order] < length]
+            coded = tiers.after(kept, tiers.places.grades[kept])
+        self._finest.truncate(length)
+        self._coded = coded
+
+    def entries(self) -> Entries:
+        finest = self._finest.entries()
+        if not self._is_mixed:
+            return finest
+        return self._tiers().shown()
+
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of the coded tiers alone."""
+        return sum(tier.nbytes for tier in self._coded)
+
+    def state(self) -> dict[str, Tensor]:
+        state = self._finest.state()
+        for grade, tier in enumerate(self._coded, 1):
+            own = tier.state(self._finest.ledger)
+            state |= {f"{_prefix(grade)}{name}": tensor for name, tensor in own.items()}
+        return state
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> GradedLayer:
+        dtype, device = state["keys"].dtype, state["keys"].device
+        store = cls(layer, dtype, device, Ledger(), ())
+        store._finest = RaggedLayer.adopt(layer, state)
+        ledger = store._finest.ledger
+        store._coded = tuple(
+            QuantizedTier.adopt(own, ledger, layer.head_dim) for own in _saved_tiers(state)
+        )
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        coded = [tensor for tier in self._coded for tensor in tier.tensors().values()]
+        columns = [tier.columns for tier in self._coded if tier.columns.numel()]
+        return *self._finest.tensors(), *coded, *columns
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        counts = torch.tensor(self._finest.lengths)
+        for tier in self._coded:
+            counts = counts + tier.lengths(len(counts))
+        return tuple(counts.tolist())
+
+    @property
+    def _is_mixed(self) -> bool:
+        return any(len(tier) for tier in self._coded)
+
+    def _tiers(self) -> GradedTiers:
+        finest = self._finest.entries()
+        return GradedTiers.of(finest, self._coded)
+
+    def _attended(self, queries: Queries) -> Iterator[AttentionState]:
+        told, column = (queries, self.layer.kv_heads, self.layer.scaling), self._bias_column
+        for tier in self._coded:
+            if len(tier):
+                yield tier.attended(*told, None if column is None else tier.columns[column])
+
+    def _planned(
+        self, plan: Plan
+    ) -> tuple[tuple[QuantizedTier, ...], Plan, MergedEntries, InsertedEntries | None]:
+        """The coded tiers after a plan; for the finest the plan, its sums and who comes into it.
+
+        Raises:
+            CacheError: the plan cannot be carried out.
+        """
+        self._finest.check_numbers(plan)
+        check_channels(plan, self.layer)
+        tiers = self._tiers().folded(plan)
+        kept = tiers.places.order[plan.kept.cpu()]
+        grades = check_grades(plan, tiers.grades[kept], len(self._coded))
+        ledger = self._finest.ledger
+        coded = tiers.after(kept, grades, plan.channels, plan.columns, ledger)
+        return coded, *tiers.own(plan, kept, grades, ledger)
+
+    def _replace(self, coded: tuple[QuantizedTier, ...]) -> None:
+        """Take new tiers over, when nothing can fail any more."""
+        pairs = [(a, b) for a, b in zip(self._coded, coded, strict=True) if a is not b]
+        self.replaced_bytes = self._finest.replaced_bytes + sum(
+            old.nbytes + new.nbytes for old, new in pairs
+        )
+        self._coded = coded
+
+
+def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:
+    """Of the grades 1, 2, ... of a layer that was saved so; none of another store's."""
+    return tuple(codec_from_tensor(own["codec"]) for own in _saved_tiers(state))
+
+
+def _saved_tiers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The state of each coded tier."""
+    for grade in count(1):
+        prefix = _prefix(grade)
+        own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+        if not own:
+            return
+        yield own
+
+
+def _prefix(grade: int) -> str:
+    return f"grade{grade}."
+
+
+Part = GradedLayer

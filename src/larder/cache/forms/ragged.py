@@ -1,0 +1,306 @@
+"""A layer whose heads keep different numbers of entries, in flat storage without padding.
+
+    keys   [ head 0 entries | slack | head 1 entries | slack | ... ]      one row an entry
+             ^edges[0]                ^edges[1]
+
+What a plan rejects is freed at once: the storage is laid out anew for what stays. While decoding it
+becomes room for the next token instead, and a head may then begin behind its edge. Attention runs
+over the entries, never over the slack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.changes import PlanWrites
+from larder.cache.entry_columns import EntryColumns
+from larder.cache.entry_merging import MergedEntries, merge_entries, no_merges
+from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.laying import relocate_rows
+from larder.cache.row_updates import InsertedEntries, insert_entries
+from larder.cache.validation import check_counts, check_kept, check_single_precision
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.nothing import empty_tensor
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import ragged_attention
+from larder.ops.marking import sorted_places
+from larder.ops.packing import packed_rows, starts_of, storage_rows
+from larder.ops.removal import move_rows, plan_removal, remove_rows
+
+MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may wander through its region
+GROWTH_TOKENS = 64  # slack taken when a caller appends without having reserved
+
+
+class RaggedLayer(CacheLayer):
+    """Per-head lengths, memory really freed.
+
+    Args:
+        ledger: what the policy has it remember of each entry and head.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
+    ) -> None:
+        nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
+        self.layer = layer
+        self._keys, self._values = nothing, nothing.clone()
+        self._positions = torch.empty(0, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._columns = EntryColumns(ledger, layer.kv_heads, device)
+        self._edges = (0,) * (layer.kv_heads + 1)
+        self._room = 0
+        self._listens = False
+        self._heard: Tensor | None = None
+
+    def listen(self) -> None:
+        self._listens = True
+
+    def heard(self) -> Float[Tensor, "R C"] | None:
+        heard, self._heard = self._heard, None
+        return heard
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        count = keys.shape[1]
+        self.replaced_bytes, self._heard = 0, None
+        self._make_room(count)
+        rows = (self._starts + self._lengths)[:, None] + torch.arange(count)  # [K, Q]
+        rows = rows.flatten().to(self._keys.device)
+        self._keys[rows] = keys.flatten(0, 1)
+        self._values[rows] = values.flatten(0, 1)
+        self._positions[rows] = positions.to(torch.int32).repeat(keys.shape[0])
+        self._columns.clear(rows)
+        self._lengths += count
+        self._room -= count
+
+    def apply(self, plan: Plan) -> None:
+        check_single_precision(plan)
+        check_kept(plan, self.lengths)
+        self.apply_folded(plan, merge_entries(plan, self.entries()))
+
+    def apply_folded(
+        self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
+    ) -> None:
+        """As `apply`, for a plan that fits; folds, and what comes in, were computed elsewhere."""
+        rows = packed_rows(self._starts, self._lengths)[plan.kept.cpu()]
+        lengths = torch.tensor(plan.lengths, dtype=torch.int64)
+        coming = arrivals.counts(len(lengths)) if arrivals else 0
+        changes = self._changes(plan, sums, starts_of(lengths + coming), lengths)
+        self._lay_out(list(rows.split(plan.lengths)), coming)
+        self._write(changes)
+        if arrivals:
+            self._take_in(arrivals)
+
+    def evict(self, plan: Plan) -> None:
+        check_single_precision(plan)
+        check_counts(plan, self.layer.kv_heads)
+        sums = merge_entries(plan, self.entries()) if len(plan.folds) else no_merges(self._keys)
+        self.evict_folded(plan, sums)
+
+    def evict_folded(
+        self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
+    ) -> None:
+        """As `evict`, in the manner of `apply_folded`."""
+        self.replaced_bytes, self._heard = 0, None
+        if arrivals:
+            self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
+        kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
+        case = self._starts, self._lengths, kept, plan.lengths
+        motion = plan_removal(*case, self._edges, MIN_ROAMING_SLACK)
+        writes = len(sums.targets) or plan.columns or plan.scalars
+        changes = self._changes(plan, sums, motion.starts, lengths) if writes else None
+        move_rows(self._stored(), *case, self._columns.values, motion)
+        self._starts, self._lengths, self._room = motion.starts, lengths, motion.room
+        if changes is not None:
+            self._write(changes)
+        if arrivals:
+            self._draw_back(int(arrivals.counts(len(lengths)).max()))
+            self._take_in(arrivals)
+
+    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        self._columns.write(columns)
+
+    def note_packed(self, columns: Float[Tensor, "n T"]) -> None:
+        """Replace all columns of the ledger, one number per packed entry."""
+        rows = packed_rows(self._starts, self._lengths).to(self._keys.device)
+        self._columns.values[:, rows] = columns
+
+    def check_numbers(self, plan: Plan) -> None:
+        """See that the numbers of a plan can be written. Raises: CacheError: they cannot."""
+        self._columns.check_columns(plan.columns, len(plan.kept))
+        self._columns.check_scalars(plan.scalars)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is remembered, in the order of the columns."""
+        return self._columns.ledger
+
+    def allocate(self, room: int) -> None:
+        self._draw_back(room)
+        if room > self._room:
+            self._lay_out(self._everything(), room)
+
+    def compact(self) -> None:
+        if len(self._keys) > int(self._lengths.sum()):
+            self._lay_out(self._everything(), 0)
+
+    def truncate(self, length: int) -> None:
+        held = self.entries()
+        kept = [int((held.head_positions(h) < length).sum()) for h in range(len(held.lengths))]
+        lengths = torch.tensor(kept)
+        self._lengths, self._room = lengths, self._least_room(self._starts, lengths)
+
+    def entries(self) -> Entries:
+        return Entries(
+            self._keys,
+            self._values,
+            self._positions,
+            tuple(self._starts.tolist()),
+            tuple(self._lengths.tolist()),
+            self._columns.by_name(),
+            self._columns.scalars_by_name(),
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        rows = torch.cat(self._everything()).to(self._keys.device)
+        return {
+            "keys": self._keys[rows],
+            "values": self._values[rows],
+            "positions": self._positions[rows],
+            "lengths": self._lengths.clone(),
+            **self._columns.state(rows),
+        }
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RaggedLayer:
+        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store._keys, store._values = state["keys"], state["values"]
+        store._positions, store._lengths = state["positions"], state["lengths"]
+        store._starts = starts_of(store._lengths)
+        store._edges = (*store._starts.tolist(), len(store._keys))
+        store._columns = EntryColumns.adopt(state, layer.kv_heads, len(store._keys))
+        return store
+
+    def _stored(self) -> tuple[Tensor, ...]:
+        return (self._keys, self._values, self._positions)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = (self._keys, self._values, self._positions, self._lengths, self._starts)
+        return own + self._columns.tensors() + (() if self._heard is None else (self._heard,))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths.tolist())
+
+    def _attention(
+        self, queries: Queries, positions: Positions, own: int, shift: int
+    ) -> AttentionState:
+        del positions, shift
+        return self.attention(queries, own)
+
+    def attention(self, queries: Queries, own: int) -> AttentionState:
+        """As `_attention`: what the newest entry's query takes is kept where somebody listens."""
+        if not own:
+            return self.cached(queries)
+        self._heard = None
+        if self._listens and queries.shape[1] == 1:
+            self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
+            self._heard = torch.empty(group_len, len(self._keys), device=queries.device)
+        return self.cached(queries, self._heard)
+
+    def cached(self, queries: Queries, logits: Tensor | None = None) -> AttentionState:
+        """Attention of queries to everything held, with its log-sum-exp."""
+        bias = self._columns.by_name().get(LOG_COUNT)
+        layout = (self._starts, self._lengths, self.layer.scaling)
+        return ragged_attention(queries, self._keys, self._values, *layout, bias, logits)
+
+    def _changes(
+        self, plan: Plan, sums: MergedEntries, starts: Tensor, lengths: Tensor
+    ) -> PlanWrites:
+        """All that a plan writes, ready before anything moves.
+
+        Args:
+            starts, lengths: where the entries that stay will lie.
+        """
+        self.check_numbers(plan)
+        like, numbers = self._keys, self._columns.values
+        targets = empty_tensor(torch.int64, 0)
+        rows = packed_rows(starts, lengths) if plan.columns else targets
+        if len(sums.targets):
+            targets = storage_rows(
+                sorted_places(sums.targets.cpu(), plan.kept.cpu()), starts, lengths
+            )
+        return PlanWrites(
+            targets.to(like.device),
+            sums.keys.to(like.dtype),
+            sums.values.to(like.dtype),
+            rows.to(like.device),
+            {name: column.to(numbers) for name, column in plan.columns.items()},
+            {name: scalars.to(numbers) for name, scalars in plan.scalars.items()},
+        )
+
+    def _write(self, changes: PlanWrites) -> None:
+        if len(changes.targets):
+            self._keys.index_copy_(0, changes.targets, changes.keys)
+            self._values.index_copy_(0, changes.targets, changes.values)
+        self._columns.write_rows(changes.rows, changes.columns)
+        self._columns.write_scalars(changes.scalars)
+
+    def _take_in(self, arrivals: InsertedEntries) -> None:
+        """Add entries at their positions, for which there is room."""
+        insert_entries(self._stored(), self._columns.values, self._starts, self._lengths, arrivals)
+        self._lengths = self._lengths + arrivals.counts(len(self._lengths))
+        self._room = self._least_room(self._starts, self._lengths)
+
+    def _make_room(self, count: int) -> None:
+        """See that every head has room for so many entries, and some to spare where it had not."""
+        self._draw_back(count)
+        if count > self._room:
+            self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
+
+    def _everything(self) -> list[Tensor]:
+        """Rows of the storage that are in use, per head."""
+        owned = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
+        return [torch.arange(start, start + length) for start, length in owned]
+
+    def _least_room(self, starts: Tensor, lengths: Tensor) -> int:
+        """Slack behind the head that has least."""
+        ends = zip(self._edges[1:], starts.tolist(), lengths.tolist(), strict=True)
+        return min(edge - start - length for edge, start, length in ends)
+
+    def _draw_back(self, room: int) -> None:
+        """Where that gives `room`, put heads back to their edges, so that all slack lies behind."""
+        starts = torch.tensor(self._edges[:-1])
+        won = self._room if self._room >= room else self._least_room(starts, self._lengths)
+        if not self._room < room <= won:
+            return
+        case = self._starts, self._lengths, torch.arange(sum(self.lengths)), self.lengths
+        remove_rows(self._stored(), *case, self._columns.values, starts)
+        self._starts, self._room = starts, won
+
+    def _lay_out(self, rows: list[Tensor], room: int | Int64[Tensor, " K"]) -> None:
+        """Move the given rows of each head into fresh storage with `room` slack a head."""
+        lengths = torch.tensor([len(part) for part in rows], dtype=torch.int64)
+        slack = torch.zeros_like(lengths) + room
+        starts, total = starts_of(lengths + slack), int((lengths + slack).sum())
+        least = int(slack.min())
+        fresh = relocate_rows(self._stored(), self._columns.values, rows, starts, total)
+        self._heard = None
+        self.replaced_bytes = self.nbytes
+        self._keys, self._values, self._positions, self._columns.values = fresh
+        self._lengths, self._starts, self._room = lengths, starts, least
+        self._edges = (*starts.tolist(), total)
+
+
+Part = RaggedLayer

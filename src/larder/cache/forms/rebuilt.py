@@ -1,0 +1,244 @@
+"""A layer that holds some keys and values, and what all the others follow from.
+
+    fast     a ragged part, which a budget governs
+    source   by position, what stands for every token that was read: a residual, an id, or nothing
+    gone     per kv head, the positions of what plans rejected
+
+Who runs the model rebuilds what is gone, when it is attended to: by projecting residuals, a block
+at a time, or by reading the text again and lending this layer what it makes of it. Nothing rebuilt
+is kept. Attention to both parts is joined by log-sum-exp, so that it is to everything there ever
+was. Where one layer's source stands for all layers, the others have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.fronted import RecoverableLayer
+from larder.cache.offload.slow_tier import rejected_entries
+from larder.cache.validation import check_kept, check_single_precision
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.plan import Plan
+from larder.core.rebuilding import RecomputeSpec
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import ragged_attention
+from larder.ops.merging import merge_attention
+from larder.ops.packing import heads_of_packed, starts_of
+
+BLOCK_TOKENS = 512  # rebuilt at once
+SOURCE_KEY, EVICTED_KEY, LENGTHS_KEY, SPEC_KEY = (
+    "source",
+    "gone",
+    "gone.lengths",
+    "manner",
+)  # names in a state
+
+# Keys and values [K, N, D] of a layer, for what stands for N tokens and their true positions.
+RecomputedKV = Float[Tensor, "K B D"]
+ProjectKV = Callable[[int, Tensor, Positions], tuple[RecomputedKV, RecomputedKV]]
+
+
+class RecomputedLayer(RecoverableLayer):
+    """Nothing is lost, and little is held.
+
+    Args:
+        ledger: what the policy has it remember of each entry and head.
+        rebuilding: how rejected entries come back.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        rebuilding: RecomputeSpec,
+    ) -> None:
+        self.layer, self.rebuilding = layer, rebuilding
+        self.project: ProjectKV | None = None  # while a model runs
+        self.tokens = self.operations = 0  # rebuilt so far, and what that took
+        self._fast = RaggedLayer(layer, dtype, device, ledger)
+        self._source = torch.empty(0, 0, dtype=dtype, device=device)
+        self._gone = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
+        self._lent: tuple[RecomputedKV, RecomputedKV] | None = None
+
+    def keep(self, source: Tensor) -> None:
+        """Take in what stands for the tokens that were read last, a row each."""
+        self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
+
+    def again(
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        answer: Callable[[], Queries],
+    ) -> Float[Tensor, "H N D"]:
+        """As every store's; what is read again is lent for what comes behind it."""
+        self._lent = keys, values
+        self.tokens += len(positions)
+        try:
+            if self.layer.index < self.rebuilding.depth:  # nobody looks at what it makes of these
+                return torch.cat([torch.zeros_like(queries), answer()], 1)
+            return super().again(queries, keys, values, positions, answer)
+        finally:
+            self._lent = None
+
+    def truncate(self, length: int) -> None:
+        self._fast.truncate(length)
+        self._source = self._source[:length].clone()
+        self._gone = [own[own < length] for own in self._gone]
+
+    def forget(self, start: int, stop: int) -> None:
+        """As every store's, whatever stands for it.
+
+        Raises:
+            CacheError: what is read again would see it again.
+        """
+        if self.rebuilding.rereads:
+            raise CacheError(
+                f"Tokens [{start}, {stop}) were to be forgotten, but held="
+                f"{self.rebuilding.manner.value!r} reads the text again with all of them: take "
+                "recompute(held='every')."
+            )
+        self._fast.forget(start, stop)
+        self.replaced_bytes = self._fast.replaced_bytes
+        self._gone = [own[(own < start) | (own >= stop)] for own in self._gone]
+
+    @property
+    def gone(self) -> tuple[Int64[Tensor, " _"], ...]:
+        """Positions of what is rebuilt, per kv head."""
+        return tuple(self._gone)
+
+    @property
+    def wanted(self) -> int:
+        """How many tokens, from the first on, must be read again for all that is gone."""
+        return max((int(own.max()) + 1 for own in self._gone if len(own)), default=0)
+
+    @property
+    def source(self) -> Tensor:
+        """What stands for each token, by position; nothing where another layer's does."""
+        return self._source
+
+    @property
+    def attended_bytes(self) -> int:
+        block = min(BLOCK_TOKENS, self.wanted)
+        return 2 * self.layer.kv_heads * block * self.layer.head_dim * self.entries().keys.itemsize
+
+    def state(self) -> dict[str, Tensor]:
+        told = self._fast.state() | {
+            SOURCE_KEY: self._source.clone(),
+            EVICTED_KEY: torch.cat(self._gone),
+        }
+        told |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._gone])}
+        return told | {SPEC_KEY: torch.tensor(list(self.rebuilding.told().encode())).byte()}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
+        if SPEC_KEY not in state:
+            raise CacheError(
+                f"Layer {layer.index} of the saved cache is not rebuilt, but its description says "
+                "so: build the cache again."
+            )
+        like, told = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
+        store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.of(told))
+        store._fast = RaggedLayer.adopt(layer, state)
+        store._source = state[SOURCE_KEY]
+        store._gone = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self._fast.tensors(), self._source, *self._gone)
+
+    @property
+    def _is_empty(self) -> bool:
+        return not any(self.lengths) and not any(map(len, self._gone))
+
+    def _attention(
+        self, queries: Queries, positions: Positions, own: int, shift: int
+    ) -> AttentionState:
+        del positions, shift
+        parts = [self._fast.attention(queries, own)]
+        for places, keys, values in self._blocks():
+            parts.append(self._attended(queries, places, keys, values))
+        return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+
+    def _blocks(self) -> Iterator[tuple[Int64[Tensor, " B"], RecomputedKV, RecomputedKV]]:
+        """Keys and values of all that is gone, with their positions, some at a time."""
+        wanted = torch.unique(torch.cat(self._gone))
+        if not len(wanted):
+            return
+        if self._lent is not None:
+            yield torch.arange(self._lent[0].shape[1]), *self._lent
+            return
+        if self.project is None or not len(self._source):
+            raise CacheError(
+                f"Layer {self.layer.index} holds {len(wanted)} tokens as what they follow from, "
+                "but nobody rebuilds them: attend through a decoder."
+            )
+        for places in wanted.split(BLOCK_TOKENS):
+            there = places.to(self._source.device)
+            self.tokens += len(places)
+            yield places, *self.project(self.layer.index, self._source[there], there)
+
+    def _attended(
+        self,
+        queries: Queries,
+        places: Int64[Tensor, " B"],
+        keys: RecomputedKV,
+        values: RecomputedKV,
+    ) -> AttentionState:
+        """Attention to those of some rebuilt tokens that are gone from each kv head."""
+        rows = [torch.nonzero(torch.isin(places, own)).flatten() for own in self._gone]
+        lengths = torch.tensor([len(own) for own in rows])
+        flat = torch.cat([own + head * len(places) for head, own in enumerate(rows)])
+        flat = flat.to(keys.device)
+        held = [part.flatten(0, 1)[flat].contiguous() for part in (keys, values)]
+        layout = starts_of(lengths), lengths, self.layer.scaling
+        return ragged_attention(queries, held[0], held[1], *layout)
+
+    def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
+        """Note what a plan rejects, then have the ragged part carry it out."""
+        check_single_precision(plan)
+        if len(plan.folds):
+            raise CacheError(
+                f"A rebuilt cache gives back what is rejected, but a plan folds {len(plan.folds)} "
+                "rows: use a ragged cache for plans that fold."
+            )
+        check_kept(plan, self.lengths)
+        held = self._fast.entries()
+        packed = rejected_entries(plan, sum(held.lengths))
+        if len(packed) and self.layer.index < self.rebuilding.depth:
+            raise CacheError(
+                f"Layer {self.layer.index} lies before the residual of layer "
+                f"{self.rebuilding.depth}, but a plan rejects {len(packed)} of its entries: leave "
+                "such layers out of plans."
+            )
+        heads = heads_of_packed(packed, held.lengths)
+        places = held.packed_positions().cpu()[packed].long()
+        gone = [places[heads == head] for head in range(len(held.lengths))]
+        change(plan)
+        self.replaced_bytes = self._fast.replaced_bytes
+        self._gone = [torch.cat(pair) for pair in zip(self._gone, gone, strict=True)]
+
+
+def recomputed_layers(stores: Sequence[CacheLayer]) -> list[RecomputedLayer]:
+    """Those of the stores that are rebuilt."""
+    return [store for store in stores if isinstance(store, RecomputedLayer)]
+
+
+def recompute_cost(stores: Sequence[CacheLayer]) -> tuple[int, int]:
+    """Tokens that were rebuilt so far, over layers, and operations that this took."""
+    own = recomputed_layers(stores)
+    return sum(store.tokens for store in own), sum(store.operations for store in own)
+
+
+Part = RecomputedLayer

@@ -1,0 +1,293 @@
+"""A layer in two tiers: what stays fast, and what was parked and is recalled when a query needs it.
+
+    fast    a ragged part, which a budget governs, and slots for recalled pages
+    slow    everything that plans rejected, in host memory, and an index over its keys
+
+Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
+(2026), arXiv:2604.10539, sections 2 and 3, is the shape of it. A single new token attends to the
+ragged part and to the pages that the index finds for it; softmax runs over these together. Several
+tokens at once, and all of what is said to be a text, attend to everything, exactly, the slow tier
+in pieces; so does what is read only to be looked at, which shall leave no trace. A question may be
+asked of the pages that its tokens find together instead, and a block of text read with the pages
+that its mean query finds, where the recall part says so. Parts are joined
+by their log-sum-exp. The index learns of parked entries at the next look, and of nothing in a dense
+layer, where nothing is parked. A fork shares slow tier and index until one of both has to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from larder.cache.following import EntryNumberCheck, PageSelection
+from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.fronted import RecoverableLayer
+from larder.cache.learned import SharedIndex
+from larder.cache.offload.host_memory import HostMemoryBudget, HostMemoryUser
+from larder.cache.offload.page_fetch import PageFetcher, RecallAttention
+from larder.cache.offload.quantized_slow_tier import create_slow_tier
+from larder.cache.offload.slow_tier import OffloadBatch, SlowTier, rejected_entries
+from larder.cache.parking import (
+    INDEX,
+    OBSERVED,
+    PARKING,
+    SLOW,
+    offload_spec_tensor,
+    saved_offload_spec,
+    with_prefix,
+)
+from larder.cache.validation import check_dropped, check_kept, check_offload_plan, refuse_eviction
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.recall import OffloadSpec, PrefillRecall
+from larder.core.spec import LayerSpec
+from larder.core.types import AppendKind, Keys, Positions, Queries, Values
+from larder.ops.merging import merge_attention
+
+
+class TieredLayer(RecoverableLayer, HostMemoryUser):
+    """Per-head lengths in fast memory, everything else parked.
+
+    Args:
+        ledger: what the policy has it remember of each entry and head.
+        parking: how parked entries are found again, every size filled in.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        parking: OffloadSpec,
+    ) -> None:
+        self.layer, self.parking = layer, parking
+        self._fast = RaggedLayer(layer, dtype, device, ledger)
+        self._slow = create_slow_tier(layer, parking, dtype, ledger.columns, device.type == "cuda")
+        self.finder = PageFetcher(layer, parking.recall, dtype, device)
+        self.leader: TieredLayer | None = None  # the layer whose pages it uses
+        self._numbering = EntryNumberCheck(layer.kv_heads)
+        self._coming, self._appends = AppendKind.STEP, False
+        self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
+
+    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
+        self._appends = True
+        try:
+            out = super().extend(queries, keys, values, positions)
+        finally:
+            self._appends = False
+        wanted = self.parking.recall.observed
+        if wanted and not self.is_dense:
+            latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
+            self._observed = latest[:, -wanted:].contiguous()
+        return out
+
+    def expect(self, coming: AppendKind) -> None:
+        """Say what the tokens of the next passes are."""
+        self._coming = coming
+
+    def compact(self) -> None:
+        super().compact()
+        self._slow.compact()
+
+    def truncate(self, length: int) -> None:
+        """As every store's; pages that held what is forgotten are found anew."""
+        rest = self._slow.without(length)
+        self._fast.truncate(length)
+        self._go_on_with(rest)
+
+    def forget(self, start: int, stop: int) -> None:
+        """As every store's, in both tiers."""
+        rest = self._slow.without(start, stop)
+        self._fast.forget(start, stop)
+        self.replaced_bytes = self._fast.replaced_bytes
+        self._go_on_with(rest)
+
+    def _go_on_with(self, rest: SlowTier | None) -> None:
+        """Have another slow tier, if there is one, and find everything in it anew."""
+        if rest is not None:
+            self._slow, like = rest, self.finder.like
+            self._numbering = EntryNumberCheck(self.layer.kv_heads)
+            self.finder = PageFetcher(self.layer, self.parking.recall, *like)
+
+    def parked(self) -> Entries:
+        """The slow tier, by number."""
+        return self._slow.entries()
+
+    def state(self) -> dict[str, Tensor]:
+        self._learn()
+        told = self._fast.state() | {PARKING: offload_spec_tensor(self.parking)}
+        told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
+        if self.finder.learned.is_used:
+            own = self.finder.learned.index.state()
+            told |= {INDEX + name: tensor for name, tensor in own.items()}
+        return told | {OBSERVED: self._observed.clone()}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> TieredLayer:
+        parking, keys = saved_offload_spec(state, layer), state["keys"]
+        store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
+        store._fast = RaggedLayer.adopt(layer, state)
+        told = store._fast.ledger.columns, keys.device.type == "cuda"
+        store._slow = create_slow_tier(layer, parking, keys.dtype, *told)
+        store._slow.adopt(with_prefix(SLOW, state))
+        if own := with_prefix(INDEX, state):
+            index = parking.recall.adopt(layer, own)
+            store.finder.learned = SharedIndex(parking.recall, layer, index, store._slow.lengths)
+        store._observed = state[OBSERVED]
+        return store
+
+    def fork(self) -> TieredLayer:
+        """As every store's, but nothing that is parked is copied before it must be."""
+        self._learn()
+        fast = RaggedLayer.adopt(self.layer, self._fast.state())
+        like, ledger = fast.entries().keys, fast.ledger
+        copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
+        copy._fast, copy._slow = fast, self._slow.fork()
+        copy.finder.learned, copy._observed = self.finder.learned.fork(), self._observed
+        copy.finder.fetches_ahead = self.finder.fetches_ahead
+        return copy
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        held = *self._fast.tensors(), *self._slow.tensors(), self._observed
+        return *held, *self.finder.learned.index.tensors(), *self.finder.slots()
+
+    def join(self, room: HostMemoryBudget) -> None:
+        """Share what host memory may be taken with other layers of the sequence."""
+        self._slow.room = room
+        room.join(self)
+
+    @property
+    def host_nbytes(self) -> int:
+        return self._slow.nbytes + self.finder.learned.nbytes
+
+    @property
+    def fast_nbytes(self) -> int:
+        """Bytes of the fast tier: the ragged part and the slots for pages."""
+        return self._fast.nbytes + sum(t.untyped_storage().nbytes() for t in self.finder.slots())
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """Bytes of the fast tier that the pages of a first step will need."""
+        if not self.recalls or self.finder.slots():
+            return 0
+        return self.finder.foreseen_bytes(self._slow.lengths)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of what a store that it was forked from, or a fork of it, holds as well."""
+        return self._slow.shared_nbytes + self.finder.learned.shared_nbytes
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages that were asked for so far, and how many of them had to be moved."""
+        return self.finder.pages
+
+    @property
+    def recalls(self) -> bool:
+        """Whether anything is parked."""
+        return bool(len(self._slow))
+
+    @property
+    def _is_empty(self) -> bool:
+        return not any(self.lengths) and not len(self._slow)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its layer parks nothing."""
+        return self.layer.index < self.parking.recall.dense
+
+    def _attention(
+        self, queries: Queries, positions: Positions, own: int, shift: int
+    ) -> AttentionState:
+        del positions, shift
+        parts = [self._fast.attention(queries, own)]
+        if len(self._slow):
+            parts += self._of_parked(queries, own)
+        return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+
+    def _of_parked(self, queries: Queries, own: int) -> list[AttentionState]:
+        """Attention to what a step or a question finds of the slow tier, or to all of it."""
+        held, look = self._slow.entries(), self._search(queries, own)
+        if look is None:
+            return self._slow.attended(queries)
+        if (choice := self._choice_for(held)) is not None:
+            return self.finder.taken_over(queries, held, choice)
+        parts = look(queries, held, self._observed)
+        return self._slow.attended(queries) if parts is None else parts
+
+    def _search(self, queries: Queries, own: int) -> RecallAttention | None:
+        """What finds entries for a step, a question or a block; None where all are attended to."""
+        recall, finder = self.parking.recall, self.finder
+        if own == queries.shape[1] == 1 and self._coming is AppendKind.STEP:
+            if recall.follows:
+                held, stays = self._slow.entries(), self._fast.entries()
+                finder.follow(queries, held, self._observed, stays)
+            return finder.recalled
+        if not self._appends:
+            return None
+        if self._coming is AppendKind.QUESTION and recall.union is not None:
+            return finder.united
+        return finder.block if recall.prefill is PrefillRecall.RECALLED else None
+
+    def _choice_for(self, held: Entries) -> PageSelection | None:
+        """What the layer that it follows has found in this step; None where that does not fit."""
+        choice = None if self.leader is None else self.leader.finder.choice
+        if self.leader is None or choice is None or choice.lengths != held.lengths:
+            return None
+        return choice if self._numbering.agrees(held, self.leader.parked()) else None
+
+    def _learn(self) -> None:
+        """Have the index know everything, but for one that nobody has asked and nobody may."""
+        if self._searches:
+            self.finder.learn(self._slow.entries(), self._observed)
+
+    @property
+    def _searches(self) -> bool:
+        """Whether its index is asked, or may be; else another layer's is."""
+        return self.leader is None or self.finder.learned.is_used
+
+    def fetch(self, queries: Queries) -> None:
+        """Find and move pages for queries [H, 1, D] before they are asked, on whatever thread."""
+        self.finder.fetch(queries, self._slow.entries(), self._observed)
+
+    def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
+        """Park what a plan rejects and does not drop, then have the ragged part carry it out."""
+        check_offload_plan(plan)
+        check_kept(plan, self.lengths)
+        self._fast.check_numbers(plan)
+        held = self._fast.entries()
+        gone = rejected_entries(plan, sum(held.lengths))
+        check_dropped(plan, gone)
+        if not len(gone):
+            change(plan)
+            self.replaced_bytes = self._fast.replaced_bytes
+            return
+        if self.is_dense:
+            refuse_eviction(len(gone), self.layer)
+        parked = gone[~torch.isin(gone, plan.dropped.cpu())] if len(plan.dropped) else gone
+        sheaf = OffloadBatch.of(held, parked)
+        self._slow.add(sheaf, self._index_bytes(len(parked)))
+        try:
+            change(plan)
+        except BaseException:
+            self._slow.take_back(sheaf.lengths)
+            raise
+        self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
+
+    def _index_bytes(self, coming: int) -> int:
+        """What the index will grow by with so many more entries; 0 where nobody limits it."""
+        counts = self._slow.room.limit is not None and self._searches
+        return self.finder.learned.foreseen_nbytes(len(self._slow) + coming) if counts else 0
+
+
+def tiered_layers(stores: Sequence[CacheLayer]) -> list[TieredLayer]:
+    """Those of the stores that have a slow tier."""
+    return [store for store in stores if isinstance(store, TieredLayer)]
+
+
+Part = TieredLayer

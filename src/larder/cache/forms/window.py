@@ -1,0 +1,138 @@
+"""A sliding-window layer: it holds the last positions that any later query can still see.
+
+It holds its window by true position, whatever the budget, and is counted apart. What a block pushes
+out is forgotten with the next one, so that a pass that fails in a later layer can be taken back.
+
+    held    [ window of the block's first token | block ]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.core.errors import CacheError
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import windowed_attention
+
+
+class SlidingWindowLayer(CacheLayer):
+    """The last `sliding_window` entries, the same in every head.
+
+    Entries that slid out are gone: `truncate` can go back over the last block appended without
+    loss, and over as many tokens more as were reserved; who rolls back further reserves first.
+    """
+
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+        if layer.sliding_window is None:
+            raise CacheError(f"Layer {layer.index} has no sliding window: use a dense cache.")
+        shape = (layer.kv_heads, 0, layer.head_dim)
+        self.layer = layer
+        self._window = layer.sliding_window
+        self._keys = torch.empty(shape, dtype=dtype, device=device)
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._positions = torch.empty(0, dtype=torch.int32, device=device)
+        self._slack = 0
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        rows = self._seen_from(int(positions[0]) - self._slack)
+        self._hold(
+            torch.cat([self._keys[:, rows], keys], dim=1),
+            torch.cat([self._values[:, rows], values], dim=1),
+            torch.cat([self._positions[rows], positions.to(torch.int32)]),
+        )
+
+    def apply(self, plan: Plan) -> None:
+        del plan
+        raise CacheError(
+            f"Layer {self.layer.index} slides its own window, so no plan applies to it: plan for "
+            "the managed layers only."
+        )
+
+    def evict(self, plan: Plan) -> None:
+        self.apply(plan)
+
+    def allocate(self, room: int) -> None:
+        """A window needs no storage in advance: it holds the same however much is read."""
+        del room
+
+    def reserve(self, room: int) -> None:
+        """Keep `room` entries beyond the window, so that as many tokens can be taken back."""
+        self._slack = max(self._slack, room)
+
+    def compact(self) -> None:
+        """Forget what slid out of the window; later rollbacks reach no further than now."""
+        self._slack = 0
+        if len(self._positions):
+            self._keep(self._seen_from(int(self._positions[-1])))
+
+    def truncate(self, length: int) -> None:
+        self._keep(slice(0, int((self._positions < length).sum())))
+
+    def entries(self) -> Entries:
+        heads, held = self.layer.kv_heads, len(self._positions)
+        return Entries(
+            self._keys.flatten(0, 1),
+            self._values.flatten(0, 1),
+            self._positions.repeat(heads),
+            tuple(head * held for head in range(heads)),
+            (held,) * heads,
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            "keys": self._keys.clone(),
+            "values": self._values.clone(),
+            "positions": self._positions.clone(),
+        }
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> SlidingWindowLayer:
+        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store._keys, store._values = state["keys"], state["values"]
+        store._positions = state["positions"]
+        return store
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._keys, self._values, self._positions
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (len(self._positions),) * self.layer.kv_heads
+
+    def _attention(
+        self, queries: Queries, positions: Positions, own: int, shift: int
+    ) -> AttentionState:
+        del own, shift
+        return windowed_attention(
+            queries,
+            positions,
+            self._keys,
+            self._values,
+            self._positions,
+            self._window,
+            self.layer.scaling,
+        )
+
+    def _seen_from(self, position: int) -> slice:
+        """The rows that a query at `position`, or at any later one, can see."""
+        return slice(int((self._positions <= position - self._window).sum()), None)
+
+    def _keep(self, rows: slice) -> None:
+        self._hold(
+            self._keys[:, rows].clone(memory_format=torch.contiguous_format),
+            self._values[:, rows].clone(memory_format=torch.contiguous_format),
+            self._positions[rows].clone(),
+        )
+
+    def _hold(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Change everything at once, when all of it is there."""
+        self.replaced_bytes = self.nbytes
+        self._keys, self._values, self._positions = keys, values, positions
+
+
+Part = SlidingWindowLayer

@@ -1,0 +1,97 @@
+"""What a sequence's cache remembers of its newest tokens, beside the entries of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from larder.core.latest import LatestQueries
+from larder.core.spec import LayerSpec
+from larder.core.types import Positions, Queries
+
+TAIL = "tail"  # names in a state
+LATEST = "latest."
+POSITION_BYTES = 8
+
+
+class LatestActivations:
+    """The model's output for the last token, and the latest queries of each layer.
+
+    Args:
+        num_queries: how many queries of a layer are held; 0 for none.
+    """
+
+    def __init__(self, num_queries: int = 0) -> None:
+        self.tail = torch.empty(0)
+        self._num_queries = num_queries
+        self._queries: dict[int, LatestQueries] = {}
+
+    def queries(self, layer: int) -> LatestQueries | None:
+        """The latest queries of a layer; None before any was remembered."""
+        return self._queries.get(layer)
+
+    def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
+        """Take in the queries of a pass; the oldest go."""
+        new = LatestQueries.of(queries, positions).last(self._num_queries)
+        if (held := self._queries.get(layer)) is not None:
+            new = held.followed(new).last(self._num_queries)
+        self._queries[layer] = new.copied()
+
+    def truncate(self, length: int) -> None:
+        """Forget tokens at true positions `length` and later."""
+        self.tail = torch.empty(0)
+        self._queries = {i: held.before(length).copied() for i, held in self._queries.items()}
+
+    def fork(self) -> LatestActivations:
+        """The same on tensors of its own."""
+        copy = LatestActivations(self._num_queries)
+        copy.tail = self.tail.clone()
+        copy._queries = {index: held.copied() for index, held in self._queries.items()}
+        return copy
+
+    @property
+    def nbytes(self) -> int:
+        return self.tail.nbytes + sum(held.nbytes for held in self._queries.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors by name: copies."""
+        state = {TAIL: self.tail.clone()} if len(self.tail) else {}
+        for index, held in self._queries.items():
+            state[f"{index}.{LATEST}queries"] = held.queries.clone()
+            state[f"{index}.{LATEST}positions"] = held.positions.clone()
+        return state
+
+    def surrender(self, place: torch.device) -> dict[str, Tensor]:
+        """As `state`, moved to another place; nothing is remembered afterwards."""
+        handed = {name: tensor.to(place) for name, tensor in self.state().items()}
+        self.tail, self._queries = torch.empty(0), {}
+        return handed
+
+    @classmethod
+    def restore(
+        cls, state: Mapping[str, Tensor], num_queries: int, device: torch.device
+    ) -> LatestActivations:
+        """What `state` came from, on tensors of its own."""
+        held = cls(num_queries)
+        if TAIL in state:
+            held.tail = state[TAIL].to(device, copy=True)
+        for name, queries in state.items():
+            layer, _, what = name.partition(".")
+            if what == f"{LATEST}queries":
+                positions = state[f"{layer}.{LATEST}positions"]
+                own = queries.to(device, copy=True), positions.to(device, copy=True)
+                held._queries[int(layer)] = LatestQueries(*own)
+        return held
+
+
+def is_latest_queries(name: str) -> bool:
+    """Whether a tensor of a sequence's state is of the latest queries of a layer."""
+    return name.partition(".")[2].startswith(LATEST)
+
+
+def latest_queries_bytes(num_queries: int, layers: Iterable[LayerSpec], itemsize: int) -> int:
+    """Bytes of the latest queries of so many layers, once there are enough tokens."""
+    widths = [layer.query_heads * layer.head_dim * itemsize + POSITION_BYTES for layer in layers]
+    return num_queries * sum(widths)

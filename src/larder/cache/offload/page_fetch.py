@@ -1,0 +1,231 @@
+"""Finding pages of what one layer has parked, in its turn or ahead of it, and attending to them.
+
+Pages may be fetched on another thread before the layer asks. It is that thread alone that finds
+then; whoever asks waits for it first. If it fails, pages are found as if nobody had tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn.functional import pad
+
+from larder.cache.following import PageSelection
+from larder.cache.forms.base import AttentionState
+from larder.cache.learned import SharedIndex
+from larder.cache.offload.page_pool import PagePool
+from larder.cache.recalling import attend_estimate, attend_mean
+from larder.core.observation import Entries
+from larder.core.recall import FetchMode, RecallPart, RecallResult, SearchMode
+from larder.core.spec import LayerSpec
+from larder.core.types import Queries
+from larder.ops.search import interleaved
+
+GROWTH = 2  # times the slots, when there are more pages than slots
+ObservedQueries = Float[Tensor, "H O D"]
+# Attention of queries to some of the entries; None where they are to attend to all of them.
+RecallAttention = Callable[[Queries, Entries, ObservedQueries], list[AttentionState] | None]
+
+
+class PageFetcher:
+    """An index over parked entries, and slots for the pages that it finds.
+
+    Args:
+        dtype, device: of the slots.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, recall: RecallPart, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layer, self.recall, self.like = layer, recall, (dtype, device)
+        self.learned = SharedIndex(recall, layer)
+        self.fetches_ahead = recall.fetch is not FetchMode.IN_TURN
+        self.agreement = 0, 0  # pages found in turn, and how many of them were fetched ahead
+        self.choice: PageSelection | None = None  # of the latest step that was searched for
+        self._pool: PagePool | None = None
+        self._arrived: Callable[[], bool] | None = None
+        self._fetched: RecallResult | None = None
+
+    def taken_over(
+        self, queries: Queries, entries: Entries, choice: PageSelection
+    ) -> list[AttentionState]:
+        """Attention to what another layer has found for one query per head."""
+        fill = self._loaded if queries.shape[1] == 1 else self._loaded_once
+        return [fill(choice, entries).attend(queries)]
+
+    def follow(
+        self, queries: Queries, entries: Entries, observed: ObservedQueries, stays: Entries
+    ) -> None:
+        """Tell the index of a step before it is searched for.
+
+        Args:
+            stays: as `Index.follow` has them.
+        """
+        self.learn(entries, observed)
+        self.learned.index.follow(queries[:, 0].detach().float().cpu(), stays)
+
+    def recalled(
+        self, queries: Queries, entries: Entries, observed: ObservedQueries
+    ) -> list[AttentionState] | None:
+        """Attention to what the index finds for one query per head; None for everything."""
+        found = self._foreseen(queries, entries, observed)
+        if found is None:
+            found = self._found(queries, entries, observed)
+        if found.is_whole:
+            return None
+        assert self._pool is not None  # made for what was found
+        parts = [self._pool.attend(queries)]
+        if found.estimate is not None:
+            parts.append(attend_estimate(queries, found.estimate, self.layer))
+        if found.share is not None and found.mean is not None:
+            parts.append(attend_mean(parts[0], found.share, found.mean, self.layer))
+        return parts
+
+    def united(
+        self, queries: Queries, entries: Entries, observed: ObservedQueries
+    ) -> list[AttentionState]:
+        """Attention of several queries to the pages that they find together, and nothing else."""
+        rows = [
+            self._look(row, entries, observed).pages.clone()
+            for row in queries.split(1, dim=1)
+        ]  # fmt: skip
+        wide, sets = max(pages.shape[1] for pages in rows), len(rows[0])
+        lists = torch.stack([pad(pages, (0, wide - pages.shape[1]), value=-1) for pages in rows], 1)
+        most = (self.recall.union or 0) // self.recall.page
+        self.choice = self._chosen(interleaved(lists.flatten(0, 1), sets, most), most, entries)
+        return [self._loaded_once(self.choice, entries).attend(queries)]
+
+    def block(
+        self, queries: Queries, entries: Entries, observed: ObservedQueries
+    ) -> list[AttentionState]:
+        """Attention of a block of queries to the pages that their mean finds, and nothing else."""
+        self.learn(entries, observed)
+        mean = queries.detach().float().mean(1).cpu()
+        found = self.learned.index.exact(mean, entries, self.recall.pages)
+        self.choice = self._chosen(found.pages, self.recall.pages, entries)
+        return [self._loaded_once(self.choice, entries).attend(queries)]
+
+    def expect(self, arrived: Callable[[], bool] | None) -> None:
+        """Have the next step use what `fetch` finds.
+
+        Args:
+            arrived: waits for that; False if it failed. None where nothing is fetched any more.
+        """
+        self._arrived = arrived
+
+    def fetch(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> None:
+        """Find and move pages for queries [H, 1, D], on whatever thread, before they are asked."""
+        self._fetched = self._found(queries, entries, observed)
+
+    def learn(self, entries: Entries, observed: ObservedQueries) -> None:
+        """Have the index take in what was parked since it last looked."""
+        try:
+            self.learned.learn(entries, observed if observed.shape[1] else None)
+        except BaseException:  # it starts anew, and so do its pages
+            self._pool = None
+            raise
+
+    def slots(self) -> tuple[Tensor, ...]:
+        """Every tensor of the slots, tables included."""
+        return () if self._pool is None else self._pool.tensors()
+
+    def foreseen_bytes(self, parked: tuple[int, ...]) -> int:
+        """Bytes of the slots that a look at so many parked entries of each head needs, at most."""
+        there = self.learned.index.counts if self.learned.known == parked else parked
+        pages = min(self.recall.pages, max(there)) * self.recall.sets(self.layer)
+        rows = pages * self.recall.page
+        return PagePool.foreseen_bytes(self.layer, rows, self.like[0].itemsize)
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages that were asked for so far, and how many of them had to be moved."""
+        return (0, 0) if self._pool is None else (self._pool.asked, self._pool.moved)
+
+    def _foreseen(
+        self, queries: Queries, entries: Entries, observed: ObservedQueries
+    ) -> RecallResult | None:
+        """What was fetched ahead; None where nothing was."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            return None
+        if not arrived():
+            self._pool = None  # it may be half filled
+            return None
+        found = self._fetched
+        if found is not None and self.recall.fetch is FetchMode.COMPARED:
+            own = self._look(queries, entries, observed)
+            pages, common = _count_common_pages(own.pages, found.pages)
+            self.agreement = self.agreement[0] + pages, self.agreement[1] + common
+        return found
+
+    def _found(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> RecallResult:
+        """Find pages, and have them in their slots."""
+        found = self._look(queries, entries, observed)
+        if found.is_whole:
+            self.choice = None
+            return found
+        self.choice = self._chosen(found.pages, self.recall.pages, entries)
+        self._loaded(self.choice, entries)
+        return found
+
+    def _chosen(self, pages: Int64[Tensor, "N P"], slots: int, entries: Entries) -> PageSelection:
+        """As many of the pages found as there are slots for, so many per set of `recall.sets`.
+
+        Query heads that choose for themselves share the slots of their kv head, unless the part has
+        a set for each. Where these are fewer than a page for each, the query heads look at the same
+        pages: the best of each in turn.
+        """
+        room, index = slots * self.recall.sets(self.layer), self.learned.index
+        if room < len(pages):
+            pages = interleaved(pages, self.layer.kv_heads, slots)
+        there = int((pages >= 0).sum(1).max())
+        pages = pages[:, : min(there, room // len(pages))].contiguous()
+        members = index.contents(pages)
+        versions = entries.stamped(index.versions(pages), members)
+        return PageSelection(pages, versions, members, entries.lengths)
+
+    def _loaded_once(self, choice: PageSelection, entries: Entries) -> PagePool:
+        """Slots for this choice alone, given back at once."""
+        sets, width = choice.pages.shape
+        pool = PagePool(self.layer, sets, max(1, width), self.recall.page, *self.like)
+        pool.load(choice.pages, choice.versions, choice.numbers, entries)
+        return pool
+
+    def _loaded(self, choice: PageSelection, entries: Entries) -> PagePool:
+        """The slots, with the chosen pages in them."""
+        pool = self._pool_for(choice)
+        pool.load(choice.pages, choice.versions, choice.numbers, entries)
+        return pool
+
+    def _look(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> RecallResult:
+        self.learn(entries, observed)
+        return self.look(queries, entries)
+
+    def look(self, queries: Queries, entries: Entries) -> RecallResult:
+        """What the index finds of the entries that it knows, for one query per head."""
+        index, asked = self.learned.index, queries[:, 0].detach().float().cpu()
+        look = index.exact if self.recall.search is SearchMode.EXACT else index.find
+        return look(asked, entries, self.recall.pages)
+
+    def _pool_for(self, choice: PageSelection) -> PagePool:
+        """Slots for what is chosen; as many as the budget allows only once there are such pages."""
+        sets, width = choice.pages.shape
+        before = self._pool
+        if before is None or before.sets != sets or before.slots < width:
+            most = max(1, self.recall.pages * self.recall.sets(self.layer) // sets)
+            room = GROWTH * before.slots if before is not None and before.sets == sets else 1
+            slots = max(width, min(most, room))
+            self._pool = PagePool(self.layer, sets, slots, self.recall.page, *self.like)
+            if before is not None:
+                self._pool.asked, self._pool.moved = before.asked, before.moved
+        assert self._pool is not None
+        return self._pool
+
+
+def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:
+    """Pages of a choice, and how many of them another one has as well."""
+    pairs = [({*a} - {-1}, {*b}) for a, b in zip(own.tolist(), ahead.tolist(), strict=True)]
+    return sum(len(a) for a, _ in pairs), sum(len(a & b) for a, b in pairs)

@@ -1,0 +1,192 @@
+"""The fast tier's page slots, and which page lies in which.
+
+    slots   [ set 0: slot 0 | slot 1 | ... | set 1: slot 0 | ... ]      `page` rows a slot
+
+A set is what the query heads that share a choice of pages look at. Pages that are asked for again
+stay where they lie; all others that are wanted are gathered into one buffer, moved in one copy, and
+scattered into slots that hold nothing wanted. A page whose contents have changed is moved anew.
+
+A row that holds nothing wanted has a bias that gives it no weight in attention: page padding, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionState
+from larder.core.observation import Entries
+from larder.core.spec import LayerSpec
+from larder.core.types import Queries
+from larder.ops.attention import ragged_attention
+
+MASKED_BIAS = -1e30  # finite, as biases must be; its weight is 0 beside anything seen
+NO_PAGE = -1
+BIAS_BYTES = 4
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class PagePool:
+    """Slots for pages of one layer, in the model's memory.
+
+    Args:
+        sets: choices of pages that stand beside each other; set n is of kv head n // (sets / K).
+        slots: pages of each set.
+        page: entries of a page, at most.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        sets: int,
+        slots: int,
+        page: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.sets, self.slots, self.page = sets, slots, page
+        self.asked = self.moved = 0  # pages, since it was made
+        self._layer = layer
+        rows = sets * slots * page
+        self._keys = torch.zeros(rows, layer.head_dim, dtype=dtype, device=device)
+        self._values = torch.zeros_like(self._keys)
+        self._biases = torch.full((rows,), MASKED_BIAS, device=device)
+        self._pages = np.full((sets, slots), NO_PAGE, np.int64)
+        self._versions = np.zeros((sets, slots), np.int64)
+        self._table = np.full((sets, 0), NO_PAGE, np.int32)  # the slot of each page
+        self._counts = torch.zeros(sets, dtype=torch.int64)
+        self._starts = torch.arange(sets) * (slots * page)
+
+    def load(
+        self,
+        pages: Int64[Tensor, "N P"],
+        versions: Int64[Tensor, "N P"],
+        numbers: Int64[Tensor, "N P S"],
+        entries: Entries,
+    ) -> None:
+        """Have the given pages, and no others, attended to.
+
+        Args:
+            pages: -1 behind the last of each set.
+            numbers: of the entries of each page, -1 behind the last.
+            entries: the slow tier.
+        """
+        wanted = np.full((self.sets, self.slots), NO_PAGE, np.int64)
+        wanted[:, : pages.shape[1]] = pages.numpy()
+        fresh = np.zeros_like(wanted)
+        fresh[:, : pages.shape[1]] = versions.numpy()
+        slots = self._slots_of(wanted, fresh)
+        filled = np.zeros((self.sets, self.slots, self.page), bool)
+        sets, ranks = np.nonzero(wanted >= 0)
+        filled[sets, slots[sets, ranks]] = numbers.numpy()[sets, ranks] >= 0
+        self._fetch(wanted, fresh, slots, numbers.numpy(), entries)
+        seen = torch.from_numpy(filled.reshape(-1)).to(self._biases.device)
+        self._biases = torch.where(seen, 0.0, MASKED_BIAS)
+        some = torch.from_numpy(filled.any((1, 2)))
+        self._counts = some * (self.slots * self.page)
+
+    def attend(self, queries: Queries) -> AttentionState:
+        """Attention to what was loaded last."""
+        layout = self._starts, self._counts, self._layer.scaling
+        return ragged_attention(queries, self._keys, self._values, *layout, self._biases)
+
+    @staticmethod
+    def foreseen_bytes(layer: LayerSpec, rows: int, itemsize: int) -> int:
+        """What slots of so many rows in all will take; the table of pages is not foreseen.
+
+        Args:
+            itemsize: of a number of a key or value.
+        """
+        return rows * (2 * layer.head_dim * itemsize + BIAS_BYTES)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the pages asked for that were there already."""
+        return 1.0 - self.moved / self.asked if self.asked else 0.0
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor held, tables included."""
+        own = self._keys, self._values, self._biases, self._counts, self._starts
+        tables = self._pages, self._versions, self._table
+        return *own, *(torch.from_numpy(table) for table in tables)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    def _slots_of(self, wanted: Int64Array, versions: Int64Array) -> Int64Array:
+        """The slot of each wanted page; one that holds nothing wanted where it has none yet."""
+        most = int(wanted.max(initial=NO_PAGE)) + 1
+        if most > self._table.shape[1]:
+            more = max(most, 2 * self._table.shape[1]) - self._table.shape[1]
+            self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=NO_PAGE)
+        slots = np.full(wanted.shape, NO_PAGE, np.int64)
+        if not self._table.shape[1]:
+            return slots
+        sets = np.arange(self.sets)[:, None]
+        at = self._table[sets, np.maximum(wanted, 0)].astype(np.int64)
+        is_there = (wanted >= 0) & (at >= 0) & (self._versions[sets, np.maximum(at, 0)] == versions)
+        slots[is_there] = at[is_there]
+        taken = np.zeros_like(is_there)
+        owners, ranks = np.nonzero(is_there)
+        taken[owners, at[owners, ranks]] = True
+        free = np.argsort(taken, axis=1, kind="stable")
+        missing = (wanted >= 0) & ~is_there
+        owners, ranks = np.nonzero(missing)
+        turns = (missing.cumsum(1) - 1)[owners, ranks]
+        slots[owners, ranks] = free[owners, turns]
+        return slots
+
+    def _fetch(
+        self,
+        wanted: Int64Array,
+        versions: Int64Array,
+        slots: Int64Array,
+        numbers: Int64Array,
+        entries: Entries,
+    ) -> None:
+        """Move the pages that are not in their slots yet."""
+        sets, ranks = np.nonzero(wanted >= 0)
+        into = slots[sets, ranks]
+        old, pages = self._pages[sets, into], wanted[sets, ranks]
+        moves = (old != pages) | (self._versions[sets, into] != versions[sets, ranks])
+        self.asked += len(sets)
+        self.moved += int(moves.sum())
+        sets, ranks, into = sets[moves], ranks[moves], into[moves]
+        if not len(sets):
+            return
+        old, pages = old[moves], pages[moves]
+        members = numbers[sets, ranks]  # [moved, S]
+        heads = sets // (self.sets // self._layer.kv_heads)
+        rows = np.asarray(entries.starts)[heads][:, None] + members
+        targets = (sets * self.slots + into)[:, None] * self.page + np.arange(self.page)
+        held = members >= 0
+        self._copy(torch.from_numpy(rows[held]), torch.from_numpy(targets[held]), entries)
+        left = old >= 0
+        self._table[sets[left], old[left]] = NO_PAGE
+        # A page that lay in a slot with stale contents leaves that slot to nobody.
+        stale = self._table[sets, pages]
+        lost = (stale >= 0) & (stale != into)
+        self._pages[sets[lost], stale[lost]] = NO_PAGE
+        self._table[sets, pages] = into
+        self._pages[sets, into] = pages
+        self._versions[sets, into] = versions[sets, ranks]
+
+    def _copy(
+        self, rows: Int64[Tensor, " M"], targets: Int64[Tensor, " M"], entries: Entries
+    ) -> None:
+        """Gather rows of the slow tier into one buffer, move it at once, and scatter it."""
+        is_far = self._keys.device.type != "cpu"
+        shape = 2, len(rows), self._layer.head_dim
+        staging = torch.empty(shape, dtype=self._keys.dtype, pin_memory=is_far)
+        entries.gather(rows, staging[0], staging[1])
+        near = staging.to(self._keys.device, non_blocking=True)
+        places = targets.to(self._keys.device)
+        self._keys.index_copy_(0, places, near[0])
+        self._values.index_copy_(0, places, near[1])

@@ -1,0 +1,274 @@
+"""A slow tier in few bits: whole groups of a head's entries as codes, the latest as they are.
+
+    entry    0 .. g-1    g .. 2g-1    2g .. 2g+w-1
+    of head  a group     a group      w < g wait until they are a group
+
+An entry keeps its number, so the group of entry n is the (n // g)-th of its head. Groups of all
+heads come in order of arrival, in pieces that are joined as they grow, so that each is copied a few
+times and not at every step. What is looked at is turned back: rows that are moved, chunk by chunk
+what several queries attend to, and all keys of a layer for an index that reads keys when it looks.
+Everybody sees the rounded numbers, the index too. Entries that are taken out in the middle have
+those behind them rounded once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.decoding import DequantizedEntries, EntryDecoder, KVSide
+from larder.cache.forms.base import AttentionState
+from larder.cache.offload.slow_tier import OffloadBatch, SlowTier
+from larder.cache.parking import with_prefix
+from larder.cache.quantized_tier import EncodingBatch, encode_tier
+from larder.cache.recalling import MAX_ROWS
+from larder.core.codec import Codec
+from larder.core.observation import Entries
+from larder.core.recall import OffloadSpec
+from larder.core.spec import LayerSpec
+from larder.core.types import Queries
+from larder.ops.attention import ragged_attention
+from larder.ops.packing import packed_rows, starts_of
+from larder.ops.quantized_attention import QuantizedKV, quantized_attention
+from larder.ops.rounded import QuantizedRows, concat_rows
+
+MERGE_RATIO = 2  # a piece is joined to one that is not more than so many times as long
+CODED = "coded."
+KeysAndValues = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
+
+
+@dataclass(frozen=True)
+class QuantizedEntries(EntryDecoder):
+    """Keys and values of all heads: a value, that a change replaces.
+
+    Args:
+        pieces: groups of `group` entries each, in order of arrival.
+        waiting: keys and values of the entries of each head that are no group yet.
+        groups: of each head, the places of its groups among all.
+    """
+
+    group: int
+    pieces: tuple[QuantizedKV, ...]
+    waiting: tuple[KeysAndValues, ...]
+    groups: tuple[Int64[Tensor, " _"], ...]
+
+    @staticmethod
+    def of(
+        group: int, pieces: tuple[QuantizedKV, ...], waiting: tuple[KeysAndValues, ...]
+    ) -> QuantizedEntries:
+        """With the groups of each head looked up."""
+        none = torch.empty(0, dtype=torch.int32)
+        owners = torch.cat([none, *(piece.lengths[:, 0] for piece in pieces)])
+        groups = tuple((owners == head).nonzero().flatten() for head in range(len(waiting)))
+        return QuantizedEntries(group, pieces, waiting, groups)
+
+    @property
+    def coded(self) -> Int64[Tensor, " K"]:
+        """Entries of each head that are held as codes."""
+        return torch.tensor([len(own) * self.group for own in self.groups])
+
+    def decoded(
+        self, heads: Int64[Tensor, " N"], members: Int64[Tensor, " N"], side: KVSide
+    ) -> Float[Tensor, "N D"]:
+        found = torch.empty(len(heads), self.waiting[0][0].shape[1])
+        coded = self.coded
+        waits = members >= coded[heads]
+        places = torch.full_like(members, -1)
+        for head, held in enumerate(self.waiting):
+            own = (heads == head).nonzero().flatten()
+            late, early = own[waits[own]], own[~waits[own]]
+            found[late] = held[side.value][members[late] - coded[head]].float()
+            groups = self.groups[head][members[early] // self.group]
+            places[early] = groups * self.group + members[early] % self.group
+        first = 0
+        for piece in self.pieces:
+            own = ((places >= first) & (places < first + len(piece))).nonzero().flatten()
+            if len(own):
+                rows, back = torch.unique(places[own] - first, return_inverse=True)
+                numbers = piece.keys if side is KVSide.KEYS else piece.values
+                found[own] = numbers.decoded(rows, piece.groups_of(rows)).float()[back]
+            first += len(piece)
+        return found
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor held."""
+        sides = [side for piece in self.pieces for side in (piece.keys, piece.values)]
+        codes = [tensor for side in sides for tensor in side.tensors().values()]
+        lengths = [piece.lengths for piece in self.pieces]
+        return *codes, *lengths, *(n for pair in self.waiting for n in pair), *self.groups
+
+
+class QuantizedSlowTier(SlowTier):
+    """The slow tier of one layer, most of it as codes.
+
+    Args:
+        codec: how groups are rounded.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        columns: tuple[str, ...],
+        is_pinned: bool,
+        codec: Codec,
+    ) -> None:
+        super().__init__(replace(layer, head_dim=0), dtype, columns, is_pinned)
+        self._whole, self._codec = layer, codec
+        nothing = torch.empty(0, layer.head_dim, dtype=dtype)
+        self._numbers = QuantizedEntries.of(codec.group, (), ((nothing, nothing),) * layer.kv_heads)
+        self._former = self._numbers
+
+    def add(self, sheaf: OffloadBatch, index_bytes: int = 0) -> None:
+        numbers = self._with(sheaf)
+        itemsize = self._keys.itemsize
+        each = self._codec.bytes_per_entry(self._whole.head_dim, itemsize)
+        none = {"keys": sheaf.keys[:, :0], "values": sheaf.values[:, :0]}
+        super().add(replace(sheaf, **none), index_bytes + int(each * len(sheaf.keys)))
+        self._former, self._numbers = self._numbers, numbers
+
+    def take_back(self, lengths: Int64[Tensor, " K"]) -> None:
+        super().take_back(lengths)
+        self._numbers = self._former
+
+    def entries(self) -> Entries:
+        return DequantizedEntries(super().entries(), self._keys.dtype, self._numbers)
+
+    def attended(self, queries: Queries) -> list[AttentionState]:
+        layer, parts = self._whole, list[AttentionState]()
+        for piece in self._numbers.pieces:
+            if queries.device.type == "cpu":
+                parts.append(quantized_attention(queries, piece, layer.kv_heads, layer.scaling))
+            else:
+                parts += _attend_on_device(queries, piece, layer)
+        lengths = torch.tensor([len(keys) for keys, _ in self._numbers.waiting])
+        if int(lengths.sum()):
+            sides = zip(*self._numbers.waiting, strict=True)
+            keys, values = (torch.cat(side).to(queries.device) for side in sides)
+            layout = starts_of(lengths), lengths, layer.scaling
+            parts.append(ragged_attention(queries, keys, values, *layout))
+        return parts
+
+    def without(self, start: int, stop: int | None = None) -> SlowTier | None:
+        stays = self._staying(start, stop)
+        if bool(stays.all()):
+            return None
+        held, rest = self.entries(), self._like()
+        rest.room = self.room
+        rows = packed_rows(self._starts, self._lengths)[stays]
+        heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)[stays]
+        members = rows - self._starts[heads]
+        keys, values = (self._numbers.decoded(heads, members, side) for side in KVSide)
+        lengths = torch.bincount(heads, minlength=len(self._lengths))
+        columns = self._columns[:, rows]
+        rest.add(OffloadBatch(keys, values, held.positions[rows], columns, lengths))
+        return rest
+
+    def fork(self) -> SlowTier:
+        copy = super().fork()
+        assert isinstance(copy, QuantizedSlowTier)
+        copy._numbers = self._numbers
+        return copy
+
+    def state(self) -> dict[str, Tensor]:
+        numbers, told = self._numbers, super().state()
+        told["keys"], told["values"] = map(torch.cat, zip(*numbers.waiting, strict=True))
+        for piece in (_concat_pieces(numbers.pieces),) if numbers.pieces else ():
+            told[f"{CODED}lengths"] = piece.lengths.clone()
+            for side, held in (("keys", piece.keys), ("values", piece.values)):
+                own = held.tensors().items()
+                told |= {f"{CODED}{side}.{name}": tensor.clone() for name, tensor in own}
+        return told
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        none = state["keys"].new_empty(len(state["positions"]), 0)
+        super().adopt({**state, "keys": none, "values": none.clone()})
+        waits = (state["lengths"] % self._codec.group).tolist()
+        keys, values = (state[side].split(waits) for side in ("keys", "values"))
+        pieces = (self._saved(state),) if f"{CODED}lengths" in state else ()
+        waiting = tuple(zip(keys, values, strict=True))
+        self._numbers = self._former = QuantizedEntries.of(self._codec.group, pieces, waiting)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *super().tensors(), *self._numbers.tensors()
+
+    def _like(self) -> SlowTier:
+        told = self._whole, self._keys.dtype, self._names, self._is_pinned
+        return QuantizedSlowTier(*told, self._codec)
+
+    def _saved(self, state: Mapping[str, Tensor]) -> QuantizedKV:
+        """The codes in a state."""
+        size = self._whole.head_dim
+        keys = QuantizedRows(self._codec.keys(size), **with_prefix(f"{CODED}keys.", state))
+        values = QuantizedRows(self._codec.values(size), **with_prefix(f"{CODED}values.", state))
+        return QuantizedKV(keys, values, state[f"{CODED}lengths"])
+
+    def _with(self, sheaf: OffloadBatch) -> QuantizedEntries:
+        """All numbers, once these have come.
+
+        Raises:
+            CacheError: numbers beyond float16 were to be rounded.
+        """
+        counts, group = sheaf.lengths.tolist(), self._codec.group
+        coming = [
+            side.to("cpu", self._keys.dtype).split(counts) for side in (sheaf.keys, sheaf.values)
+        ]
+        ready: list[KeysAndValues] = []
+        waiting: list[KeysAndValues] = []
+        for held, keys, values in zip(self._numbers.waiting, *coming, strict=True):
+            both = torch.cat([held[0], keys]), torch.cat([held[1], values])
+            full = len(both[0]) // group * group
+            ready.append((both[0][:full], both[1][:full]))
+            waiting.append((both[0][full:].clone(), both[1][full:].clone()))
+        pieces = list(self._numbers.pieces)
+        if any(len(keys) for keys, _ in ready):
+            pieces.append(self._encoded(ready))
+        while len(pieces) > 1 and len(pieces[-2]) <= MERGE_RATIO * len(pieces[-1]):
+            pieces[-2:] = [_concat_pieces(tuple(pieces[-2:]))]
+        return QuantizedEntries.of(group, tuple(pieces), tuple(waiting))
+
+    def _encoded(self, ready: list[KeysAndValues]) -> QuantizedKV:
+        """Whole groups of each head as codes."""
+        lengths, group = torch.tensor([len(keys) for keys, _ in ready]), self._codec.group
+        heads = torch.repeat_interleave(torch.arange(len(ready)), lengths)
+        keys, values = (torch.cat(side).float() for side in zip(*ready, strict=True))
+        pool = EncodingBatch(keys, values, torch.zeros(len(heads), dtype=torch.int32), heads)
+        counts = torch.full((len(heads) // group,), group)
+        return encode_tier(self._codec, pool, counts, torch.empty(0, 0), self._keys.dtype, 0).rows
+
+
+def _concat_pieces(pieces: tuple[QuantizedKV, ...]) -> QuantizedKV:
+    """Groups of several pieces, one after the other."""
+    keys, values = concat_rows([p.keys for p in pieces]), concat_rows([p.values for p in pieces])
+    return QuantizedKV(keys, values, torch.cat([piece.lengths for piece in pieces]))
+
+
+def _attend_on_device(
+    queries: Queries, piece: QuantizedKV, layer: LayerSpec
+) -> list[AttentionState]:
+    """Attention to codes that are turned back chunk by chunk and brought to where queries are."""
+    parts: list[AttentionState] = []
+    heads = piece.heads()
+    for rows in torch.arange(len(piece)).split(MAX_ROWS):
+        order = rows[heads[rows].argsort(stable=True)]
+        lengths = torch.bincount(heads[rows], minlength=layer.kv_heads)
+        keys, values = (side.to(queries.device) for side in piece.decoded(order))
+        layout = starts_of(lengths), lengths, layer.scaling
+        parts.append(ragged_attention(queries, keys, values, *layout))
+    return parts
+
+
+def create_slow_tier(
+    layer: LayerSpec,
+    parking: OffloadSpec,
+    dtype: torch.dtype,
+    columns: tuple[str, ...],
+    is_pinned: bool,
+) -> SlowTier:
+    """An empty slow tier, as a policy has it."""
+    told = layer, dtype, columns, is_pinned
+    return SlowTier(*told) if parking.codec is None else QuantizedSlowTier(*told, parking.codec)

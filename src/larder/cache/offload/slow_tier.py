@@ -1,0 +1,256 @@
+"""Parked entries of one layer, in host memory, numbered by arrival.
+
+    keys   [ head 0 entries | room | head 1 entries | room | ... ]      one row an entry
+
+An entry never moves within its head, so an index may know it by its number. Heads may hold
+different numbers of entries. The storage is page-locked where the model runs on an accelerator.
+
+A fork uses the same storage; see `larder.cache.owners`. The first of a tier and its forks that
+grows does so in the room there is, which is why some room is never given back; another one that
+does while that one lives takes a storage of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionState
+from larder.cache.offload.host_memory import HostMemoryBudget
+from larder.cache.owners import StorageOwners
+from larder.cache.recalling import attend_all
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.core.types import Queries
+from larder.ops.packing import heads_of_packed, packed_rows, starts_of, storage_rows
+
+GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
+GROWTH_SHARE = 8  # room for one in so many of what is held
+SPARE_SHARES = 2  # times that room, from which on some is given back
+
+
+@dataclass(frozen=True)
+class OffloadBatch:
+    """Entries on their way to the slow tier, packed head by head.
+
+    Args:
+        columns: of the ledger, a row per column.
+        lengths: entries of each kv head.
+    """
+
+    keys: Float[Tensor, "T D"]
+    values: Float[Tensor, "T D"]
+    positions: Int[Tensor, " T"]
+    columns: Float[Tensor, "n T"]
+    lengths: Int64[Tensor, " K"]
+
+    @staticmethod
+    def of(held: Entries, gone: Int64[Tensor, " G"]) -> OffloadBatch:
+        """Some of the entries that are held, by their packed numbers."""
+        lengths = torch.bincount(heads_of_packed(gone, held.lengths), minlength=len(held.lengths))
+        rows = storage_rows(gone, *held.layout).to(held.keys.device)
+        columns = [column[rows] for column in held.columns.values()]
+        told = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
+        return OffloadBatch(held.keys[rows], held.values[rows], held.positions[rows], told, lengths)
+
+
+def rejected_entries(plan: Plan, held: int) -> Int64[Tensor, " G"]:
+    """The packed entries, of so many, that a plan does not keep."""
+    stays = torch.zeros(held, dtype=torch.bool)
+    stays[plan.kept.cpu()] = True
+    return torch.nonzero(~stays).flatten()
+
+
+class SlowTier:
+    """The slow tier of one layer.
+
+    Args:
+        columns: names of what is remembered of each entry.
+        is_pinned: whether its storage is page-locked.
+    """
+
+    def __init__(
+        self, layer: LayerSpec, dtype: torch.dtype, columns: tuple[str, ...], is_pinned: bool
+    ) -> None:
+        self.layer, self.room = layer, HostMemoryBudget()
+        self.replaced_bytes = 0
+        self._names, self._is_pinned = columns, is_pinned
+        self._keys = torch.empty(0, layer.head_dim, dtype=dtype)
+        self._values = self._keys.clone()
+        self._positions = torch.empty(0, dtype=torch.int32)
+        self._columns = torch.empty(len(columns), 0)
+        self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
+        self._lengths, self._rooms = self._starts.clone(), self._starts.clone()
+        self._owners = StorageOwners(self, self.lengths)
+
+    def __len__(self) -> int:
+        return int(self._lengths.sum())
+
+    def add(self, sheaf: OffloadBatch, index_bytes: int = 0) -> None:
+        """Take entries in; they get the next numbers of their heads.
+
+        Args:
+            index_bytes: what the index over them will grow by, about.
+
+        Raises:
+            BudgetError: host memory does not allow it; nothing has changed.
+        """
+        self.replaced_bytes = 0
+        more = self._lengths + sheaf.lengths
+        ends, is_full = tuple(more.tolist()), bool((sheaf.lengths > self._rooms).any())
+        if is_full or not self._owners.claim(self, ends):
+            self._grow(sheaf.lengths, index_bytes)
+            self._owners.claim(self, ends)
+        else:
+            self.room.check(0, index_bytes)
+        rows = packed_rows(self._starts + self._lengths, sheaf.lengths)
+        self._keys[rows] = sheaf.keys.to("cpu")
+        self._values[rows] = sheaf.values.to("cpu")
+        self._positions[rows] = sheaf.positions.to("cpu", torch.int32)
+        self._columns[:, rows] = sheaf.columns.to("cpu")
+        self._lengths = more
+        self._rooms = self._rooms - sheaf.lengths
+
+    def take_back(self, lengths: Int64[Tensor, " K"]) -> None:
+        """Forget the entries that came last, so many of each head."""
+        self._lengths, self._rooms = self._lengths - lengths, self._rooms + lengths
+
+    def entries(self) -> Entries:
+        """What is held, as views, in the order of the numbers."""
+        return Entries(
+            self._keys,
+            self._values,
+            self._positions,
+            tuple(self._starts.tolist()),
+            tuple(self._lengths.tolist()),
+            dict(zip(self._names, self._columns, strict=True)),
+        )
+
+    def without(self, start: int, stop: int | None = None) -> SlowTier | None:
+        """All entries but those at positions [start, stop), in a tier of their own.
+
+        None where these are all there are; else they have new numbers, in the same order.
+
+        Args:
+            stop: None for all from `start` on.
+        """
+        rows, stays = packed_rows(self._starts, self._lengths), self._staying(start, stop)
+        if bool(stays.all()):
+            return None
+        heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)
+        kept = torch.bincount(heads[stays], minlength=len(self._lengths))
+        rest = self._like()
+        own = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        state = {name: tensor[rows[stays]] for name, tensor in own.items()}
+        rest.adopt(state | {"columns": self._columns[:, rows[stays]], "lengths": kept})
+        rest.room = self.room
+        return rest
+
+    def fork(self) -> SlowTier:
+        """A tier that holds the same entries in the same storage, and goes its own way."""
+        copy = self._like()
+        copy._keys, copy._values = self._keys, self._values
+        copy._positions, copy._columns = self._positions, self._columns
+        copy._starts, copy._lengths, copy._rooms = self._starts, self._lengths, self._rooms
+        copy._owners = self._owners
+        copy._owners.join(copy, copy.lengths)
+        return copy
+
+    def attended(self, queries: Queries) -> list[AttentionState]:
+        """Attention of several queries to all of it."""
+        return attend_all(queries, self.entries(), self.layer)
+
+    def _staying(self, start: int, stop: int | None) -> Bool[Tensor, " T"]:
+        """Which packed entries are not at positions [start, stop)."""
+        positions = self._positions[packed_rows(self._starts, self._lengths)]
+        stays = positions < start
+        return stays if stop is None else stays | (positions >= stop)
+
+    def _like(self) -> SlowTier:
+        """An empty one of the same kind."""
+        return SlowTier(self.layer, self._keys.dtype, self._names, self._is_pinned)
+
+    def compact(self) -> None:
+        """Give room back down to what is laid out for growth, if that is worth a copy."""
+        spare = self._lengths // GROWTH_SHARE
+        if int(self._rooms.sum()) > SPARE_SHARES * int(spare.sum()):
+            rows = packed_rows(self._starts, self._lengths)
+            self._lay_out(rows, self._lengths, torch.minimum(self._rooms, spare))
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything needed to restore, without room."""
+        rows = packed_rows(self._starts, self._lengths)
+        own = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        held = {name: tensor[rows] for name, tensor in own.items()}
+        return held | {"columns": self._columns[:, rows], "lengths": self._lengths.clone()}
+
+    def adopt(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave."""
+        self._keys, self._values = state["keys"], state["values"]
+        self._positions, self._columns = state["positions"], state["columns"]
+        self._lengths = state["lengths"]
+        self._starts = starts_of(self._lengths)
+        self._rooms = torch.zeros_like(self._lengths)
+        self._owners.leave(self)
+        self._owners = StorageOwners(self, self.lengths)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor held, room and metadata included."""
+        own = self._keys, self._values, self._positions, self._columns
+        return *own, self._starts, self._lengths, self._rooms
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of what a tier that it was forked from, or a fork of it, holds as well."""
+        return self.nbytes if self._owners.are_several else 0
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Entries of each kv head."""
+        return tuple(self._lengths.tolist())
+
+    def _grow(self, more: Int64[Tensor, " K"], index_bytes: int) -> None:
+        """Lay the storage out anew with room for `more` and for what may follow."""
+        rooms = more + (self._lengths // GROWTH_SHARE).clamp(min=GROWTH_ENTRIES)
+        rows = packed_rows(self._starts, self._lengths)
+        total = int((self._lengths + rooms).sum())
+        grown = (total - len(self._keys)) * self._entry_bytes
+        self.room.check(grown, index_bytes, self.nbytes)
+        self._lay_out(rows, self._lengths, rooms)
+
+    @property
+    def _entry_bytes(self) -> int:
+        numbers = 2 * self.layer.head_dim * self._keys.itemsize
+        return numbers + POSITION_BYTES + 4 * len(self._names)
+
+    def _lay_out(
+        self, rows: Int64[Tensor, " T"], lengths: Int64[Tensor, " K"], rooms: Int64[Tensor, " K"]
+    ) -> None:
+        """Move the given rows, packed head by head, into fresh storage."""
+        starts = starts_of(lengths + rooms)
+        total = int((lengths + rooms).sum())
+        into = packed_rows(starts, lengths)
+        fresh = [self._fresh(held, total) for held in (self._keys, self._values, self._positions)]
+        columns = self._columns.new_zeros(len(self._names), total)
+        for held, new in zip((self._keys, self._values, self._positions), fresh, strict=True):
+            new[into] = held[rows]
+        columns[:, into] = self._columns[:, rows]
+        self.replaced_bytes = self.nbytes
+        self._keys, self._values, self._positions = fresh
+        self._columns = columns
+        self._starts, self._lengths, self._rooms = starts, lengths.clone(), rooms.clone()
+        self._owners.leave(self)
+        self._owners = StorageOwners(self, self.lengths)
+
+    def _fresh(self, held: Tensor, total: int) -> Tensor:
+        return torch.empty(total, *held.shape[1:], dtype=held.dtype, pin_memory=self._is_pinned)

@@ -1,0 +1,171 @@
+"""One tier of a layer: entries of one grade of precision, held in few bits.
+
+    row      0 1 2 3 | 4 5 6 | 7 8 9 10 | ...      entries of a group in order of position
+    lengths  (head, 4) (head, 3) (head, 4)         groups of a head in any places
+
+A tier is a value: a change makes a new one, so that a change that fails has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionState
+from larder.core.codec import Codec
+from larder.core.ledger import Ledger
+from larder.core.types import Queries
+from larder.ops.packing import starts_of
+from larder.ops.quantized_attention import QuantizedKV, quantized_attention
+from larder.ops.rounded import QuantizedRows, concat_rows, quantize_rows
+
+
+@dataclass(frozen=True)
+class QuantizedTier:
+    """Entries of all heads of a layer at one grade.
+
+    Args:
+        positions: true positions [T].
+        columns: of the ledger, one number per row [n, T].
+    """
+
+    codec: Codec
+    rows: QuantizedKV
+    positions: Int32[Tensor, " T"]
+    columns: Float[Tensor, "n T"]
+
+    @staticmethod
+    def nothing(codec: Codec, like: Tensor, num_columns: int) -> QuantizedTier:
+        """No entry; numbers that stay as they are have the type of `like`, whose size is D."""
+        head_dim = like.shape[-1]
+        keys = QuantizedRows.nothing(codec.keys(head_dim), like[:0])
+        values = QuantizedRows.nothing(codec.values(head_dim), like[:0])
+        rows = QuantizedKV(keys, values, torch.zeros(0, 2, dtype=torch.int32))
+        none = like.new_zeros(num_columns, 0, dtype=torch.float32)
+        return QuantizedTier(codec, rows, none.new_zeros(0, dtype=torch.int32), none)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def lengths(self, heads: int) -> Int64[Tensor, " K"]:
+        """Entries of each kv head."""
+        owners, counts = self.rows.lengths.long().unbind(1)
+        return torch.zeros(heads, dtype=torch.int64).index_add_(0, owners, counts)
+
+    def attended(
+        self, queries: Queries, num_kv_heads: int, scaling: float, bias: Tensor | None
+    ) -> AttentionState:
+        """Attention of queries to all entries."""
+        return quantized_attention(queries, self.rows, num_kv_heads, scaling, bias)
+
+    def keeping(self, rows: Int64[Tensor, " N"]) -> QuantizedTier:
+        """Only these rows, ascending, to the bit as they are; groups without rows are gone."""
+        counts = torch.bincount(self.rows.groups_of(rows), minlength=len(self.rows.lengths))
+        groups = counts.nonzero().flatten()
+        lengths = torch.stack([self.rows.lengths[groups, 0], counts[groups].int()], dim=1)
+        keys = self.rows.keys.selected(rows, groups)
+        kept = QuantizedKV(keys, self.rows.values.selected(rows, groups), lengths)
+        there = rows.to(self.positions.device)
+        return QuantizedTier(self.codec, kept, self.positions[there], self.columns[:, there])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name, without those of the ledger."""
+        named = {"positions": self.positions, "lengths": self.rows.lengths}
+        for side, numbers in (("keys", self.rows.keys), ("values", self.rows.values)):
+            named |= {f"{side}.{name}": tensor for name, tensor in numbers.tensors().items()}
+        return named
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor."""
+        held = *self.tensors().values(), self.columns
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    def state(self, ledger: Ledger) -> dict[str, Tensor]:
+        """Copies of everything needed to restore the tier, the codec included."""
+        columns = zip(ledger.columns, self.columns, strict=True)
+        named = self.tensors() | {f"column.{name}": column for name, column in columns}
+        codec = torch.tensor(astuple(self.codec), dtype=torch.float64)
+        return {name: tensor.clone() for name, tensor in named.items()} | {"codec": codec}
+
+    @staticmethod
+    def adopt(state: Mapping[str, Tensor], ledger: Ledger, head_dim: int) -> QuantizedTier:
+        """The tier that `state` came from; the tensors are taken over."""
+        codec = codec_from_tensor(state["codec"])
+        keys = QuantizedRows(codec.keys(head_dim), **_with_prefix(state, "keys."))
+        values = QuantizedRows(codec.values(head_dim), **_with_prefix(state, "values."))
+        positions = state["positions"]
+        columns = torch.zeros(len(ledger.columns), len(positions), device=positions.device)
+        for place, name in enumerate(ledger.columns):
+            columns[place] = state[f"column.{name}"]
+        return QuantizedTier(codec, QuantizedKV(keys, values, state["lengths"]), positions, columns)
+
+
+@dataclass(frozen=True)
+class EncodingBatch:
+    """Entries that are to be encoded, in order of heads and positions.
+
+    Args:
+        heads: per entry, in host memory.
+    """
+
+    keys: Float[Tensor, "N D"]
+    values: Float[Tensor, "N D"]
+    positions: Int32[Tensor, " N"]
+    heads: Int64[Tensor, " N"]
+
+
+def encode_tier(
+    codec: Codec,
+    pool: EncodingBatch,
+    counts: Int64[Tensor, " G"],
+    weights: Float[Tensor, "K D1"],
+    dtype: torch.dtype,
+    num_columns: int,
+) -> QuantizedTier:
+    """A tier of new groups of so many entries each; its columns are to be written yet.
+
+    Args:
+        weights: of the key channels of each head [K, D], or empty.
+        dtype: of numbers that stay as they are.
+
+    Raises:
+        CacheError: numbers beyond float16 were to be rounded.
+    """
+    owners = pool.heads[starts_of(counts)]
+    own = weights[owners.to(weights.device)] if len(weights) else weights
+    head_dim = pool.keys.shape[1]
+    keys = quantize_rows(pool.keys, counts, codec.keys(head_dim), own, dtype)
+    values = quantize_rows(pool.values, counts, codec.values(head_dim), weights[:0], dtype)
+    lengths = torch.stack([owners, counts], dim=1).int()
+    columns = pool.keys.new_zeros(num_columns, len(pool.heads), dtype=torch.float32)
+    return QuantizedTier(codec, QuantizedKV(keys, values, lengths), pool.positions, columns)
+
+
+def concat_tiers(tiers: Sequence[QuantizedTier]) -> QuantizedTier:
+    """Groups of several tiers of one codec, one after the other."""
+    if len(tiers) == 1:
+        return tiers[0]
+    rows = QuantizedKV(
+        concat_rows([tier.rows.keys for tier in tiers]),
+        concat_rows([tier.rows.values for tier in tiers]),
+        torch.cat([tier.rows.lengths for tier in tiers]),
+    )
+    positions = torch.cat([tier.positions for tier in tiers])
+    return QuantizedTier(
+        tiers[0].codec, rows, positions, torch.cat([t.columns for t in tiers], dim=1)
+    )
+
+
+def codec_from_tensor(numbers: Tensor) -> Codec:
+    """The codec that a tier's state names."""
+    key_bits, value_bits, group, outliers, channels, balance = numbers.tolist()
+    return Codec(int(key_bits), int(value_bits), int(group), outliers, channels, balance)
+
+
+def _with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

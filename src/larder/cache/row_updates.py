@@ -1,0 +1,65 @@
+"""Entries that come into a storage among those that it holds, each at its true position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class InsertedEntries:
+    """Entries that a layer held in another manner, by head and then by position.
+
+    Args:
+        heads: in host memory.
+        columns: of the ledger, one number per entry [n, N].
+    """
+
+    heads: Int64[Tensor, " N"]
+    keys: Float[Tensor, "N D"]
+    values: Float[Tensor, "N D"]
+    positions: Int32[Tensor, " N"]
+    columns: Float[Tensor, "n N"]
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def counts(self, kv_heads: int) -> Int64[Tensor, " K"]:
+        """How many come to each kv head, in host memory."""
+        return torch.bincount(self.heads, minlength=kv_heads)
+
+
+def insert_entries(
+    stored: Sequence[Tensor],
+    columns: Float[Tensor, "n C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    arrivals: InsertedEntries,
+) -> None:
+    """Put entries among those of their heads, which have as much room behind them.
+
+    Args:
+        stored: keys, values and positions, one row per row of the storage.
+        starts, lengths: of the heads, before anything comes.
+    """
+    keys, values, positions = stored
+    counts = arrivals.counts(len(starts)).tolist()
+    first = 0
+    for start, length, count in zip(starts.tolist(), lengths.tolist(), counts, strict=True):
+        own, first = slice(first, first + count), first + count
+        if not count:
+            continue
+        held = positions[start : start + length]
+        moved = int(torch.searchsorted(held, arrivals.positions[own][:1])[0])  # all before stay
+        rows = slice(start + moved, start + length + count)
+        order = torch.cat([held[moved:], arrivals.positions[own]]).argsort()
+        pairs = (keys, arrivals.keys), (values, arrivals.values), (positions, arrivals.positions)
+        for into, coming in pairs:
+            there = into[start + moved : start + length]
+            into[rows] = torch.cat([there, coming[own].to(into.dtype)])[order]
+        there = columns[:, start + moved : start + length]
+        columns[:, rows] = torch.cat([there, arrivals.columns[:, own]], dim=1)[:, order]

@@ -1,0 +1,152 @@
+"""What the layers of a sequence's cache are made of, and how that is written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from larder.cache.forms._shared_entries import LOWER, UPPER
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.compact import CompactLayer
+from larder.cache.forms.corrected import CorrectedLayer
+from larder.cache.forms.dense import DenseLayer
+from larder.cache.forms.graded import GradedLayer
+from larder.cache.forms.paired import PairedLayer, link_pairs
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.forms.rebuilt import RecomputedLayer
+from larder.cache.forms.tiered import TieredLayer, tiered_layers
+from larder.cache.forms.window import SlidingWindowLayer
+from larder.cache.leading import link_recall_leaders
+from larder.cache.offload.host_memory import MIB, HostMemoryBudget
+from larder.core.codec import Codec
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.pairing import LayerPairing
+from larder.core.rebuilding import RecomputeSpec
+from larder.core.recall import OffloadSpec
+from larder.core.spec import LayerSpec, ModelSpec
+
+
+class CacheForm(Enum):
+    """How the managed layers of a cache are held."""
+
+    DENSE = "dense"
+    RAGGED = "ragged"
+    COMPACT = "compact"
+    PAIRED = "paired"
+    TIERED = "tiered"
+    REBUILT = "rebuilt"
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What the managed layers of a cache are.
+
+    Args:
+        ledger: what a policy has them remember.
+        codecs: of the grades 1, 2, ... of precision that they can hold entries at.
+        pairing: which of them hold entries together, in a paired cache.
+        parking: where a tiered cache has what plans reject; None in any other.
+        rebuilding: how a rebuilt cache gets back what plans reject; None in any other.
+
+    Raises:
+        CacheError: a dense cache was asked to remember something, one that is not ragged to hold
+            several precisions, or one without tiers to park.
+    """
+
+    form: CacheForm
+    ledger: Ledger = Ledger()
+    codecs: tuple[Codec, ...] = ()
+    pairing: LayerPairing = LayerPairing()
+    parking: OffloadSpec | None = None
+    rebuilding: RecomputeSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.form is CacheForm.DENSE and self.ledger != Ledger():
+            names = ", ".join(self.ledger.columns + self.ledger.scalars) or "queries"
+            raise CacheError(f"A dense cache remembers no {names}: use a ragged cache.")
+        if self.form is not CacheForm.RAGGED and self.codecs:
+            raise CacheError(
+                f"A {self.form.value} cache has one precision: use a ragged one for codecs."
+            )
+        if (self.form is CacheForm.TIERED) != (self.parking is not None):
+            raise CacheError(
+                f"A {self.form.value} cache was given {self.parking}: a tiered one needs to know "
+                "how parked entries are found again, and no other parks any."
+            )
+        if (self.form is CacheForm.REBUILT) != (self.rebuilding is not None):
+            raise CacheError(
+                f"A {self.form.value} cache was given {self.rebuilding}: a rebuilt one needs to "
+                "know how rejected entries come back, and no other has them back."
+            )
+
+    def store(self, layer: LayerSpec, spec: ModelSpec) -> CacheLayer:
+        """An empty store for one layer; those of pairs are to be linked."""
+        own = layer, spec.dtype, spec.device
+        if layer.sliding_window is not None:
+            if self.parking is not None and self.parking.recall.corrected:
+                raise CacheError(
+                    f"Layer {layer.index} slides a window and remembers no answers to correct: "
+                    "take corrected=0, or a model without such layers."
+                )
+            return SlidingWindowLayer(*own)
+        if self.form is CacheForm.DENSE:
+            return DenseLayer(*own)
+        if self.form is CacheForm.PAIRED:
+            uppers = [upper for _, upper in self.pairing.pairs(spec.managed)]
+            side = UPPER if layer.index in uppers else LOWER
+            return PairedLayer(*own, self.ledger, self.pairing, side)
+        if self.parking is not None:
+            kind = CorrectedLayer if self.parking.recall.corrected else TieredLayer
+            return kind(*own, self.ledger, self.parking)
+        if self.rebuilding is not None:
+            return RecomputedLayer(*own, self.ledger, self.rebuilding)
+        if self.codecs:
+            return GradedLayer(*own, self.ledger, self.codecs)
+        kind = CompactLayer if self.form is CacheForm.COMPACT else RaggedLayer
+        return kind(*own, self.ledger)
+
+    def meta(self) -> dict[str, str]:
+        """All of it as text."""
+        return {
+            "form": self.form.value,
+            "columns": ",".join(self.ledger.columns),
+            "scalars": ",".join(self.ledger.scalars),
+            "queries": str(self.ledger.queries),
+            "codecs": json.dumps([asdict(codec) for codec in self.codecs]),
+            "pairing": json.dumps(asdict(self.pairing)),
+            "parking": "" if self.parking is None else self.parking.told(),
+            "rebuilding": "" if self.rebuilding is None else self.rebuilding.told(),
+        }
+
+    def governs(self, layer: LayerSpec) -> bool:
+        """Whether a budget governs a layer: it sees everything, and is not called dense."""
+        dense = 0 if self.parking is None else self.parking.recall.dense
+        if self.rebuilding is not None:
+            dense = self.rebuilding.depth
+        return layer.sliding_window is None and layer.index >= dense
+
+    def connect(self, stores: Sequence[CacheLayer]) -> None:
+        """Have the stores of a sequence know of each other what they need to."""
+        link_pairs(stores)
+        if self.parking is not None:
+            mib = self.parking.host_mib
+            room = HostMemoryBudget(None if mib is None else mib * MIB)
+            for store in tiered_layers(stores):
+                store.join(room)
+            link_recall_leaders(stores)
+
+    @staticmethod
+    def of(meta: Mapping[str, str]) -> CacheSpec:
+        """What `meta` told; codecs and pairing are the default where it tells of none."""
+        names = [tuple(filter(None, meta[kind].split(","))) for kind in ("columns", "scalars")]
+        codecs = tuple(Codec(**parts) for parts in json.loads(meta.get("codecs", "[]")))
+        pairing = LayerPairing(**json.loads(meta.get("pairing", "{}")))
+        told = meta.get("parking", "")
+        parking = OffloadSpec.of(told) if told else None
+        manner = meta.get("rebuilding", "")
+        rebuilding = RecomputeSpec.of(manner) if manner else None
+        ledger = Ledger(*names, queries=int(meta.get("queries", "0")))
+        return CacheSpec(CacheForm(meta["form"]), ledger, codecs, pairing, parking, rebuilding)

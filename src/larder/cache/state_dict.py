@@ -1,0 +1,114 @@
+"""The stores of a sequence as tensors by name, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from larder.cache.entry_columns import column_names
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.graded import saved_codecs
+from larder.cache.latest_activations import is_latest_queries
+from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW
+from larder.cache.spec import CacheSpec
+from larder.cache.validation import check_ledger
+from larder.core.errors import CacheError
+from larder.core.spec import ModelSpec
+
+
+def state_dict(stores: Sequence[CacheLayer]) -> dict[str, Tensor]:
+    """Copies of all tensors, without slack."""
+    return {
+        f"{index}.{name}": tensor
+        for index, store in enumerate(stores)
+        for name, tensor in store.state().items()
+    }
+
+
+def is_slow_tier_tensor(name: str) -> bool:
+    """Whether a tensor of a sequence's state is of a slow tier: entries, or what finds them."""
+    return name.partition(".")[2].startswith((SLOW, INDEX, OBSERVED, PARKING))
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor of a sequence's state belongs to; None for one of no layer."""
+    index = name.partition(".")[0]
+    return int(index) if index.isdecimal() else None
+
+
+def move_state(
+    stores: list[CacheLayer], makeup: CacheSpec, spec: ModelSpec, place: torch.device
+) -> dict[str, Tensor]:
+    """All tensors, moved to another place layer by layer; the stores are empty afterwards.
+
+    Never more than one layer is held twice. Interrupted, the stores are as before, but not linked.
+    """
+    handed: dict[str, Tensor] = {}
+    given: list[int] = []
+    try:
+        for index, store in enumerate(stores):
+            own = store.state()
+            handed |= {f"{index}.{name}": own[name].to(place) for name in own}
+            stores[index] = makeup.store(store.layer, spec)
+            given.append(index)
+    except BaseException:
+        for index in given:
+            empty = stores[index]
+            stores[index] = empty.adopt(empty.layer, _layer_state(handed, index, spec))
+        raise
+    return handed
+
+
+def restore_layers(
+    stores: Sequence[CacheLayer],
+    makeup: CacheSpec,
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    fill: Callable[[CacheLayer, dict[str, Tensor]], CacheLayer],
+) -> list[CacheLayer]:
+    """What empty stores become by a saved state; they are to be linked.
+
+    Raises:
+        CacheError: the state has fewer layers, or others than the makeup says.
+    """
+    full: list[CacheLayer] = []
+    for index, store in enumerate(stores):
+        own = _layer_state(state, index, spec)
+        if not own:
+            raise CacheError(
+                f"The saved cache has no layer {index}, but the model has "
+                f"{len(spec.layers)} layers: it belongs to another model."
+            )
+        if store.layer in spec.managed:
+            _check_layer(makeup, index, own)
+        full.append(fill(store, own))
+    return full
+
+
+def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> dict[str, Tensor]:
+    """One layer's tensors on the model's device; lengths and what was parked stay on the host."""
+    prefix, host = f"{index}.", torch.device("cpu")
+    stays = (f"{prefix}{SLOW}", f"{prefix}{INDEX}", f"{prefix}{OBSERVED}")
+    own = {n: t for n, t in state.items() if n.startswith(prefix) and not is_latest_queries(n)}
+    is_host = {name: name.endswith(".lengths") or name.startswith(stays) for name in own}
+    return {
+        name.removeprefix(prefix): t.to(host if is_host[name] else spec.device)
+        for name, t in own.items()
+    }
+
+
+def _check_layer(makeup: CacheSpec, index: int, state: Mapping[str, Tensor]) -> None:
+    """See that a saved managed layer is what its cache's description says.
+
+    Raises:
+        CacheError: it remembers other numbers, or holds other grades of precision.
+    """
+    check_ledger(makeup.ledger, index, column_names(state))
+    found = saved_codecs(state)
+    if found != makeup.codecs:
+        raise CacheError(
+            f"Layer {index} of the saved cache has {len(found)} coded grades, but they are not the "
+            f"{len(makeup.codecs)} of its description: build the cache again."
+        )

@@ -1,0 +1,127 @@
+"""What is asked of a plan before a store changes anything, and of a saved layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Int8, Int64
+from torch import Tensor
+
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+
+
+def check_counts(plan: Plan, heads: int) -> None:
+    """See that a plan counts what it keeps, head by head. Raises: CacheError: it does not."""
+    if len(plan.lengths) != heads or sum(plan.lengths) != len(plan.kept):
+        raise CacheError(
+            f"A plan's lengths must count the {len(plan.kept)} kept entries of {heads} kv heads, "
+            f"one count a head, got {plan.lengths}."
+        )
+
+
+def check_kept(plan: Plan, lengths: tuple[int, ...]) -> None:
+    """See that a plan keeps entries of heads that hold `lengths`, in order.
+
+    Raises:
+        CacheError: it does not.
+    """
+    check_counts(plan, len(lengths))
+    held, kept = torch.tensor(lengths), plan.kept.cpu()
+    ends = torch.repeat_interleave(held.cumsum(0), torch.tensor(plan.lengths))
+    firsts = ends - torch.repeat_interleave(held, torch.tensor(plan.lengths))
+    if bool((kept.diff() <= 0).any() or (kept < firsts).any() or (kept >= ends).any()):
+        raise CacheError(
+            f"The kept entries of a plan must ascend and lie within their own heads, which hold "
+            f"{lengths} packed entries, but they do not: sort them, and count them in the plan's "
+            "lengths head by head."
+        )
+
+
+def check_dropped(plan: Plan, gone: Int64[Tensor, " G"]) -> None:
+    """See that what a plan drops is among what it rejects. Raises: CacheError: it is not."""
+    dropped = plan.dropped.cpu()
+    if bool((dropped.diff() <= 0).any()) or not bool(torch.isin(dropped, gone).all()):
+        raise CacheError(
+            f"A plan drops {len(dropped)} entries, but not all of them once, in order, and among "
+            f"the {len(gone)} that it does not keep: drop what is rejected, sorted."
+        )
+
+
+def check_single_precision(plan: Plan) -> None:
+    """For stores of one precision. Raises: CacheError: the plan lowers that of some entries."""
+    if len(plan.grades) and bool(plan.grades.any()):
+        raise CacheError(
+            "A cache of one precision cannot give entries different grades, but the plan asks for "
+            "it: use a compensation that lowers no precision."
+        )
+
+
+def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Tensor, " T"]:
+    """The grades that kept entries shall have, who have these now; in host memory.
+
+    Targets of folds have grade 0: they are sums now.
+
+    Raises:
+        CacheError: grades that there are not, or a finer one than an entry has.
+    """
+    if not len(plan.grades):
+        return held
+    wanted = plan.grades.cpu()
+    if wanted.shape != held.shape:
+        raise CacheError(
+            f"A plan has {len(wanted)} grades for {len(held)} kept entries: give one each, or none."
+        )
+    if bool(((wanted < 0) | (wanted > coarsest)).any()):
+        raise CacheError(
+            f"Grades of a plan lie in [{int(wanted.min())}, {int(wanted.max())}], but this cache "
+            f"has 0 to {coarsest}: give it a codec for every grade that plans ask for."
+        )
+    if bool((wanted < held).any()):
+        worst = int((wanted < held).nonzero()[0])
+        raise CacheError(
+            f"Kept entry {worst} has grade {int(held[worst])}, but the plan asks for "
+            f"{int(wanted[worst])}: precision cannot come back, so ask for no finer grade."
+        )
+    return wanted
+
+
+def check_channels(plan: Plan, layer: LayerSpec) -> None:
+    """See that a plan weighs all channels or none. Raises: CacheError: it does not."""
+    shape = (layer.kv_heads, layer.head_dim)
+    if plan.channels.numel() and plan.channels.shape != shape:
+        raise CacheError(
+            f"A plan's channel weights have shape {list(plan.channels.shape)}, but layer "
+            f"{layer.index} has [{shape[0]}, {shape[1]}] key channels: weigh each once."
+        )
+
+
+def check_ledger(ledger: Ledger, layer: int, found: Iterable[str]) -> None:
+    """See that a saved layer remembers what its ledger names. Raises: CacheError: it does not."""
+    named = sorted(ledger.columns + ledger.scalars)
+    if sorted(found) != named:
+        raise CacheError(
+            f"Layer {layer} of the saved cache remembers {', '.join(sorted(found)) or 'nothing'}, "
+            f"but its description names {', '.join(named) or 'nothing'}: build the cache again."
+        )
+
+
+def check_offload_plan(plan: Plan) -> None:
+    """Raises: CacheError: a plan folds or rounds, where what is rejected is parked instead."""
+    check_single_precision(plan)
+    if len(plan.folds):
+        raise CacheError(
+            f"A tiered cache parks what is rejected, but a plan folds {len(plan.folds)} rows: use "
+            "a ragged cache for plans that fold."
+        )
+
+
+def refuse_eviction(count: int, layer: LayerSpec) -> None:
+    """Raises: CacheError: a layer that parks nothing was to lose entries."""
+    raise CacheError(
+        f"Layer {layer.index} parks nothing, but a plan rejects {count} of its entries: leave the "
+        "first layers that a policy calls dense out of its plans."
+    )

@@ -1,0 +1,94 @@
+"""Memory budget as people write it: tokens, a share of the context, or bytes.
+
+One grammar for the command line, Python, studies and the server: `512` (tokens per kv head),
+`25%`, `1/4` or `0.25` (of the context), `64MiB`. In Python numbers may be given as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from larder.core.errors import UsageError
+
+BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+UNITS = BINARY_UNITS | {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+SYNTAX = (
+    "write 512 (tokens per kv head), 25%, 1/4 or 0.25 (of the context), or 64MiB (bytes); each is "
+    "per cache"
+)
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)(?:\s*(/\s*\d+|%|[KMG]i?B|TiB))?\s*")
+
+
+class BudgetUnit(Enum):
+    """What an amount counts."""
+
+    SHARE = "share"
+    TOKENS = "tokens"
+    BYTES = "bytes"
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """A budget.
+
+    Args:
+        number: a share in (0, 1], entries per kv head averaged over layers, or bytes; above 0.
+        unit: which of the three.
+    """
+
+    number: float
+    unit: BudgetUnit
+
+    @staticmethod
+    def parse(given: str | int | float, name: str = "budget") -> MemoryBudget:
+        """An amount from how it is written.
+
+        Args:
+            given: `512`, `"512"`, `0.25`, `"1/4"`, `"25%"`, `"64MiB"`. A whole number counts
+                tokens, a number with a decimal point is a share.
+            name: of the argument or option, for errors.
+
+        Raises:
+            UsageError: it is none of these forms, or of another type.
+        """
+        if type(given) not in (str, int, float):
+            raise UsageError(f"{name} is a {type(given).__name__}: {SYNTAX}.")
+        text = repr(given) if isinstance(given, float) else str(given)
+        amount = _parse(text)
+        if amount is None:
+            raise UsageError(f"{name} {given!r} is not a size: {SYNTAX}.")
+        if amount.number <= 0 or (amount.unit is BudgetUnit.SHARE and amount.number > 1):
+            raise UsageError(f"{name} {given!r} must be above 0, and a share at most 1: {SYNTAX}.")
+        return amount
+
+    def tokens(self, context_tokens: int, bytes_per_token: int) -> int:
+        """Entries per kv head, where nothing but keys and values is counted; at least 1."""
+        if self.unit is BudgetUnit.TOKENS:
+            return int(self.number)
+        if self.unit is BudgetUnit.SHARE:
+            return max(1, round(context_tokens * self.number))
+        return max(1, int(self.number) // bytes_per_token)
+
+    def bytes(self, full_bytes: int, bytes_per_token: int) -> int:
+        """Of keys, values and all that is remembered of them."""
+        if self.unit is BudgetUnit.SHARE:
+            return int(full_bytes * self.number)
+        return int(self.number * (bytes_per_token if self.unit is BudgetUnit.TOKENS else 1))
+
+
+def _parse(text: str) -> MemoryBudget | None:
+    found = _PATTERN.fullmatch(text)
+    if found is None:
+        return None
+    number, unit = found[1], (found[2] or "").replace(" ", "")
+    if unit.startswith("/"):
+        below = int(unit[1:])
+        return MemoryBudget(float(Fraction(number) / below) if below else 0.0, BudgetUnit.SHARE)
+    if unit == "%":
+        return MemoryBudget(float(number) / 100, BudgetUnit.SHARE)
+    if unit:
+        return MemoryBudget(float(number) * UNITS[unit], BudgetUnit.BYTES)
+    return MemoryBudget(float(number), BudgetUnit.SHARE if "." in number else BudgetUnit.TOKENS)

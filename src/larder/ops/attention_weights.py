@@ -1,0 +1,112 @@
+"""How much attention each stored row gets from the queries of one step.
+
+Weights are those with which `ragged_attention` weighs the same storage: softmax in float32 over the
+entries of a kv head, biases included. Made for a decode step, where a score that accumulates
+attention reads the keys once more and the values not at all. Weights carry no gradient.
+
+The readable form is here, the fast one in `larder.ops.cpu.attention_weights`; it is taken on a CPU
+for as few query rows as the decode kernel of attention takes.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.ops.attention import MOST_LOGITS
+from larder.ops.column_statistics import GroupReduction
+from larder.ops.cpu import attention_weights, decode_attention
+
+
+def attention_weights(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    group: GroupReduction,
+    bias: Float[Tensor, " C"] | None = None,
+) -> Float[Tensor, " C"]:
+    """The softmax weight that all queries together give each stored row; 0 in rows nobody owns.
+
+    Args:
+        starts, lengths: int64 in host memory, as in `ragged_attention`.
+        group: how the R heads of a group are joined, after the sum over their queries.
+        bias: added to the logit of each row, in natural log units, finite float32.
+    """
+    queries, keys = queries.detach(), keys.detach()
+    bias = bias if bias is None else bias.detach()
+    if decode_attention.supports(queries, keys, keys, lengths.shape[0]):
+        return attention_weights.attention_weights(
+            queries, keys, starts, lengths, scaling, group.value, bias
+        )
+    return reference_attention_weights(
+        queries, keys, starts, lengths, scaling, group=group, bias=bias
+    )
+
+
+def reference_attention_weights(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    group: GroupReduction,
+    bias: Float[Tensor, " C"] | None = None,
+) -> Float[Tensor, " C"]:
+    """`attention_weights` for every device and type: one head after the other, queries in
+    chunks.
+    """
+    weights = keys.new_zeros(keys.shape[0], dtype=torch.float32)
+    owned = zip(starts.tolist(), lengths.tolist(), strict=True)
+    heads = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
+    for head, (start, length) in zip(heads, owned, strict=True):
+        own = slice(start, start + length)
+        own_bias = weights.new_zeros(length) if bias is None else bias[own]
+        chunk = max(MOST_LOGITS // max(head.shape[0] * length, 1), 1)
+        sums = weights.new_zeros(head.shape[0], length)
+        for some in head.split(chunk, dim=1):
+            logits = some.float() @ keys[own].float().T * scaling + own_bias  # [R, c, S]
+            sums += logits.softmax(-1).sum(1)
+        weights[own] = group.join(sums)
+    return weights
+
+
+def weights_from_logits(
+    logits: Float[Tensor, "R C"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    group: GroupReduction,
+) -> Float[Tensor, " C"]:
+    """`attention_weights` of a query whose attention left its logits behind: the keys are not read
+    again.
+
+    Args:
+        logits: of `ragged_attention`, float32, for one query.
+    """
+    if logits.device.type == "cpu":
+        return attention_weights.weights_from_logits(logits, starts, lengths, group.value)
+    return group.join(reference_head_weights(logits, starts, lengths))
+
+
+def head_weights_from_logits(
+    logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
+) -> Float[Tensor, "R C"]:
+    """As `weights_from_logits`, each of the R heads of a group by itself."""
+    if logits.device.type == "cpu":
+        return attention_weights.head_weights_from_logits(logits, starts, lengths)
+    return reference_head_weights(logits, starts, lengths)
+
+
+def reference_head_weights(
+    logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
+) -> Float[Tensor, "R C"]:
+    """`head_weights_from_logits` for every device: one kv head after the other."""
+    shares = torch.zeros_like(logits)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        own = slice(start, start + length)
+        shares[:, own] = logits[:, own].softmax(-1)
+    return shares

@@ -1,0 +1,153 @@
+"""How much attention each cached entry gets: column statistics without the attention matrix.
+
+Every query is normalised by softmax, in float32, over the cached entries of its kv head alone, as
+after prefill. Queries are taken `chunk` at a time and one kv head after the other, so that two
+blocks of R x chunk x S float32 (S the longest head) are the most that is held, however many queries
+there are. 64 queries at a time keep such a block near the processor's cache; larger chunks measured
+slower on a CPU. Statistics carry no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+
+CHUNK = 64  # queries
+
+
+class GroupReduction(Enum):
+    """How the statistics of the R query heads that share a kv head become one."""
+
+    MAX = "max"
+    SUM = "sum"
+    MEAN = "mean"
+
+    def join(self, statistics: Float[Tensor, "R S"]) -> Float[Tensor, " S"]:
+        """One number per entry from one per entry and query head."""
+        if self is GroupReduction.MAX:
+            return statistics.amax(0)
+        return statistics.sum(0) if self is GroupReduction.SUM else statistics.mean(0)
+
+
+@runtime_checkable
+class ColumnReducer(Protocol):
+    """Takes the weights of queries, a few at a time, to one number per query head and entry."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        """The state before any query."""
+        ...
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        """Take queries [first, first + c) of `total` into the state."""
+        ...
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        """One number per query head and entry."""
+        ...
+
+
+def reduce_columns(
+    gather: ColumnReducer,
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    *,
+    query_positions: Int[Tensor, " Q"] | None = None,
+    key_positions: Int[Tensor, " T"] | None = None,
+    bias: Float[Tensor, " C"] | None = None,
+    judged: Sequence[int] | None = None,
+    chunk: int = CHUNK,
+) -> list[Float[Tensor, "R _"]]:
+    """What `gather` makes of the softmax weights, for each kv head.
+
+    Args:
+        query_positions, key_positions: given both, a query sees entries up to its own position
+            only, as queries that are themselves in the cache must. key_positions are packed.
+        bias: added to the logit of each stored row, in natural log units, finite float32.
+        judged: how many entries of each head, the first ones, `gather` is shown; all by default.
+            The others take their share of the weights.
+        chunk: queries per chunk, at least 1; changes memory, not results.
+
+    Raises:
+        BadParameter: `chunk` below 1, or one of the positions without the other.
+    """
+    positions = _visibility(query_positions, key_positions, chunk)
+    groups = queries.detach().unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
+    heads: list[Tensor] = []
+    packed, total = 0, queries.shape[1]
+    shown = lengths.tolist() if judged is None else judged
+    layout = zip(groups, starts.tolist(), lengths.tolist(), shown, strict=True)
+    for group, start, length, width in layout:
+        own = slice(start, start + length)
+        own_keys, own_bias = keys[own].detach().float(), None if bias is None else bias[own]
+        visible = None
+        if positions is not None:
+            visible = positions[0], positions[1][packed : packed + length]
+        state, first = gather.start(own_keys.new_zeros(group.shape[0], width)), 0
+        for weights in _chunks(group, own_keys, scaling, own_bias, visible, chunk):
+            gather.fold(state, weights[..., :width], first, total)
+            first += weights.shape[1]
+        heads.append(gather.finish(state, total))
+        packed += length
+    return heads
+
+
+VisibilityPositions = tuple[Tensor, Tensor] | None
+
+
+def _chunks(
+    queries: Float[Tensor, "R Q D"],
+    keys: Float[Tensor, "S D"],
+    scaling: float,
+    bias: Float[Tensor, " S"] | None,
+    positions: VisibilityPositions,
+    chunk: int,
+) -> Iterator[Float[Tensor, "R c S"]]:
+    """Softmax weights of a few queries at a time, in buffers that are used again."""
+    num_heads, query_len, head_dim = queries.shape
+    if not len(keys):
+        return
+    buffers = keys.new_empty(2, num_heads * min(chunk, query_len), len(keys))
+    for first in range(0, query_len, chunk):
+        asked = slice(first, min(first + chunk, query_len))
+        rows = (queries[:, asked].float() * scaling).reshape(-1, head_dim)
+        logits, weights = buffers[0, : len(rows)], buffers[1, : len(rows)]
+        torch.mm(rows, keys.T, out=logits)
+        if bias is not None:
+            logits += bias
+        grouped = (num_heads, -1, len(keys))
+        if positions is None:
+            torch.softmax(logits, -1, out=weights)
+        else:
+            hidden = positions[1] > positions[0][asked].unsqueeze(-1)  # [c, S]
+            logits.view(grouped).masked_fill_(hidden, -torch.inf)
+            torch.softmax(logits, -1, out=weights)
+            # A query that sees nothing has a row of NaN so far.
+            weights.view(grouped).masked_fill_(hidden, 0.0)
+        yield weights.view(grouped)
+
+
+def _visibility(
+    query_positions: Tensor | None, key_positions: Tensor | None, chunk: int
+) -> VisibilityPositions:
+    if chunk < 1:
+        raise BadParameter(f"chunk must be at least 1 query, got {chunk}.")
+    if query_positions is None and key_positions is None:
+        return None
+    if query_positions is None or key_positions is None:
+        raise BadParameter(
+            "query_positions and key_positions must be given together, got one: "
+            "give both for a causal statistic, neither where every query sees every entry."
+        )
+    return query_positions, key_positions

@@ -1,0 +1,41 @@
+"""Products over few channels on a CPU: each picked row is read once, at the speed of memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_threads_for
+
+
+def supports_channel_tables(tables: Tensor) -> bool:
+    """Whether the kernel takes this call: contiguous CPU storage."""
+    return (
+        tables.device.type == "cpu" and tables.dtype in SUPPORTED_DTYPES and tables.is_contiguous()
+    )
+
+
+def channel_products(
+    tables: Float[Tensor, "K X C"],
+    picks: Int64[Tensor, "K R N"],
+    weights: Float[Tensor, "K R N"],
+    length: int,
+) -> Float[Tensor, "K R S"]:
+    """Safe from several threads at once."""
+    from larder.ops.cpu import (
+        approximate_products_kernels as kernels,  # compiles: not before it is needed
+    )
+
+    heads, group, count = picks.shape
+    sums = np.empty((heads, group, length), np.float32)
+    threads = num_threads_for(heads * group * count * length)
+    add_up = kernels.accumulate_channels_parallel if threads > 1 else kernels.accumulate_channels
+    add_up(
+        as_numpy(tables.detach()),
+        picks.contiguous().numpy(),
+        weights.float().contiguous().numpy(),
+        sums,
+    )
+    return torch.from_numpy(sums)

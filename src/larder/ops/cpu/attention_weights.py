@@ -1,0 +1,83 @@
+"""Weights of stored rows on a CPU: the first half of decode attention, with the softmax kept.
+
+The entries of every head are cut into pieces of fixed size, which threads share. A piece holds the
+exponentials of its logits under its own peak; with the log-sum-exp of its head each becomes a
+weight by one factor, so every logit is computed and raised once. As the pieces do not depend on the
+number of threads, neither do the weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.ops.cpu.decode_attention import as_numpy, bias_array, num_threads_for, query_rows
+
+REDUCTION_CODES = {"max": 0, "sum": 1, "mean": 2}  # the numbers that kernels know them by
+
+
+def attention_weights(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    join: str,
+    bias: Float[Tensor, " C"] | None = None,
+) -> Float[Tensor, " C"]:
+    """Takes what decode attention serves. Safe from several threads at once."""
+    from larder.ops.cpu import (
+        attention_weights_kernels as kernels,  # compiles: not before it is needed
+    )
+
+    rows, owned = query_rows(queries, lengths.shape[0]), lengths.numpy()
+    num_kv_heads, num_rows, head_dim = rows.shape
+    pieces = kernels.chunk_bounds(owned)
+    threads = num_threads_for(int(owned.sum()) * num_rows * head_dim)
+    shares = np.array([len(pieces) * s // threads for s in range(threads + 1)], np.int64)
+    weigh = kernels.attention_weights_parallel if threads > 1 else kernels.attention_weights
+    weights = torch.zeros(len(keys), dtype=torch.float32)
+    weigh(
+        rows,
+        as_numpy(keys),
+        bias_array(bias),
+        starts.numpy(),
+        owned,
+        np.float32(scaling),
+        (pieces, shares),
+        queries.shape[0] // num_kv_heads,
+        REDUCTION_CODES[join],
+        weights.numpy(),
+    )
+    return weights
+
+
+def weights_from_logits(
+    logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"], join: str
+) -> Float[Tensor, " C"]:
+    """The same bits as `attention_weights` of the query that left the logits behind."""
+    from larder.ops.cpu import (
+        attention_weights_kernels as kernels,  # compiles: not before it is needed
+    )
+
+    weights = torch.zeros(logits.shape[1], dtype=torch.float32)
+    layout = starts.numpy(), lengths.numpy()
+    kernels.weights_from_logits(
+        logits.numpy(), *layout, len(logits), REDUCTION_CODES[join], weights.numpy()
+    )
+    return weights
+
+
+def head_weights_from_logits(
+    logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
+) -> Float[Tensor, "R C"]:
+    """As `weights_from_logits`, the heads of a group apart."""
+    from larder.ops.cpu import attention_weights_kernels as kernels
+
+    shares = torch.zeros_like(logits)
+    kernels.head_weights_from_logits(
+        logits.numpy(), starts.numpy(), lengths.numpy(), shares.numpy()
+    )
+    return shares

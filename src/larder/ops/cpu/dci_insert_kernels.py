@@ -1,0 +1,222 @@
+"""The inner loops of adding to a tree of keys, compiled by numba at their first call.
+
+Only `larder.ops.cpu.dci` imports this module. What the arrays mean stands in `dci_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from larder.ops.cpu.dci_kernels import allocate, load_key, products, rows_of_page, tree_of_head
+from larder.ops.cpu.decode_attention_kernels import njit_kernel
+from larder.ops.cpu.search_kernels import insert_ranked
+
+
+@njit_kernel
+def add_lifted_products(stored, rows, count, tail, square, scratch, dots):
+    """Add what the lifted dimension does to products: both lie on a sphere of that radius."""
+    for at in range(count):
+        key = load_key(stored, rows[at], scratch[0])
+        total = np.float32(0.0)
+        for d in range(key.size):
+            total += key[d] * key[d]
+        dots[at] += tail * np.float32(math.sqrt(max(square - total, np.float32(0.0))))
+
+
+@njit_kernel
+def quantize_mean(key, mean):
+    """Write a key as 8-bit numbers, if they are kept; what to multiply them by."""
+    largest = np.float32(0.0)
+    for d in range(mean.size):
+        largest = max(largest, abs(key[d]))
+    scale = largest / np.float32(127.0)
+    for d in range(mean.size):
+        mean[d] = np.int8(np.rint(key[d] / scale)) if scale > 0 else np.int8(0)
+    return scale
+
+
+@njit_kernel
+def nearest_cell(key, square, stored, start, pages, cells, levels, target, beam):
+    """The cell for a key of level `target`: that of the nearest lifted entry one level above."""
+    members, fills, nexts = pages
+    firsts, centers, scales, means = cells
+    total = np.float32(0.0)
+    for d in range(key.size):
+        total += key[d] * key[d]
+    tail = np.float32(math.sqrt(max(square - total, np.float32(0.0))))
+    width = max(min(beam, firsts.size), 1)
+    chosen, coming = np.zeros(width, np.int64), np.zeros(width, np.int64)
+    values = np.empty(width, np.float32)
+    rows, dots, scratch = allocate(members.shape[1], key.size)
+    wide = 1
+    for level in range(levels - 1, target, -1):
+        found = 0
+        for b in range(wide):
+            page = firsts[chosen[b]]
+            while page >= 0:
+                fill = fills[page]
+                rows_of_page(members[page], fill, start, centers, level, rows)
+                products(key, stored, rows, fill, scratch, dots)
+                add_lifted_products(stored, rows, fill, tail, square, scratch, dots)
+                for slot in range(fill):
+                    found = insert_ranked(dots[slot], members[page, slot], values, coming, found)
+                page = nexts[page]
+        chosen, coming = coming, chosen
+        wide = found
+    return chosen[0]
+
+
+@njit_kernel
+def project(key, square, direction):
+    """Where a lifted key lies along a direction [D + 1]."""
+    total = dot = np.float32(0.0)
+    for d in range(key.size):
+        dot += key[d] * direction[d]
+        total += key[d] * key[d]
+    return dot + direction[key.size] * np.float32(math.sqrt(max(square - total, np.float32(0.0))))
+
+
+@njit_kernel
+def page_for(cell, level, along, pages, firsts, count):
+    """The page of a cell that a projection falls into; a new, empty one in an empty cell.
+
+    Returns the page, and how many the head has then.
+    """
+    members, fills, versions, nexts, lows, tiers = pages
+    page = firsts[cell]
+    if page < 0:
+        firsts[cell] = count
+        fills[count], nexts[count], lows[count], tiers[count] = 0, -1, along, level
+        return count, count + 1
+    while nexts[page] >= 0 and lows[nexts[page]] <= along:
+        page = nexts[page]
+    return page, count
+
+
+@njit_kernel
+def split(page, number, along, level, stored, start, square, direction, pages, centers, count):
+    """Share a full page's members and a new one evenly with a new page behind it, by projection."""
+    members, fills, versions, nexts, lows, tiers = pages
+    size = members.shape[1]
+    numbers = np.empty(size + 1, np.int64)
+    alongs = np.empty(size + 1, np.float32)
+    scratch = np.empty(stored.shape[1], np.float32)
+    held = 0
+    for slot in range(size + 1):
+        member = members[page, slot] if slot < size else number
+        if slot < size:
+            entry = centers[member] if level > 0 else member
+            at = project(load_key(stored, start + entry, scratch), square, direction)
+        else:
+            at = along
+        held = insert_ranked(-at, member, alongs, numbers, held)
+    kept = (size + 2) // 2
+    changed = kept != size
+    for slot in range(kept):
+        changed = changed or members[page, slot] != numbers[slot]
+        members[page, slot] = numbers[slot]
+    for slot in range(size + 1 - kept):
+        members[count, slot] = numbers[kept + slot]
+    for slot in range(kept, size):
+        members[page, slot] = -1
+    fills[page], fills[count] = kept, size + 1 - kept
+    lows[page], lows[count] = -alongs[0], -alongs[kept]
+    nexts[count], nexts[page], tiers[count] = nexts[page], count, level
+    versions[count] += 1
+    if changed:
+        versions[page] += 1
+    return count + 1
+
+
+@njit_kernel
+def count_levels(count, ratios, most, sizes, levels, upcoming, targets):
+    """Levels of the next `count` entries, when levels are filled by counting.
+
+    Every level has its share of the one below; one is opened when that below it is full for the
+    first time, if there are not `most` by then. `sizes` is brought up to date. Returns how many
+    levels there are, and the level of the entry behind.
+    """
+    for entry in range(count):
+        target = min(upcoming, most - 1)
+        ratio = ratios[min(target, 1)]
+        upcoming = 0
+        if target == levels:
+            levels += 1
+        elif target == levels - 1:
+            if sizes[target] + 1 == math.ceil(1 / ratio):
+                upcoming = target + 1
+        elif sizes[target] + 1 >= sizes[target + 1] / ratio:
+            upcoming = target + 1
+        sizes[target] += 1
+        targets[entry] = target
+    return levels, upcoming
+
+
+@njit_kernel
+def insert_one(entry, target, stored, start, sphere, pages, cells, levels, beam, counts):
+    """Give one entry a page in a standing tree. `counts`: pages and cells of the head, kept."""
+    members, fills, versions, nexts, lows, tiers = pages
+    firsts, centers, scales, means = cells
+    square, direction = sphere
+    key = load_key(stored, start + entry, np.empty(stored.shape[1], np.float32))
+    stop = counts[1]
+    live = firsts[:stop], centers[:stop], scales[:stop], means[:stop]
+    found = members, fills, nexts
+    cell = nearest_cell(key, square, stored, start, found, live, levels, target, beam)
+    number = entry
+    if target > 0:
+        number = counts[1]
+        firsts[number], centers[number] = -1, entry
+        scales[number] = quantize_mean(key, means[number])
+        counts[1] += 1
+    along = project(key, square, direction)
+    page, counts[0] = page_for(cell, target, along, pages, firsts, counts[0])
+    if fills[page] == members.shape[1]:
+        counts[0] = split(
+            page, number, along, target, stored, start, square, direction, pages, centers, counts[0]
+        )
+        return
+    members[page, fills[page]] = number
+    fills[page] += 1
+    lows[page] = min(lows[page], along)
+    versions[page] += 1
+
+
+@njit_kernel
+def insert(
+    first,
+    stop,
+    targets,
+    known,
+    stored,
+    starts,
+    squares,
+    direction,
+    tree,
+    bases,
+    levels,
+    beams,
+    counts,
+):
+    """What `targets` has levels for (-1 behind the last), behind the `known` entries of each head.
+
+    The heads [first, stop), one after the other.
+    """
+    for h in range(first, stop):
+        pages, cells = tree_of_head(tree, bases, h)
+        sphere = squares[h], direction
+        case = stored, starts[h], sphere, pages, cells, levels[h], beams[h], counts[h]
+        for at in range(targets.shape[1]):
+            if targets[h, at] >= 0:
+                insert_one(known[h] + at, targets[h, at], *case)
+
+
+@njit_kernel
+def parents(first, stop, entries, stored, square, pages, cells, levels, target, beam, found):
+    """Cells for the entries [first, stop) of a list, by search: for levels of too many pairs."""
+    scratch = np.empty(stored.shape[1], np.float32)
+    for at in range(first, stop):
+        key = load_key(stored, entries[at], scratch)
+        found[at] = nearest_cell(key, square, stored, 0, pages, cells, levels, target, beam)

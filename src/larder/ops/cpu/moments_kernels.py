@@ -1,0 +1,50 @@
+"""The inner loop of moments, compiled by numba at its first call.
+
+Only `larder.ops.cpu.moments` imports this module, and only when it is about to join.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from larder.ops.cpu.decode_attention_kernels import njit_exact
+from larder.ops.cpu.topk_kernels import radix_threshold
+
+
+@njit_exact
+def add_moments(count, mean, spread, numbers, counted, joined):
+    """Count, mean and spread with one more number each, into `joined` [3, S]."""
+    for s in range(numbers.size):
+        fresh = np.float32(1.0) if counted[s] else np.float32(0.0)
+        total = count[s] + fresh
+        shift = numbers[s] - mean[s]
+        share = fresh / max(total, np.float32(1.0))
+        joined[0, s] = total
+        joined[1, s] = mean[s] + shift * share
+        joined[2, s] = spread[s] + shift * shift * count[s] * share
+
+
+@njit_exact
+def boost_most_varied(count, mean, spread, starts, lengths, share, raised):
+    """Means, packed, and 1 more where the variance is among the highest of its head."""
+    first = 0
+    for h in range(lengths.size):
+        held = lengths[h]
+        rows = slice(starts[h], starts[h] + held)
+        counts, spreads, means = count[rows], spread[rows], mean[rows]
+        own = raised[first : first + held]
+        variances = np.empty(held, np.float32)
+        ranks = variances.view(np.uint32)  # which ascend as numbers that are not negative do
+        for s in range(held):
+            variances[s] = spreads[s] / counts[s] if counts[s] > 0 else np.float32(0.0)
+            own[s] = means[s]
+        wanted = int(share * held)
+        if wanted > 0:
+            edge, equals = radix_threshold(ranks, wanted)
+            for s in range(held):
+                own[s] += np.float32(ranks[s] > edge)
+            for s in range(held):
+                if ranks[s] == edge and equals > 0:
+                    own[s] += np.float32(1.0)
+                    equals -= 1
+        first += held

@@ -1,0 +1,274 @@
+"""The inner loops of decode attention over codes, compiled by numba at their first call.
+
+Only `larder.ops.cpu.quantized_attention` imports this module. A side, keys or values, is a tuple of
+bits of a code, stored channels, channels that share a scale, whether entries have scales of their
+own, then
+arrays: packed codes [T, B], offsets and scales, which channels [G, W] and their factors [G, W]
+(empty where there are none), spots and strays.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from larder.ops.cpu.decode_attention_kernels import (
+    ROWS,
+    add_biases,
+    merge_splits,
+    njit_kernel,
+    njit_parallel,
+    online_softmax,
+    scale,
+    score,
+)
+
+HALF_BIAS = np.float32(2.0**112)  # exponents of float16 are biased by 15, of float32 by 127
+
+
+@njit_kernel
+def load_float16(halves, numbers):
+    """The bits of float16 as float32, subnormal ones too."""
+    bits = numbers.view(np.uint32)
+    for i in range(halves.size):
+        half = np.uint32(halves[i])
+        bits[i] = ((half & np.uint32(0x7FFF)) << np.uint32(13)) | (
+            (half & np.uint32(0x8000)) << np.uint32(16)
+        )
+    for i in range(halves.size):
+        numbers[i] *= HALF_BIAS
+
+
+@njit_kernel
+def unpack(stored, bits, width, first, count, rows):
+    """Codes of some entries as float32, plane by plane; rows past `count` are left.
+
+    Every step is cast to 32 bits, where numba would take 64, and loops run over slices from 0 on:
+    an index that might be negative keeps them from being vectorized.
+    """
+    size = stored.shape[1]
+    for b in range(count):
+        for plane in range(8 // bits):
+            shift, mask = np.int32(bits * plane), np.int32((1 << bits) - 1)
+            codes, numbers = stored[first + b], rows[b, plane * size : width]
+            for i in range(min(size, numbers.size)):
+                code = np.int32(np.int32(codes[i]) >> shift)
+                numbers[i] = np.float32(np.int32(code & mask))
+
+
+@njit_kernel
+def scale_entries(side, first, count, rows, offsets, scales):
+    """Codes of entries with scales of their own become numbers."""
+    width, piece = side[1], side[2]
+    pieces = (width + piece - 1) // piece
+    load_float16(side[5][first * pieces : (first + count) * pieces], offsets)
+    load_float16(side[6][first * pieces : (first + count) * pieces], scales)
+    for b in range(count):
+        for p in range(pieces):
+            offset, scale = offsets[b * pieces + p], scales[b * pieces + p]
+            numbers = rows[b, p * piece : min((p + 1) * piece, width)]
+            for i in range(numbers.size):
+                numbers[i] = offset + scale * numbers[i]
+
+
+@njit_kernel
+def accumulate_coded_values(side, first, count, weights, rows, outs, offsets, scales):
+    """Add the weighted values of one block: per piece of channels, scales go into the weights."""
+    width, piece = side[1], side[2]
+    pieces = (width + piece - 1) // piece
+    load_float16(side[5][first * pieces : (first + count) * pieces], offsets)
+    load_float16(side[6][first * pieces : (first + count) * pieces], scales)
+    scales[count * pieces : (count + 3) * pieces] = np.float32(0.0)
+    for n in range(outs.shape[0]):
+        for p in range(pieces):
+            base = np.float32(0.0)
+            for b in range(count):
+                base += weights[n, b] * offsets[b * pieces + p]
+            start, stop = p * piece, min((p + 1) * piece, width)
+            out = outs[n, start:stop]
+            for d in range(out.size):
+                out[d] += base
+            for b in range(0, count, 4):
+                w0 = weights[n, b] * scales[b * pieces + p]
+                w1 = weights[n, b + 1] * scales[(b + 1) * pieces + p]
+                w2 = weights[n, b + 2] * scales[(b + 2) * pieces + p]
+                w3 = weights[n, b + 3] * scales[(b + 3) * pieces + p]
+                r0, r1 = rows[b, start:stop], rows[b + 1, start:stop]
+                r2, r3 = rows[b + 2, start:stop], rows[b + 3, start:stop]
+                for d in range(out.size):
+                    out[d] += w0 * r0[d] + w1 * r1[d] + w2 * r2[d] + w3 * r3[d]
+
+
+@njit_kernel
+def accumulate_outlier_values(side, first, count, weights, outs, offsets, number):
+    """Values held apart, which were gathered as code 0; `offsets` are those of the block."""
+    spots, strays, width, piece = side[9], side[10], side[1], side[2]
+    pieces = (width + piece - 1) // piece
+    at = first_outlier(spots, first * width)
+    while at < spots.size and spots[at] < (first + count) * width:
+        load_float16(strays[at : at + 1], number)
+        place = spots[at] - first * width
+        b, i = place // width, place % width
+        more = number[0] - offsets[b * pieces + i // piece]
+        for n in range(outs.shape[0]):
+            outs[n, i] += weights[n, b] * more
+        at += 1
+
+
+@njit_kernel
+def first_outlier(spots, number):
+    """How many spots lie before a number."""
+    low, high = 0, spots.size
+    while low < high:
+        middle = (low + high) // 2
+        if spots[middle] < number:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit_kernel
+def place_outliers(side, first, count, rows, number):
+    """Numbers that are held apart take their places."""
+    spots, strays, width = side[9], side[10], side[1]
+    at = first_outlier(spots, first * width)
+    while at < spots.size and spots[at] < (first + count) * width:
+        load_float16(strays[at : at + 1], number)
+        place = spots[at] - first * width
+        rows[place // width, place % width] = number[0]
+        at += 1
+
+
+@njit_kernel
+def add_outlier_logits(side, first, count, queries, offsets, weights, number):
+    """What numbers held apart add to logits in which they counted as code 0."""
+    spots, strays, width = side[9], side[10], side[1]
+    at = first_outlier(spots, first * width)
+    while at < spots.size and spots[at] < (first + count) * width:
+        load_float16(strays[at : at + 1], number)
+        place = spots[at] - first * width
+        b, i = place // width, place % width
+        for n in range(queries.shape[0]):
+            weights[n, b] += queries[n, i] * (number[0] - offsets[i])
+        at += 1
+
+
+@njit_kernel
+def select_query_channels(side, group, queries, asked, scratch):
+    """The queries as the keys of a group are stored: its channels, times their factors."""
+    width, channels, factors = side[1], side[7], side[8]
+    for n in range(queries.shape[0]):
+        if channels.size:
+            for i in range(width):
+                asked[n, i] = queries[n, channels[group, i]]
+        else:
+            asked[n] = queries[n]
+    if factors.size:
+        load_float16(factors[group], scratch)
+        for n in range(queries.shape[0]):
+            for i in range(width):
+                asked[n, i] *= scratch[i]
+
+
+@njit_kernel
+def fold_scales_into_queries(side, group, asked, offsets, scales, folded, bases):
+    """Scales of a group go into the queries, offsets into what every logit begins with."""
+    width = side[1]
+    load_float16(side[5][group * width : (group + 1) * width], offsets)
+    load_float16(side[6][group * width : (group + 1) * width], scales)
+    for n in range(asked.shape[0]):
+        base = np.float32(0.0)
+        for i in range(width):
+            base += asked[n, i] * offsets[i]
+            folded[n, i] = asked[n, i] * scales[i]
+        bases[n] = base
+
+
+@njit_kernel
+def attend_group(queries, keys, values, biases, group, start, count, sums, space):
+    """Unnormalized attention of `queries` [N, D] over one group, added to earlier sums."""
+    peaks, masses, outs = sums
+    rows, weights, asked, folded, bases, offsets, scales, by_entry, number = space
+    select_query_channels(keys, group, queries, asked, offsets)
+    own = keys[3]
+    if not own:
+        fold_scales_into_queries(keys, group, asked, offsets, scales, folded, bases)
+    for first in range(start, start + count, ROWS):
+        size = min(ROWS, start + count - first)
+        unpack(keys[4], keys[0], keys[1], first, size, rows)
+        if own:
+            scale_entries(keys, first, size, rows, *by_entry)
+            place_outliers(keys, first, size, rows, number)
+            score(asked, rows, weights)
+        else:
+            score(folded, rows, weights)
+            for n in range(weights.shape[0]):
+                for b in range(ROWS):
+                    weights[n, b] += bases[n]
+            add_outlier_logits(keys, first, size, asked, offsets, weights, number)
+        if biases.size:
+            add_biases(weights, biases, first, size)
+        online_softmax(weights, size, peaks, masses, outs)
+        unpack(values[4], values[0], values[1], first, size, rows)
+        accumulate_coded_values(values, first, size, weights, rows, outs, *by_entry)
+        accumulate_outlier_values(values, first, size, weights, outs, by_entry[0], number)
+
+
+@njit_kernel
+def attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, span, sums):
+    """One share of the groups, which may cross heads; pieces as in `decode_kernels`."""
+    peaks, masses, outs = sums
+    num_queries, head_dim = queries.shape[1:]
+    rows = np.zeros((ROWS, head_dim), np.float32)
+    weights = np.empty((num_queries, ROWS), np.float32)
+    asked = np.empty((num_queries, keys[1]), np.float32)
+    folded = np.empty((num_queries, keys[1]), np.float32)
+    bases = np.empty(num_queries, np.float32)
+    offsets, scales = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
+    number = np.empty(1, np.float32)
+    most = (ROWS + 3) * head_dim
+    by_entry = np.zeros(most, np.float32), np.zeros(most, np.float32)
+    space = rows, weights, asked, folded, bases, offsets, scales, by_entry, number
+    scaled = np.empty((num_queries, head_dim), np.float32)
+    offset = 0
+    for h in range(groups.size):
+        begin = max(bounds[span], offset)
+        end = min(bounds[span + 1], offset + groups[h])
+        offset += groups[h]
+        if begin < end:
+            p = span + h
+            peaks[p] = -np.inf
+            masses[p] = 0.0
+            outs[p] = 0.0
+            scale(queries[h], scaling, scaled)
+            own = peaks[p], masses[p], outs[p]
+            for g in range(begin, end):
+                group, start, count = layout[g]
+                attend_group(scaled, keys, values, biases, group, start, count, own, space)
+
+
+@njit_kernel
+def attend_serially(queries, keys, values, biases, layout, groups, scaling, bounds):
+    """All spans one after the other; output [K, N, D] and log-sum-exp [K, N]."""
+    num_pieces = bounds.size - 1 + groups.size
+    peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
+    masses = np.empty((num_pieces, queries.shape[1]), np.float32)
+    outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
+    for s in range(bounds.size - 1):
+        case = queries, keys, values, biases, layout, groups, scaling, bounds
+        attend_span(*case, s, (peaks, masses, outs))
+    return merge_splits(groups, bounds, peaks, masses, outs)
+
+
+@njit_parallel
+def attend_in_parallel(queries, keys, values, biases, layout, groups, scaling, bounds):
+    """All spans at once, one per thread; the same results as `attend_serially`."""
+    num_pieces = bounds.size - 1 + groups.size
+    peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
+    masses = np.empty((num_pieces, queries.shape[1]), np.float32)
+    outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
+    for s in numba.prange(bounds.size - 1):
+        case = queries, keys, values, biases, layout, groups, scaling, bounds
+        attend_span(*case, np.int64(s), (peaks, masses, outs))
+    return merge_splits(groups, bounds, peaks, masses, outs)

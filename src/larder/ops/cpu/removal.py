@@ -1,0 +1,86 @@
+"""Removing rows on a CPU: one kernel moves the runs of kept rows of all storages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Int, Int64
+from torch import Tensor
+
+from larder.ops.cpu.decode_attention import num_threads_for
+
+BYTES_PER_FLOAT = 16  # moving this many bytes takes about as long as attending to one float
+
+
+def supports(storages: Sequence[Tensor]) -> bool:
+    """Whether the rows lie one behind the other in host memory."""
+    return all(storage.device.type == "cpu" and storage.is_contiguous() for storage in storages)
+
+
+def remove_rows(
+    storages: Sequence[Tensor],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    new_starts: Int64[Tensor, " K"],
+) -> int | None:
+    """`readable_remove`. Safe from several threads at once on different storages."""
+    from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
+
+    packed = kept.cpu().contiguous().numpy()
+    places = starts.numpy(), new_starts.numpy()
+    bad, rows = kernels.check_kept(
+        packed, *places, lengths.numpy(), np.array(new_lengths, np.int64)
+    )
+    if bad >= 0:
+        return int(bad)
+    move_rows(storages, starts, lengths, kept.cpu(), new_lengths, new_starts, int(rows))
+    return None
+
+
+def move_rows(
+    storages: Sequence[Tensor],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    new_starts: Int64[Tensor, " K"],
+    rows: int,
+) -> None:
+    """Carry out a removal that was found to fit, and to move so many rows."""
+    from larder.ops.cpu import removal_kernels as kernels
+
+    if not rows:
+        return
+    addresses = np.array([storage.data_ptr() for storage in storages], np.int64)
+    row_bytes = np.array([s.stride(0) * s.itemsize for s in storages], np.int64)
+    packed, counts = kept.contiguous().numpy(), np.array(new_lengths, np.int64)
+    threads = num_threads_for(int(rows * row_bytes.sum()) // BYTES_PER_FLOAT)
+    run = kernels.move_in_parallel if threads > 1 else kernels.move_serially
+    places = starts.numpy(), new_starts.numpy()
+    run(addresses, row_bytes, packed, *places, lengths.numpy(), counts, threads)
+
+
+def plan_removal(
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    edges: tuple[int, ...],
+    roomy: int,
+) -> tuple[int | None, tuple[Int64[Tensor, " K"], int, int]]:
+    """The first head whose kept entries are wrong, if any is, and `readable_least_motion`.
+
+    Safe from several threads at once.
+    """
+    from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
+
+    packed, new_starts = kept.contiguous().numpy(), torch.empty_like(starts)
+    counts = starts.numpy(), lengths.numpy(), np.array(new_lengths, np.int64)
+    case = packed, *counts, np.array(edges, np.int64), roomy
+    bad, room, rows = kernels.plan_removal(*case, new_starts.numpy())
+    found = new_starts, int(room), int(rows)
+    return (None if bad < 0 else int(bad)), found

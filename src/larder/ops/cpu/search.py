@@ -1,0 +1,63 @@
+"""Searching keys on a CPU: one reading of each head's storage, shared by threads, no copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_threads_for, query_rows
+
+
+def supports(queries: Tensor, keys: Tensor) -> bool:
+    """Whether the kernel takes this call: contiguous CPU storage of a type that it reads."""
+    return (
+        queries.device.type == "cpu"
+        and keys.device.type == "cpu"
+        and keys.dtype in SUPPORTED_DTYPES
+        and keys.is_contiguous()
+    )
+
+
+def page_max_scores(
+    queries: Float[Tensor, "H D"],
+    keys: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    page: int,
+) -> Float[Tensor, "H N"]:
+    """Safe from several threads at once."""
+    from larder.ops.cpu import search_kernels as kernels  # compiles: not before it is needed
+
+    rows, owned = query_rows(queries[:, None], lengths.shape[0]), lengths.numpy()
+    num_pages = -(-int(owned.max()) // page)
+    bests = np.full((rows.shape[0], rows.shape[1], num_pages), -np.inf, np.float32)
+    pieces = kernels.page_chunks(owned, page)
+    threads = num_threads_for(int(owned.sum()) * rows.shape[1] * rows.shape[2])
+    search = kernels.score_pages_parallel if threads > 1 else kernels.score_pages
+    search(rows, as_numpy(keys.detach()), starts.numpy(), owned, page, pieces, bests)
+    return torch.from_numpy(bests).view(queries.shape[0], num_pages)
+
+
+def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
+    """Safe from several threads at once."""
+    from larder.ops.cpu import search_kernels as kernels
+
+    numbers = scores.detach().float().contiguous().numpy()
+    best = np.full((len(numbers), min(count, numbers.shape[1])), -1, np.int64)
+    threads = num_threads_for(numbers.size)
+    choose = kernels.top_rows_parallel if threads > 1 else kernels.top_rows
+    choose(numbers, best)
+    return torch.from_numpy(best)
+
+
+def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int64[Tensor, "K L"]:
+    """Safe from several threads at once."""
+    from larder.ops.cpu import search_kernels as kernels
+
+    lists = ranked.contiguous().numpy()
+    group = len(lists) // kv_heads
+    united = np.full((kv_heads, min(count, group * lists.shape[1])), -1, np.int64)
+    kernels.interleave(lists, group, united)
+    return torch.from_numpy(united)

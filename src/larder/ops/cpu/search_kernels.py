@@ -1,0 +1,181 @@
+"""The inner loops of searching keys, compiled by numba at their first call.
+
+Only `larder.ops.cpu.search` and other kernels import this module.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from larder.ops.cpu.decode_attention_kernels import (
+    ROWS,
+    load_rows,
+    njit_kernel,
+    njit_parallel,
+    score,
+)
+
+CHUNK = 32 * ROWS  # entries that a thread takes at a time
+
+
+@njit_kernel
+def page_chunks(lengths, page):
+    """Head, first and last-but-one entry of every piece; a piece is whole pages."""
+    step = (CHUNK + page - 1) // page * page
+    count = 0
+    for h in range(lengths.size):
+        count += (lengths[h] + step - 1) // step
+    pieces = np.empty((count, 3), np.int64)
+    p = 0
+    for h in range(lengths.size):
+        for first in range(0, lengths[h], step):
+            pieces[p, 0], pieces[p, 1] = h, first
+            pieces[p, 2] = min(first + step, lengths[h])
+            p += 1
+    return pieces
+
+
+@njit_kernel
+def score_chunk(queries, stored, start, first, stop, page, bests):
+    """Bests of the pages in [first, stop), in one reading of the rows."""
+    scratch = np.empty((ROWS, stored.shape[1]), np.float32)
+    scores = np.empty((queries.shape[0], ROWS), np.float32)
+    for block in range(first, stop, ROWS):
+        count = min(ROWS, stop - block)
+        score(queries, load_rows(stored, start + block, count, scratch), scores)
+        for r in range(queries.shape[0]):
+            for b in range(count):
+                at = (block + b) // page
+                bests[r, at] = max(bests[r, at], scores[r, b])
+
+
+@njit_kernel
+def score_pages(queries, stored, starts, lengths, page, pieces, bests):
+    """All pieces, one after the other."""
+    for p in range(len(pieces)):
+        h, first, stop = pieces[p]
+        score_chunk(queries[h], stored, starts[h], first, stop, page, bests[h])
+
+
+@njit_parallel
+def score_pages_parallel(queries, stored, starts, lengths, page, pieces, bests):
+    """As `score_pages`, shared by threads."""
+    for p in numba.prange(len(pieces)):
+        h, first, stop = pieces[p]
+        score_chunk(queries[h], stored, starts[h], first, stop, page, bests[h])
+
+
+@njit_kernel
+def precedes(value, number, other, its_number):
+    """Whether one comes before another: by its value, of equals by its number."""
+    return value > other or (value == other and number < its_number)
+
+
+@njit_kernel
+def insert_ranked(value, number, values, numbers, held):
+    """Put a number into a list of the best; how many the list holds then.
+
+    The last falls out of a full list.
+    """
+    if held == values.size:
+        if held == 0 or not precedes(value, number, values[held - 1], numbers[held - 1]):
+            return held
+        held -= 1
+    at = held
+    while at > 0 and precedes(value, number, values[at - 1], numbers[at - 1]):
+        at -= 1
+    for place in range(held, at, -1):
+        values[place], numbers[place] = values[place - 1], numbers[place - 1]
+    values[at], numbers[at] = value, number
+    return held + 1
+
+
+@njit_kernel
+def is_worse(value, number, other, other_number):
+    """Whether one score is below another; of equals the later is."""
+    return value < other or (value == other and number > other_number)
+
+
+@njit_kernel
+def sift_down(values, numbers, held):
+    """Let the top of a heap find its place; the worst comes to the top."""
+    value, number, at = values[0], numbers[0], 0
+    while 2 * at + 1 < held:
+        child = 2 * at + 1
+        next_one = child + 1
+        if next_one < held and is_worse(
+            values[next_one], numbers[next_one], values[child], numbers[child]
+        ):
+            child = next_one
+        if not is_worse(values[child], numbers[child], value, number):
+            break
+        values[at], numbers[at] = values[child], numbers[child]
+        at = child
+    values[at], numbers[at] = value, number
+
+
+@njit_kernel
+def sift_up(values, numbers, at):
+    """Let what was put at the end of a heap find its place."""
+    value, number = values[at], numbers[at]
+    while at > 0:
+        parent = (at - 1) // 2
+        if not is_worse(value, number, values[parent], numbers[parent]):
+            break
+        values[at], numbers[at] = values[parent], numbers[parent]
+        at = parent
+    values[at], numbers[at] = value, number
+
+
+@njit_kernel
+def top_row(scores, best):
+    """Numbers of the highest scores of one row, by a heap that is emptied from the worst on."""
+    if best.size == 0:
+        return
+    values = np.empty(best.size, np.float32)
+    held = 0
+    for n in range(scores.size):
+        score = scores[n]
+        if held < best.size:
+            if score != -np.inf:
+                values[held], best[held] = score, n
+                sift_up(values, best, held)
+                held += 1
+        elif score > values[0]:
+            values[0], best[0] = score, n
+            sift_down(values, best, held)
+    for last in range(held - 1, 0, -1):
+        values[0], values[last] = values[last], values[0]
+        best[0], best[last] = best[last], best[0]
+        sift_down(values, best, last)
+
+
+@njit_kernel
+def top_rows(scores, best):
+    """All rows, one after the other."""
+    for row in range(len(scores)):
+        top_row(scores[row], best[row])
+
+
+@njit_parallel
+def top_rows_parallel(scores, best):
+    """As `top_rows`, shared by threads."""
+    for row in numba.prange(len(scores)):
+        top_row(scores[row], best[row])
+
+
+@njit_kernel
+def interleave(ranked, group, united):
+    """All firsts of a group, then all seconds, and so on, each number once."""
+    for k in range(len(united)):
+        held = 0
+        for p in range(ranked.shape[1]):
+            for r in range(group):
+                number = ranked[k * group + r, p]
+                new = number >= 0
+                for at in range(held):
+                    new = new and united[k, at] != number
+                if new and held < united.shape[1]:
+                    united[k, held] = number
+                    held += 1

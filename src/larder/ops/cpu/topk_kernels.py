@@ -1,0 +1,63 @@
+"""The inner loops of selection, compiled by numba at their first call.
+
+Only `larder.ops.cpu.topk` imports this module, and only when it is about to select. The score
+at the edge is found by its bits, some at a time from the highest down: four counts, each over those
+that are left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from larder.ops.cpu.decode_attention_kernels import njit_exact
+
+STEPS = ((21, 11), (14, 7), (7, 7), (0, 7))  # lowest bit and number of the bits that are counted
+SIGN = np.uint32(1 << 31)
+
+
+@njit_exact
+def sortable_bits(scores, ranks):
+    """Unsigned numbers that ascend as the scores do; both zeros are one."""
+    numbers = (scores + np.float32(0.0)).view(np.uint32)
+    for s in range(scores.size):
+        ranks[s] = ~numbers[s] if numbers[s] & SIGN else numbers[s] | SIGN
+
+
+@njit_exact
+def radix_threshold(ranks, count):
+    """The lowest of the `count` highest ranks, and how many of its equals are among these."""
+    edge = np.uint32(0)
+    wanted = count
+    left = ranks  # those whose higher bits are the edge's
+    for low, width in STEPS:
+        mask = np.uint32((1 << width) - 1)
+        counts = np.zeros(1 << width, np.int64)
+        for s in range(left.size):
+            counts[(left[s] >> np.uint32(low)) & mask] += 1
+        place = np.int64((left.max() >> np.uint32(low)) & mask)
+        while counts[place] < wanted:
+            wanted -= counts[place]
+            place -= 1
+        edge |= np.uint32(place) << np.uint32(low)
+        some = np.empty(counts[place], np.uint32)
+        found = 0
+        for s in range(left.size):
+            if (left[s] >> np.uint32(low)) & mask == place:
+                some[found] = left[s]
+                found += 1
+        left = some
+    return edge, wanted
+
+
+@njit_exact
+def mark_highest(scores, count, marks):
+    """Mark the `count` highest scores of each row, of equals the first; 0 < count < row length."""
+    ranks = np.empty(scores.shape[1], np.uint32)
+    for row in range(scores.shape[0]):
+        sortable_bits(scores[row], ranks)
+        edge, wanted = radix_threshold(ranks, count)
+        for s in range(ranks.size):
+            marks[row, s] = ranks[s] > edge
+            if ranks[s] == edge and wanted > 0:
+                marks[row, s] = True
+                wanted -= 1

@@ -1,0 +1,105 @@
+"""Attention over entries that are held in few bits, without turning all of them back at once.
+
+Groups of entries lie one after the other, those of one kv head in any places. The readable form is
+here, the fast one in `larder.ops.cpu.quantized_attention`; it is taken on a CPU for a few queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from larder.ops.attention import ragged_attention
+from larder.ops.cpu import quantized_attention
+from larder.ops.merging import merge_attention
+from larder.ops.packing import starts_of
+from larder.ops.rounded import QuantizedRows
+
+DECODE_CHUNK = 1 << 11  # entries turned back at once: 2 MiB of float32 keys and values of size 128
+
+
+@dataclass(frozen=True)
+class QuantizedKV:
+    """Keys and values in few bits.
+
+    Args:
+        lengths: whose each group is, and how many entries it has; in host memory.
+    """
+
+    keys: QuantizedRows
+    values: QuantizedRows
+    lengths: Int32[Tensor, "G 2"]
+
+    def __len__(self) -> int:
+        return int(self.lengths[:, 1].sum())
+
+    def groups_of(self, rows: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
+        """Which group each row belongs to; in host memory."""
+        return torch.searchsorted(self.lengths[:, 1].long().cumsum(0), rows, right=True)
+
+    def heads(self) -> Int64[Tensor, " T"]:
+        """Which kv head each row belongs to; in host memory."""
+        return torch.repeat_interleave(self.lengths[:, 0].long(), self.lengths[:, 1])
+
+    def decoded(
+        self, rows: Int64[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+        """Keys and values of some rows, each once."""
+        groups = self.groups_of(rows)
+        return self.keys.decoded(rows, groups), self.values.decoded(rows, groups)
+
+
+def quantized_attention(
+    queries: Float[Tensor, "H Q D"],
+    entries: QuantizedKV,
+    num_kv_heads: int,
+    scaling: float,
+    bias: Float[Tensor, " T"] | None = None,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """Attend every query to every entry of its kv head, in float32; as `ragged_attention`."""
+    if quantized_attention.supports(queries, entries.keys, entries.values, num_kv_heads):
+        case = queries, entries.keys, entries.values, entries.lengths, num_kv_heads, scaling, bias
+        return quantized_attention.quantized_attention(*case)
+    return reference_quantized_attention(queries, entries, num_kv_heads, scaling, bias)
+
+
+def reference_quantized_attention(
+    queries: Float[Tensor, "H Q D"],
+    entries: QuantizedKV,
+    num_kv_heads: int,
+    scaling: float,
+    bias: Float[Tensor, " T"] | None = None,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """`quantized_attention` for every device: `DECODE_CHUNK` entries of a head after the other."""
+    starts = starts_of(entries.lengths[:, 1].long())
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for head, own in enumerate(queries.unflatten(0, (num_kv_heads, -1))):
+        groups = (entries.lengths[:, 0] == head).nonzero().flatten()
+        counts = entries.lengths[groups, 1].long()
+        shift = torch.repeat_interleave(starts[groups] - starts_of(counts), counts)
+        out = torch.zeros_like(own, dtype=torch.float32)
+        lse = own.new_full(own.shape[:2], -torch.inf, dtype=torch.float32)
+        for rows in (shift + torch.arange(len(shift))).split(DECODE_CHUNK):
+            if len(rows):
+                part = _attend_rows(own, entries, rows, scaling, bias)
+                out, lse = merge_attention((out, part[0]), (lse, part[1]))
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend_rows(
+    queries: Float[Tensor, "R Q D"],
+    entries: QuantizedKV,
+    rows: Int64[Tensor, " N"],
+    scaling: float,
+    bias: Float[Tensor, " T"] | None,
+) -> tuple[Float[Tensor, "R Q D"], Float[Tensor, "R Q"]]:
+    keys, values = (side.to(queries.dtype) for side in entries.decoded(rows))
+    starts, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([len(rows)])
+    added = None if bias is None else bias[rows.to(bias.device)]
+    return ragged_attention(queries, keys, values, starts, lengths, scaling, added)

@@ -1,0 +1,43 @@
+"""A range of positions is forgotten for good, wherever entries of it lie."""
+
+from __future__ import annotations
+
+import torch
+
+from builders import a_layer, a_plan, draw
+from larder.cache.forms.tiered import TieredLayer
+from larder.core.ledger import Ledger
+from larder.core.recall import OffloadSpec
+from larder.recall.flat import Flat
+from stores import append, assert_close, extend
+
+LAYER = a_layer(2, 2)
+
+
+def a_tiered(dense: int) -> TieredLayer:
+    parking = OffloadSpec(Flat(tokens=400, page=4, dense=dense))
+    return TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+
+
+def test_what_is_forgotten_is_in_neither_tier() -> None:
+    store, other = a_tiered(0), a_tiered(0)
+    text, new = draw(LAYER, 40), draw(LAYER, 1, 40, 3)
+    append(store, text)
+    store.apply(a_plan([range(0, 40, 3), range(35, 40)], [40, 40]))
+    extend(store, new)
+    store.truncate(40)
+    store.forget(10, 30)
+    assert [sum(pair) for pair in zip(store.lengths, store.parked().lengths, strict=True)] == [
+        20,
+        20,
+    ]
+    append(other, text.part(0, 10))
+    append(other, text.part(30, 40))
+    assert_close(extend(store, new), extend(other, new))
+
+
+def test_a_dense_layer_forgets_too() -> None:
+    store = a_tiered(1)
+    append(store, draw(LAYER, 6))
+    store.forget(2, 5)
+    assert store.entries().head_positions(1).tolist() == [0, 1, 5]

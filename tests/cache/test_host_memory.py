@@ -1,0 +1,95 @@
+"""What parked entries and the index over them may take of host memory, told before it is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, a_spec, draw
+from larder.cache.forms.tiered import TieredLayer
+from larder.cache.offload.host_memory import HostMemoryBudget
+from larder.cache.sequence import CacheForm, SequenceCache
+from larder.core.errors import BudgetError
+from larder.core.ledger import Ledger
+from larder.core.recall import OffloadSpec, RecallPart
+from larder.recall.bounds import Bounds
+from larder.recall.dci import Dci
+from larder.recall.flat import Flat
+from larder.recall.pq import PQ
+from stores import append, extend
+
+LAYER = a_layer(2, 2)
+PARTS = {
+    "pq": PQ(tokens=4, dense=0),
+    "bounds": Bounds(tokens=8, page=4, dense=0),
+    "dci": Dci(tokens=8, page=4, dense=0),
+}
+ROOMY = 1 << 30
+
+
+def a_store(recall: RecallPart, limit: int | None = None) -> tuple[TieredLayer, HostMemoryBudget]:
+    store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), OffloadSpec(recall))
+    room = HostMemoryBudget(limit)
+    store.join(room)
+    return store, room
+
+
+def park(store: TieredLayer, count: int, start: int = 0) -> None:
+    append(store, draw(LAYER, count, start))
+    last = [length - 1 for length in store.lengths]
+    store.apply(a_plan([[n] for n in last], list(store.lengths)))
+
+
+def test_a_sequence_is_refused_before_anything_is_allocated_and_nothing_has_changed() -> None:
+    wide = a_layer(2, 1)
+    spec = a_spec(wide, replace(wide, index=1))
+    cache = SequenceCache(spec, CacheForm.TIERED, parking=OffloadSpec(Flat(tokens=4, dense=0), 1))
+    for layer in (0, 1):
+        append(cache._stores[layer], draw(wide, 9000))
+    before = cache.nbytes
+    with pytest.raises(BudgetError, match="raise park"):
+        cache.apply(0, a_plan([[8999], [8999]], [9000, 9000]))
+    assert (cache.nbytes, cache.plans) == (before, 0)
+    assert cache.lengths()[0] == (9000, 9000)
+
+
+def test_memory_that_the_machine_lacks_is_told_too(monkeypatch) -> None:
+    monkeypatch.setattr("larder.cache.offload.host_memory._available_bytes", lambda: 1000)
+    with pytest.raises(BudgetError, match="available"):
+        HostMemoryBudget().check(2000)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_index_counts_before_it_is_made(name) -> None:
+    store, room = a_store(PARTS[name], ROOMY)
+    foreseen = store._index_bytes(2 * 3000)
+    park(store, 3000)
+    entries = room.taken
+    extend(store, draw(LAYER, 1, 3000))
+    index = room.taken - entries
+    assert 0.5 * foreseen < index < 1.5 * foreseen
+    other, tight = a_store(PARTS[name], entries + index // 3)
+    with pytest.raises(BudgetError, match="the index over them"):
+        park(other, 3000)
+    assert len(other.parked().positions) == tight.taken - other.finder.learned.nbytes - 48 == 0
+
+
+def test_what_a_known_index_will_grow_by_follows_what_it_has() -> None:
+    store, _ = a_store(PARTS["bounds"], ROOMY)
+    park(store, 2000)
+    extend(store, draw(LAYER, 1, 2000))
+    held = store.finder.learned.nbytes
+    assert store._index_bytes(store.finder.learned.known[0]) == pytest.approx(held / 2, abs=1)
+
+
+def test_who_is_gone_takes_nothing() -> None:
+    store, room = a_store(Flat(tokens=4, dense=0))
+    park(store, 10)
+    assert room.taken == store.host_nbytes > 0
+    fork = store.fork()
+    fork.join(room)
+    assert room.taken == store.host_nbytes + fork.host_nbytes
+    del fork
+    assert room.taken == store.host_nbytes

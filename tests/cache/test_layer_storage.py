@@ -1,0 +1,140 @@
+"""What every form of storage takes, gives back, saves and restores."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from larder.cache.forms.tiered import TieredLayer
+from memory import reachable_tensors, storage_bytes
+from stores import append, assert_holds, exact, extend, same
+
+
+def test_every_byte_is_counted(subject) -> None:
+    store, _ = subject.filled()
+    for step in range(4):
+        assert storage_bytes(reachable_tensors(store)) == store.nbytes
+        extend(store, subject.tokens(3, 13 + 3 * step))
+    store.reserve(50)
+    assert storage_bytes(reachable_tensors(store)) == store.nbytes
+    store.compact()
+    assert storage_bytes(reachable_tensors(store)) == store.nbytes
+
+
+def test_a_hidden_tensor_is_found(subject) -> None:
+    store, _ = subject.filled()
+    store.hidden = {"old": [torch.zeros(1000)]}
+    assert storage_bytes(reachable_tensors(store)) == store.nbytes + 4000
+
+
+def test_what_a_plan_rejects_is_freed_at_once(planned) -> None:
+    store, chosen = planned.new(), planned.chosen(40)
+    append(store, planned.tokens(40))
+    before = store.nbytes
+    old = [weakref.ref(tensor) for tensor in store.tensors()[:3]]
+    store.apply(planned.plan(chosen, 40))
+    assert [ref() for ref in old] == [None, None, None]
+    rows = sum(len(head) for head in chosen)
+    rows_of_positions = len(store.tensors()[2])
+    bytes_of_entries = rows * 2 * planned.layer.head_dim * 4 + 4 * rows_of_positions
+    metadata = sum(t.untyped_storage().nbytes() for t in store.tensors()[3:])
+    assert store.nbytes == bytes_of_entries + metadata < before
+    assert storage_bytes(reachable_tensors(store)) == store.nbytes
+
+
+def test_a_fork_goes_its_own_way(subject) -> None:
+    store, _ = subject.filled()
+    store.reserve(4)
+    copy, untouched = store.fork(), subject.filled()[0]
+    untouched.reserve(4)
+    pointers = {t.untyped_storage().data_ptr() for t in store.tensors() if t.numel()}
+    if not isinstance(store, TieredLayer):  # its forks share what is parked: test_tiered_forks.py
+        assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in copy.tensors())
+    extend(copy, subject.tokens(3, 13, seed=5))
+    copy.truncate(14)
+    assert same(store, untouched)
+    assert not same(store, copy)
+
+
+def test_reserved_storage_is_used(planned) -> None:
+    store, loop = planned.filled()
+    store.reserve(30)
+    places, size = [t.data_ptr() for t in store.tensors()[:3]], store.nbytes
+    assert_holds(store, loop)
+    for start in range(13, 43, 6):
+        new = planned.tokens(6, start)
+        extend(store, new)
+        append(loop, new)
+    assert_holds(store, loop)
+    assert [t.data_ptr() for t in store.tensors()[:3]] == places
+    assert store.nbytes == size
+
+
+def test_compacting_gives_slack_back(subject) -> None:
+    store, _ = subject.filled()
+    store.reserve(100)
+    extend(store, subject.tokens(3, 13))
+    before = subject.filled()[0]
+    extend(before, subject.tokens(3, 13))
+    store.compact()
+    before.compact()
+    rows = int(exact(store).sum())
+    assert same(store, before)
+    assert sum(t.untyped_storage().nbytes() for t in store.tensors()[:2]) == (
+        rows * 2 * subject.layer.head_dim * 4
+    )
+
+
+def test_saved_and_restored_both_continue_alike(subject) -> None:
+    store, _ = subject.filled()
+    store.reserve(9)
+    state = store.state()
+    assert all(tensor.is_contiguous() for tensor in state.values())
+    assert all(
+        tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        for tensor in state.values()
+    )
+    copy = type(store).restore(store.layer, {name: t.clone() for name, t in state.items()})
+    assert same(store, copy)
+    copy.reserve(9)
+    for start, size in ((13, 4), (17, 1), (18, 6)):
+        new = subject.tokens(size, start)
+        assert torch.equal(extend(copy, new), extend(store, new))
+    for twin in (store, copy):
+        twin.compact()
+    assert same(store, copy)
+
+
+def test_one_state_restores_twice(subject) -> None:
+    store, _ = subject.filled()
+    state = store.state()
+    first, second = (type(store).restore(store.layer, state) for _ in range(2))
+    first.truncate(7)  # makes room in place
+    append(first, subject.tokens(1, 7))
+    assert same(second, store)
+    assert same(type(store).restore(store.layer, state), store)
+
+
+def test_lengths_are_those_of_the_entries(subject, monkeypatch) -> None:
+    store, _ = subject.filled()
+    expected = store.entries().lengths
+    monkeypatch.setattr(type(store), "entries", None)
+    assert store.lengths == expected
+
+
+def test_what_stood_beside_the_new_storage_is_told(subject) -> None:
+    store, _ = subject.filled()
+    before = store.fast_nbytes - (store.coded_bytes if subject.kind.codecs else 0)
+    append(store, subject.tokens(80, 13))  # more than any slack
+    assert store.replaced_bytes == before
+
+
+def test_a_plan_holds_the_old_storage_beside_the_new(planned) -> None:
+    store = planned.new()
+    store.allocate(50)
+    append(store, planned.tokens(40))
+    assert store.replaced_bytes == 0
+    before = store.nbytes
+    store.apply(planned.plan([[0, 1]] * planned.layer.kv_heads, 40))
+    assert store.replaced_bytes == before

@@ -1,0 +1,69 @@
+"""What a ragged store hears of a token: the logits of its query, handed out once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import a_layer, draw
+from larder.cache.forms.ragged import RaggedLayer
+from larder.core.plan import Plan
+
+
+def a_store() -> RaggedLayer:
+    """Nine entries per head, and room for more."""
+    store, told = (
+        RaggedLayer(a_layer(2, 2), torch.float32, torch.device("cpu")),
+        draw(a_layer(2, 2), 9),
+    )
+    store.append(told.keys, told.values, told.positions)
+    store.allocate(32)
+    return store
+
+
+def read_one(store: RaggedLayer, position: int) -> torch.Tensor:
+    new = draw(store.layer, 1, position)
+    store.extend(new.queries, new.keys, new.values, new.positions)
+    return new.queries
+
+
+def test_logits_are_those_of_the_newest_query_and_handed_out_once() -> None:
+    store = a_store()
+    store.listen()
+    queries, heard = read_one(store, 9), store.heard()
+    assert heard is not None
+    held = store.entries()
+    for head in range(2):
+        for r in range(2):
+            expected = held.head_keys(head) @ queries[2 * head + r, 0] * store.layer.scaling
+            torch.testing.assert_close(heard[r, held.rows(head)], expected)
+    assert store.heard() is None
+
+
+def test_a_store_listens_to_one_token_only() -> None:
+    store = a_store()
+    read_one(store, 9)
+    assert store.heard() is None
+    store.listen()
+    read_one(store, 10)
+    read_one(store, 11)
+    assert store.heard() is None
+
+
+@pytest.mark.parametrize("change", ["append", "apply", "evict", "lay out"])
+def test_what_was_heard_is_forgotten_when_entries_move(change) -> None:
+    store = a_store()
+    store.listen()
+    read_one(store, 9)
+    new = draw(store.layer, 2, 10)
+    every = Plan(torch.arange(20), (10, 10))
+    fewer = replace(every, kept=every.kept[every.kept % 10 > 0], lengths=(9, 9))
+    {
+        "append": lambda: store.append(new.keys, new.values, new.positions),
+        "apply": lambda: store.apply(fewer),
+        "evict": lambda: store.evict(fewer),
+        "lay out": lambda: store.compact(),
+    }[change]()
+    assert store.heard() is None
