@@ -12,7 +12,7 @@ import zstandard
 
 from larder.core.types import AppendKind, Mode
 from larder.engine.engine import Engine
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 from larder.models.passes import Row
 from larder.prefill.base import pieces
 from larder.prefill.reader import Lane
@@ -46,7 +46,7 @@ class AnswerDivergence:
 def exported_turns(exported: bytes) -> list[Said]:
     """What was said in a session, token for token, of the file that a server exports."""
     document = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(exported))
-    asked = Asked(Sampling(), 0, ())
+    asked = Asked(SamplingParams(), 0, ())
     return [
         Said((), array(ID, t["prompt"]), t["text"], array(ID, t["answer"]), t["unread"], asked, "")
         for t in document["said"]

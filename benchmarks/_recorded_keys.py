@@ -17,7 +17,7 @@ from larder.core.spec import LayerSpec
 from larder.core.types import Mode
 from larder.models.loading import load
 from larder.models.passes import Recorded, Row
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 BLOCK = 512
 PROTECTED_TOKENS = 32  # sinks, and as many of the latest, that are never parked
@@ -54,7 +54,7 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
     A conversation that is shorter is read over and over.
     """
     loaded = load("seed")
-    scribe = Scribe(loaded.tokenizer)
+    scribe = TokenizerAdapter(loaded.tokenizer)
     conversation = read_conversation(path)
     ids = scribe.write(conversation).ids
     ids = (ids * (1 + tokens // len(ids)))[-tokens:]
@@ -89,7 +89,7 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
 
 
 def _question_answer_ids(
-    scribe: Scribe, conversation: Conversation, asked: int
+    scribe: TokenizerAdapter, conversation: Conversation, asked: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Questions, evenly taken, and their answers as the model would write them."""
     step = max(len(conversation.questions) // asked, 1)

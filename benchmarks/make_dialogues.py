@@ -21,7 +21,7 @@ from pathlib import Path
 from larder.core.errors import LarderError
 from larder.core.spelling import name_of
 from larder.models.loading import load
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.conversation_file import conversation_json
 from larder_bench.datasets.haystack import Haystack
 from larder_bench.datasets.sources import TaskSources
@@ -34,7 +34,7 @@ BORDER = re.compile(r"\s*(?:>|,(?![^(]*\)))\s*")
 
 def main() -> None:
     options = _options()
-    count = Scribe(load("seed").tokenizer).length
+    count = TokenizerAdapter(load("seed").tokenizer).length
     sources = TaskSources(count, options.corpus, options.data)
     options.out.mkdir(parents=True, exist_ok=True)
     for sentence in BORDER.split(options.kinds):

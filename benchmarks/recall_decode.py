@@ -38,7 +38,7 @@ from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.prefill.tending import Tending
-from larder.session.rooms import entries_of
+from larder.session.capacity import entries_per_head
 from larder_bench.profiling.step_profiler import profile_steps
 from larder_bench.profiling.synthetic_keys import (
     KeyQueryStream,
@@ -153,7 +153,7 @@ def _policy(
     cache, planner = _parked(decoder, policy, streams, clock, row), policy.planner
     layers = [layer for layer in decoder.spec.managed if cache.makeup.governs(layer)]
     tokens = streams[0].keys.shape[1]
-    fast = entries_of(policy, decoder.spec)
+    fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
     tending = Tending(planner, fast, (quotas,), (tokens,), decoder.foresee)
     go_to, done = inject_streams([cache], streams), [0]
@@ -188,7 +188,7 @@ def _parked(
     cache = SequenceCache(
         decoder.spec, CacheForm.TIERED, policy.planner.ledger, parking=policy.parking
     )
-    near = entries_of(policy, decoder.spec)
+    near = entries_per_head(policy, decoder.spec)
     first = policy.scorer.least().joined(policy.protect.least(near)).first
     tokens, seconds = streams[0].keys.shape[1], 0.0
     for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):

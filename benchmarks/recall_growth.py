@@ -21,9 +21,9 @@ import torch
 from larder import Engine, read_conversation
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.sequence import SequenceCache
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
-from larder.session.reading import tend
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
+from larder.session.prefill import decode_planner
 from larder_bench.results.environment import checkout_commit
 
 SHORT = Path(__file__).parents[1] / "examples" / "conversation.json"
@@ -89,13 +89,13 @@ def main() -> None:
     engine = Engine.load(policy=options.policy, budget=options.budget)
     memory = engine.read(read_conversation(options.file))
     cache = memory.recall(QUESTION)[0].fork()
-    tending = tend(engine.desk, memory.policy, [cache])
+    tending = decode_planner(engine.desk, memory.policy, [cache])
     generate(
         engine.loaded.decoder,
         [cache],
         [engine.scribe.question(QUESTION)],
-        Sampling(temperature=1.0, seed=0),
-        Limits(options.tokens),
+        SamplingParams(temperature=1.0, seed=0),
+        StoppingCriteria(options.tokens),
         GrowthReporter(cache, options.every, options.out),
         *([] if tending is None else [tending.observer]),
     )

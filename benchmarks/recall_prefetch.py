@@ -40,8 +40,8 @@ from larder.models.decoder import Decoder
 from larder.models.loading import load
 from larder.models.passes import Row
 from larder.prefill.meter import Meter
-from larder.session.reading import Desk, build, tend
-from larder.session.transcript import Scribe
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 OUT = Path("results/recall_ahead.jsonl")
 WARMUPS = 4
@@ -73,10 +73,10 @@ def main() -> None:
     parser.add_argument("--dense", type=int, default=None, help="layers that park nothing")
     options = parser.parse_args()
     loaded = load("seed")
-    scribe = Scribe(loaded.tokenizer)
+    scribe = TokenizerAdapter(loaded.tokenizer)
     ids = scribe.write(read_conversation(options.dialogue)).ids
     ids = (ids * (1 + options.tokens // len(ids)))[-options.tokens :]
-    desk = Desk(loaded.decoder, scribe, _no_embedder, lambda names: {})
+    desk = ModelRuntime(loaded.decoder, scribe, _no_embedder, lambda names: {})
     policy = Policy.parse(options.policy).filled(options.budget, None)
     if options.dense is not None:
         policy = replace(policy, recall=replace(policy.recall, dense=options.dense))
@@ -102,10 +102,10 @@ def _no_embedder(name: str) -> Any:
 
 @torch.no_grad()
 def _run_variant(
-    desk: Desk, policy: Policy, ids: tuple[int, ...], asked: tuple[int, ...]
+    desk: ModelRuntime, policy: Policy, ids: tuple[int, ...], asked: tuple[int, ...]
 ) -> PrefetchStats:
-    cache = build(desk, policy, ids, [{}], Meter()).activate(0)
-    tending = tend(desk, policy, [cache])
+    cache = build_caches(desk, policy, ids, [{}], Meter()).activate(0)
+    tending = decode_planner(desk, policy, [cache])
     told = PrefetchStats()
     for step, token in enumerate(asked):
         if step == WARMUPS:

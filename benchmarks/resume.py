@@ -33,14 +33,14 @@ from transformers import Qwen3ForCausalLM
 
 from larder.core.conversation import Conversation
 from larder.core.types import Mode
-from larder.engine.beginning import policy_of
+from larder.engine.chat_opening import sized_policy
 from larder.engine.engine import Engine
-from larder.engine.keeping import StoreKeeper
+from larder.engine.persistence import StorePersistence
 from larder.models.loading import Loaded, adopt, seed_tokenizer
 from larder.models.passes import Row
-from larder.session.filing import Cabinet
-from larder.session.log import Exchange, Log
-from larder.session.snapshot import State
+from larder.session.chat_cache import ChatCache
+from larder.session.chat_state import ChatState
+from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.store.store import Store
 from larder_bench.random_models import RANDOM, open_model, random_config
 
@@ -53,13 +53,13 @@ class SavedSession:
 
     def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
         self._engine = engine
-        said = Exchange(TEXT, "", tuple(ids))
-        self.log = Log(Conversation("nothing", ()), (said,))
-        self.policy = policy_of(engine, self.log)
+        said = ChatTurn(TEXT, "", tuple(ids))
+        self.log = ChatLog(Conversation("nothing", ()), (said,))
+        self.policy = sized_policy(engine, self.log)
 
-    def read(self) -> tuple[State, Tensor]:
+    def read(self) -> tuple[ChatState, Tensor]:
         """Read from the log, to the first token."""
-        state = Cabinet.read(self._engine.desk, self.policy, self.log).state
+        state = ChatCache.read(self._engine.desk, self.policy, self.log).state
         return state, self._first(state)
 
     def restored(
@@ -72,7 +72,7 @@ class SavedSession:
         """
         store, times = Store(str(folder), folder), list[float]()
         try:
-            keeper = StoreKeeper(store, self._engine.loaded, codec=codec)
+            keeper = StorePersistence(store, self._engine.loaded, codec=codec)
             store.parts.rates.know({"disk": 1e15})  # load, however slow that is
             for _ in range(RUNS):
                 before()
@@ -86,17 +86,17 @@ class SavedSession:
         finally:
             store.close()
 
-    def saved(self, state: State, folder: Path, codec: str) -> int:
+    def saved(self, state: ChatState, folder: Path, codec: str) -> int:
         """Save in a store; the bytes of its caches there."""
         store = Store(str(folder), folder)
         try:
-            StoreKeeper(store, self._engine.loaded, codec=codec).save(NAME, state)
+            StorePersistence(store, self._engine.loaded, codec=codec).save(NAME, state)
             [record] = store.sessions.heads()
             return sum(ref.bytes for ref in record.spans)
         finally:
             store.close()
 
-    def _first(self, state: State) -> Tensor:
+    def _first(self, state: ChatState) -> Tensor:
         """Log-probabilities of the first token of an answer."""
         cache, _ = state.memory.recall(TEXT)
         ids = self._engine.scribe.question(TEXT)

@@ -36,7 +36,7 @@ from _timing import environment, write
 from larder.core.conversation import Conversation
 from larder.engine.engine import Engine
 from larder.evaluation.answer_metrics import exact_match
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import parse_task
 
@@ -135,7 +135,9 @@ class ServingRun:
 
 def main() -> int:
     given = _given()
-    sources = TaskSources(Scribe(Engine.load("seed", policy="full").loaded.tokenizer).length)
+    sources = TaskSources(
+        TokenizerAdapter(Engine.load("seed", policy="full").loaded.tokenizer).length
+    )
     task = parse_task(given.task or f"lifelog(questions={given.turns})")
     made = [task.make(number, given.tokens, sources) for number in range(given.sessions)]
     talks = [

@@ -10,8 +10,8 @@ import pytest
 
 from larder.cache.sequence import SequenceCache
 from larder.models.passes import Pass
+from larder.session.capacity import budgeted_layers, entries_per_head
 from larder.session.policy import Policy
-from larder.session.rooms import entries_of, governed
 
 KEYDIFF = "blockwise() > protect(sinks=4, recent=8) > keydiff() > uniform()"
 SENTENCES = {
@@ -88,7 +88,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peak]:
 def most(policy: Policy, cache: SequenceCache, block: int) -> tuple[int, int]:
     """Entries of one cache at rest, and while a turn runs."""
     spec = cache.spec
-    heads = sum(layer.kv_heads for layer in governed(policy, spec))
+    heads = sum(layer.kv_heads for layer in budgeted_layers(policy, spec))
     pages = 0 if policy.recall is None else policy.recall.tokens or 0
-    resting = entries_of(policy, spec) + pages + policy.lag
+    resting = entries_per_head(policy, spec) + pages + policy.lag
     return heads * resting, heads * (resting + block)

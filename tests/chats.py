@@ -16,11 +16,11 @@ from larder.engine.engine import Engine
 from larder.models.loading import Loaded
 from larder.models.passes import Row
 from larder.prefill.base import silent
-from larder.session.memory import Memory
+from larder.session.caches import SessionCaches
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, Source
-from larder.session.shelf import Shelf
-from topics import TopicEmbedder
+from larder.session.prefill import ModelRuntime, PrefillInput
+from topic_embedder import TopicEmbedder
 
 BUDGET, BLOCK = 96, 32
 EPISODES = (
@@ -47,13 +47,18 @@ HISTORY = Conversation(
 class Library:
     """Reads a conversation once under each policy, and hands out copies of what was left."""
 
-    def __init__(self, gather: Callable[..., Memory]) -> None:
-        self._gather, self._read = gather, dict[Any, tuple[Memory, list[Any], Any]]()
+    def __init__(self, gather: Callable[..., ConversationMemory]) -> None:
+        self._gather, self._read = gather, dict[Any, tuple[ConversationMemory, list[Any], Any]]()
 
     def gather(
-        self, desk: Desk, source: Source, policy: Policy, prompts: Any, progress: Any = silent
-    ) -> Memory:
-        """As `larder.session.reading.gather`; who watches or prompts has it read anew."""
+        self,
+        desk: ModelRuntime,
+        source: PrefillInput,
+        policy: Policy,
+        prompts: Any,
+        progress: Any = silent,
+    ) -> ConversationMemory:
+        """As `larder.session.prefill.prefill_memory`; who watches or prompts has it read anew."""
         if prompts or progress is not silent:
             return self._gather(desk, source, policy, prompts, progress)
         key = id(desk.decoder), str(policy), source.ids, source.said
@@ -62,7 +67,7 @@ class Library:
             kept = [memory.shelf.activate(n).fork() for n in range(len(memory.shelf))]
             self._read[key] = memory, kept, desk.decoder  # whose id is the key stays
         memory, kept, _ = self._read[key]
-        shelf = Shelf(desk.decoder.spec, [cache.fork() for cache in kept])
+        shelf = SessionCaches(desk.decoder.spec, [cache.fork() for cache in kept])
         return replace(memory, conversation=source.conversation, shelf=shelf)
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from borders import PACKAGE, UNCHECKED, check_imports, checked_modules
+from type_checking import PACKAGE, UNCHECKED, check_imports, checked_modules
 
 SEED = 0
 check_imports(checked_modules(PACKAGE, UNCHECKED))

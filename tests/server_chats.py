@@ -9,7 +9,7 @@ import pytest
 from larder.server.request import Turn
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
-from topics import TopicEmbedder
+from topic_embedder import TopicEmbedder
 
 # What cannot be served, and a word of why.
 REFUSED = dict.fromkeys(("exact_question", "finch", "laq", "dapq"), "question")

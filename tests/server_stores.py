@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from larder.engine.snapshots import Snapshots
+from larder.engine.snapshots import ModelSnapshots
 from larder.models.loading import Loaded
 from larder.server.keeper import Durability
 from larder.server.persisting import Persisting
@@ -33,7 +33,7 @@ class Stored:
         url = str(folder / "blobs") if place is None else place
         self.store = Store(url, folder / "home", secret=b"s" * 32)
         self.keeper = Persisting(self.store, loaded.decoder.spec)
-        self.vault = StoreVault(self.keeper, Snapshots(self.store, loaded, codec), durability)
+        self.vault = StoreVault(self.keeper, ModelSnapshots(self.store, loaded, codec), durability)
         own = {"keeper": self.keeper, "vault": self.vault, **served}
         self.served = Served(loaded, **own)  # pyright: ignore
         self.core, self.ask, self.run = self.served.core, self.served.ask, self.served.run

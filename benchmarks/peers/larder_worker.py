@@ -16,11 +16,11 @@ from _held import Peak, held_bytes
 
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.conversation import Conversation
-from larder.engine.decoding import Limits, generate, untended
 from larder.engine.engine import Engine
-from larder.engine.sampling import Sampling
-from larder.session.memory import Memory
-from larder.session.reading import tend
+from larder.engine.generate import StoppingCriteria, generate, no_observer
+from larder.engine.sampler import SamplingParams
+from larder.session.memory import ConversationMemory
+from larder.session.prefill import decode_planner
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import parse_task
 
@@ -75,19 +75,22 @@ def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
 def _warm_up(engine: Engine, ids: list[int]) -> None:
     """Kernels are compiled, or fetched, before anything is timed."""
     cache = SequenceCache(engine.loaded.decoder.spec, CacheForm.DENSE)
-    limits = Limits(2, frozenset())
-    generate(engine.loaded.decoder, [cache], [tuple(ids[:WARM_TOKENS])], Sampling(), limits)
+    limits = StoppingCriteria(2, frozenset())
+    generate(engine.loaded.decoder, [cache], [tuple(ids[:WARM_TOKENS])], SamplingParams(), limits)
 
 
 def _answer(
-    engine: Engine, memory: Memory, question: list[int], job: dict[str, Any]
+    engine: Engine, memory: ConversationMemory, question: list[int], job: dict[str, Any]
 ) -> tuple[list[int], list[float], int]:
     """Greedy tokens up to the end of turn, when each came, and what was held meanwhile."""
     cache = memory.shelf.activate(0)
-    tending = tend(engine.desk, memory.policy, [cache])
+    tending = decode_planner(engine.desk, memory.policy, [cache])
     if tending is not None:
         cache = cache.fork()  # as `Engine.ask` does
-    mark, limits = cache.next_position, Limits(job["max_new_tokens"], frozenset(job["stops"]))
+    mark, limits = (
+        cache.next_position,
+        StoppingCriteria(job["max_new_tokens"], frozenset(job["stops"])),
+    )
     cache.reserve(len(question) + (limits.max_new_tokens if tending is None else 1))
     stamps = [time.perf_counter()]
 
@@ -96,9 +99,9 @@ def _answer(
         stamps.append(time.perf_counter())
         return True
 
-    observe = untended if tending is None else tending.observer
+    observe = no_observer if tending is None else tending.observer
     decoder = engine.loaded.decoder
-    [ids] = generate(decoder, [cache], [tuple(question)], Sampling(), limits, note, observe)
+    [ids] = generate(decoder, [cache], [tuple(question)], SamplingParams(), limits, note, observe)
     held = held_bytes(cache)
     if tending is None:
         cache.truncate(mark)

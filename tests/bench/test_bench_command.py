@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Run, complaint, document, write
+from cli_results import Run, complaint, document, write
 from larder_bench.cli.bench import BenchOptions
 from larder_bench.execution.resumable_run import ResumableRun as Running
 from larder_bench.execution.runner import MEASURES

@@ -9,7 +9,7 @@ import pytest
 from larder.core.errors import InputError
 from larder_bench.reports.docs_tables import TableMark, by_budget, by_paper, by_task, replace_tables
 from larder_bench.studies.study import CHECKOUT, read_study
-from plots_rows import CELLS, cell, write_rows
+from result_rows import CELLS, cell, write_rows
 
 PAGES = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]
 RESULTS = CHECKOUT / "studies" / "results"

@@ -9,17 +9,17 @@ import pytest
 from chats import EPISODES, HISTORY, under
 from larder.core.errors import BadParameter
 from larder.models.loading import load
-from larder.session.memory import Memory
-from larder.session.routing import NearestEpisode, OneCache
+from larder.session.episodes.routing import NearestEpisodeRouter, SingleCacheRouter
+from larder.session.memory import ConversationMemory
 from larder_bench.studies.exhibits import budget_rows, cluster_row, exhibit_rows
 
 
 @pytest.fixture(scope="module")
-def memory() -> Memory:
+def memory() -> ConversationMemory:
     return under(load(), EPISODES).read(HISTORY)
 
 
-def test_budgets_are_those_of_every_episode(memory: Memory) -> None:
+def test_budgets_are_those_of_every_episode(memory: ConversationMemory) -> None:
     before = memory.shelf.active
     rows = budget_rows(memory)
     assert memory.shelf.active == before
@@ -31,11 +31,13 @@ def test_budgets_are_those_of_every_episode(memory: Memory) -> None:
         assert row["context_tokens"] == memory.figures.context_tokens
 
 
-def test_the_map_holds_every_segment_in_order_and_is_always_the_same(memory: Memory) -> None:
+def test_the_map_holds_every_segment_in_order_and_is_always_the_same(
+    memory: ConversationMemory,
+) -> None:
     row = cluster_row(memory)
     assert [row] == exhibit_rows(memory)[2:]
     router, segments = memory.router, row["segments"]
-    assert isinstance(router, NearestEpisode)
+    assert isinstance(router, NearestEpisodeRouter)
     assert [segment["place"] for segment in segments] == list(range(len(segments)))
     for number, episode in enumerate(router.episodes):
         own = [segment for segment in segments if segment["episode"] == number]
@@ -46,10 +48,10 @@ def test_the_map_holds_every_segment_in_order_and_is_always_the_same(memory: Mem
     assert len({(segment["x"], segment["y"]) for segment in segments}) == len(segments)
 
 
-def test_what_cannot_be_drawn_is_told(memory: Memory) -> None:
+def test_what_cannot_be_drawn_is_told(memory: ConversationMemory) -> None:
     few = replace(memory, router=replace(memory.router, episodes=()))  # pyright: ignore
     with pytest.raises(BadParameter, match="needs 3 segments or more, got 0"):
         cluster_row(few)
     with pytest.raises(BadParameter, match="needs a policy that forms them"):
-        cluster_row(replace(memory, router=OneCache()))
+        cluster_row(replace(memory, router=SingleCacheRouter()))
     assert [row["row"] for row in exhibit_rows(few)] == ["budgets"]

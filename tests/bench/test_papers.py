@@ -19,7 +19,7 @@ from larder_bench.reports.paper_comparison import (
 from larder_bench.results.papers import Paper, ReportedValue
 from larder_bench.results.rows import Row, read_results
 from larder_bench.studies.study import Study, StudyTask, read_study, replace_fields
-from plots_rows import CELLS, cell, write_rows
+from result_rows import CELLS, cell, write_rows
 
 TEXT = """
 name = "tiny"

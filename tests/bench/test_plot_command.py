@@ -6,9 +6,9 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from commands import complaint, document
+from cli_results import complaint, document
 from larder.cli.main import app
-from plots_rows import CELLS, EXHIBITS, cell, write_rows
+from result_rows import CELLS, EXHIBITS, cell, write_rows
 
 
 def run(*words: str) -> Result:

@@ -11,7 +11,7 @@ import torch
 from larder.core.conversation import Conversation, Message, Question
 from larder.core.memory_budget import MemoryBudget
 from larder.engine.engine import Engine
-from larder.session.memory import Memory
+from larder.session.memory import ConversationMemory
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.random_models import open_model
 from larder_bench.results.budget_labels import MatchedQuantity
@@ -48,7 +48,9 @@ class Noting:
 
     asked: list[tuple[int, int]] = field(default_factory=list)
 
-    def ask(self, engine: Engine, memory: Memory, posed: Sequence[NumberedQuestion]) -> list[Row]:
+    def ask(
+        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+    ) -> list[Row]:
         length = memory.recall(posed[0].question.question)[0].next_position
         self.asked += [(one.number, length) for one in posed]
         forced = score_answers(engine, memory, [one.question for one in posed])

@@ -8,8 +8,8 @@ import pytest
 from bench.corpus_files import sources
 from larder.core.conversation import Question
 from larder.core.errors import BadParameter, TooLittle
-from larder.session.clustering import cluster
-from larder.session.segments import cut
+from larder.session.episodes.clustering import cluster
+from larder.session.episodes.segments import cut_segments
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks import base
 from larder_bench.tasks.base import parse_task
@@ -59,7 +59,7 @@ def test_episodes_are_two_halves(material: TaskSources) -> None:
     assert set(single) | set(cross) == set(whole.questions) and not set(single) & set(cross)
     assert abs(len(single) - len(cross)) <= 1
     embedder = material.embedder("minilm")
-    rows = embedder.embed_segments([segment.text for segment in cut(whole)])
+    rows = embedder.embed_segments([segment.text for segment in cut_segments(whole)])
     centroids = cluster(rows, 4).centroids
 
     def lead(question: Question) -> float:

@@ -9,7 +9,7 @@ from larder.core.conversation import Conversation, Message, Question
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.passes import Row
-from larder.session.memory import Memory
+from larder.session.memory import ConversationMemory
 from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers, split_by_spans
 
@@ -34,11 +34,13 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def memory(engine: Engine) -> Memory:
+def memory(engine: Engine) -> ConversationMemory:
     return engine.read(TALK)
 
 
-def slowly(engine: Engine, memory: Memory, question: Question) -> tuple[list[bool], list[float]]:
+def slowly(
+    engine: Engine, memory: ConversationMemory, question: Question
+) -> tuple[list[bool], list[float]]:
     """Append the question to a copy of the cache, then the answer one token after the other."""
     cache = memory.shelf.activate(0).fork()
     given = engine.scribe.question(question.question)
@@ -56,7 +58,7 @@ def _answer(engine: Engine, question: Question) -> tuple[int, ...]:
     return engine.scribe.encode(question.answer) + engine.scribe.closing()[:1]
 
 
-def test_packed_is_one_by_one(engine: Engine, memory: Memory) -> None:
+def test_packed_is_one_by_one(engine: Engine, memory: ConversationMemory) -> None:
     for forced in score_answers(engine, memory, TALK.questions):
         hits, likelihoods = slowly(engine, memory, forced.question)
         assert list(forced.hits) == hits
@@ -66,7 +68,7 @@ def test_packed_is_one_by_one(engine: Engine, memory: Memory) -> None:
         assert forced.tokens == len(hits)
 
 
-def test_items_of_an_answer(engine: Engine, memory: Memory) -> None:
+def test_items_of_an_answer(engine: Engine, memory: ConversationMemory) -> None:
     recital = score_answers(engine, memory, TALK.questions[:1])[0]
     answer = recital.question.answer
     first, second = split_by_spans(recital, engine.scribe, numbered_item_spans(answer))

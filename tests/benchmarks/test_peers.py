@@ -18,7 +18,7 @@ from larder.engine.engine import Engine
 from larder.session.policy import Policy
 from larder_bench.results.rows import CellKey, Row, cell_key
 from larder_bench.tasks.base import parse_task
-from plots_rows import cell, write_rows
+from result_rows import cell, write_rows
 
 NAMES = ("transformers", "kvpress", "optimum-quanto", "hqq")
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"

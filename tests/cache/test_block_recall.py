@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
+from cache_stores import append, assert_close, attend, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec, PrefillRecall
@@ -13,7 +14,6 @@ from larder.core.types import AppendKind
 from larder.recall.votes import Votes
 from references import votes as loop
 from references.cache.loop import Entry, attend_one
-from stores import append, assert_close, attend, extend
 
 LAYER, COUNT = a_layer(2, 2), 41
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from builders import a_layer, draw
+from cache_stores import append, assert_close, extend, same_bits
 from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter, CacheError
@@ -19,7 +20,6 @@ from larder.core.types import AppendKind
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
 from larder.recall.sparq import SparQ
-from stores import append, assert_close, extend, same_bits
 
 LAYER = a_layer(2, 2)
 READ, NEAR, STEPS = 40, 4, 5

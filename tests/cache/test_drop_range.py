@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from builders import a_layer, a_plan, draw
+from cache_stores import append, assert_close, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec
 from larder.recall.flat import Flat
-from stores import append, assert_close, extend
 
 LAYER = a_layer(2, 2)
 

@@ -11,12 +11,12 @@ import torch
 
 import larder.ops.entry_merging as folding
 from builders import a_plan
+from cache_stores import append, assert_close, attend, exact, extend, held, same_bits
 from larder.cache.forms.base import CacheLayer
 from larder.core.errors import CacheError
 from larder.core.plan import Folds, Plan
 from references.cache.folding import Fold, Place
 from references.cache.ragged import RaggedLoop
-from stores import append, assert_close, attend, exact, extend, held, same_bits
 
 CarryOut = Callable[[CacheLayer, Plan], None]
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import a_plan
+from cache_stores import exact, same_bits
 from larder.cache.forms.base import CacheLayer
 from larder.cache.forms.graded import GradedLayer
 from larder.core.plan import Folds, Plan
-from stores import exact, same_bits
 
 # Operations that only write into memory that is there already.
 IN_PLACE = ("copy_", "index_copy_", "index_put_", "add_", "fill_", "zero_")

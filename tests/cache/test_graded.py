@@ -12,6 +12,7 @@ from torch import Tensor
 
 import larder.cache.forms._graded_tiers as tiers
 from builders import HEAD_DIM, a_layer, a_plan, draw
+from cache_stores import same_bits
 from larder.cache.forms.graded import GradedLayer
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
@@ -21,7 +22,6 @@ from larder.ops.attention import ragged_attention
 from larder.ops.rounded import QuantizedRows
 from references.cache.graded import GradedLoop
 from references.ops import quantization
-from stores import same_bits
 
 CPU = torch.device("cpu")
 LAYER = a_layer(2, 2)

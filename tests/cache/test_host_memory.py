@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, a_spec, draw
+from cache_stores import append, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.host_memory import HostMemoryBudget
 from larder.cache.sequence import CacheForm, SequenceCache
@@ -18,7 +19,6 @@ from larder.recall.bounds import Bounds
 from larder.recall.dci import Dci
 from larder.recall.flat import Flat
 from larder.recall.pq import PQ
-from stores import append, extend
 
 LAYER = a_layer(2, 2)
 PARTS = {

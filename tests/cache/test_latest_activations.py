@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load, save
 
 from builders import a_layer, a_spec, draw, tiers_of
+from cache_stores import same_bits
 from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.latest import LatestQueries
 from larder.core.ledger import Ledger
 from larder.core.types import Mode
-from memory import reachable_tensors, storage_bytes
-from stores import same_bits
+from tensor_memory import reachable_tensors, storage_bytes
 
 LAYERS = (a_layer(2, 2), a_layer(1, 3, index=1))
 SPEC = a_spec(*LAYERS)

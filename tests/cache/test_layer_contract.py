@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from builders import Tokens
+from cache_stores import append, assert_close, assert_holds, attend, extend, held, same
 from larder.core.errors import CacheError
-from stores import append, assert_close, assert_holds, attend, extend, held, same
 
 
 def test_two_stores_with_different_entries_are_told_apart(subject) -> None:

@@ -6,9 +6,9 @@ import weakref
 
 import torch
 
+from cache_stores import append, assert_holds, exact, extend, same
 from larder.cache.forms.tiered import TieredLayer
-from memory import reachable_tensors, storage_bytes
-from stores import append, assert_holds, exact, extend, same
+from tensor_memory import reachable_tensors, storage_bytes
 
 
 def test_every_byte_is_counted(subject) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from builders import Tokens, a_plan
+from cache_stores import append, assert_close, attend, extend
 from larder.cache.forms.base import CacheLayer
 from larder.core.ledger import LOG_COUNT
 from references.cache.loop import attend_one
 from references.cache.ragged import RaggedLoop
-from stores import append, assert_close, attend, extend
 
 Counts = list[list[int]]
 

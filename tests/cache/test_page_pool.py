@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
+from cache_stores import append, assert_close, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec, RecallPart
@@ -13,7 +14,6 @@ from larder.ops.attention import ragged_attention
 from larder.ops.merging import merge_attention
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
-from stores import append, assert_close, extend
 
 LAYER = a_layer(2, 2)  # two query heads per kv head
 ROW = 2 * 8 * 4 + 4  # a key, a value, a bias

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import a_layer, a_plan, draw
+from cache_stores import append, assert_close, attend, extend, same, same_bits
 from larder.cache.forms._shared_entries import LOWER, UPPER
 from larder.cache.forms.paired import PairedLayer, link_pairs
 from larder.core.errors import BadParameter, CacheError
@@ -22,7 +23,6 @@ from larder.ops.attention import attention
 from larder.ops.slerp import slerp
 from references.cache.paired import Held, PairLoop
 from references.ops import slerp as loop
-from stores import append, assert_close, attend, extend, same, same_bits
 
 LEDGER = Ledger(("mass",), ("tau",))
 PAIRING = LayerPairing(0.0, 0.6, 0.05)

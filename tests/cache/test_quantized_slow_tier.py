@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
+from cache_stores import append, assert_close, extend, same_bits
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.quantized_slow_tier import QuantizedSlowTier
 from larder.core.codec import Codec
@@ -19,7 +20,6 @@ from larder.core.recall import OffloadSpec, RecallPart
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
 from references.cache.loop import Entry, attend_one
-from stores import append, assert_close, extend, same_bits
 
 LAYER, GROUP = a_layer(2, 2), 8
 EVERYTHING = Flat(tokens=400, page=4, dense=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
+from cache_stores import append, assert_close, attend, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
@@ -14,7 +15,6 @@ from larder.core.types import AppendKind
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
 from references.cache.loop import Entry, attend_one
-from stores import append, assert_close, attend, extend
 
 LAYER, COUNT, PAGE = a_layer(2, 2), 41, 4
 

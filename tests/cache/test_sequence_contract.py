@@ -11,7 +11,7 @@ from builders import a_layer, a_plan, a_spec, draw, parking_of
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.types import Mode
-from memory import reachable_tensors, storage_bytes
+from tensor_memory import reachable_tensors, storage_bytes
 
 LAYERS = (a_layer(2, 2), a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2))
 SPEC = a_spec(*LAYERS)

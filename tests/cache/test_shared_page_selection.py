@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from builders import a_layer, a_spec, draw
+from cache_stores import assert_close
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
@@ -20,7 +21,6 @@ from larder.recall.flat import Flat
 from larder.recall.votes import Votes
 from larder.recall.wave import Wave
 from references.cache.loop import Entry, attend_one
-from stores import assert_close
 
 LAYER = a_layer(2, 2)
 LAYERS, NEAR, TOKENS = 6, 4, 40

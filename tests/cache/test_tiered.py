@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import Tokens, a_layer, a_plan, draw
+from cache_stores import append, assert_close, extend, same_bits
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
@@ -19,7 +20,6 @@ from larder.core.recall import OffloadSpec, RecallPart, SearchMode
 from larder.core.spec import LayerSpec
 from larder.recall.flat import Flat
 from references.cache.loop import Entry, attend_one
-from stores import append, assert_close, extend, same_bits
 
 LAYER = a_layer(2, 2)
 EVERYTHING = Flat(tokens=400, page=4, dense=0)

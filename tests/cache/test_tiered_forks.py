@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
+from cache_stores import append, assert_close, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.owners import StorageOwners
 from larder.core.errors import CacheError
@@ -17,7 +18,6 @@ from larder.core.recall import OffloadSpec, RecallPart
 from larder.recall.dci import Dci
 from larder.recall.flat import Flat
 from larder.recall.votes import Votes
-from stores import append, assert_close, extend
 
 LAYER = a_layer(2, 2)
 PARTS = {

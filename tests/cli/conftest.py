@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import commands
-from commands import Run
-from larder.cli import sitting
+from cli_results import Run
+from larder.cli import question_run
 from larder.cli.main import app
 from larder.models.loading import SEED, Loaded, load
 
@@ -21,7 +20,7 @@ def run(seed_model: Loaded, monkeypatch: pytest.MonkeyPatch) -> Run:
     def loaded(name: str, device: str, dtype: str | None) -> Loaded:
         return seed_model if name == SEED else load(name, device, dtype)
 
-    monkeypatch.setattr(sitting, "load", loaded)
+    monkeypatch.setattr(question_run, "load", loaded)
 
     def invoke(*words: str | Path, stdin: str | None = None) -> Result:
         return CliRunner().invoke(app, [str(word) for word in words], input=stdin)

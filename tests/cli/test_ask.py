@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import CAT, SMALL, WINDOW, Run, complaint, document, write
+from cli_results import CAT, SMALL, WINDOW, Run, complaint, document, write
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM
 
-from commands import CAT, Run, complaint, document, write
+from cli_results import CAT, Run, complaint, document, write
 
 SNAPKV = ("--policy", "snapkv_blockwise")
 SEED_FOLDER = str(files("larder.models") / "seed")  # not taken for the model loaded once

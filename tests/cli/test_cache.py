@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from commands import Run, complaint, document
+from cli_results import Run, complaint, document
 from larder.cli.cache import LOCAL_PRINCIPAL
 from larder.core.settings import home
 from larder.server.web.archive import RESPONSE, Archive

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from commands import Run, complaint, document
+from cli_results import Run, complaint, document
 from larder.cli.demo import command
 from larder.core.conversation import Conversation
 from larder.engine import engine

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import commands
-from commands import CAT, QUESTIONS, SMALL, WINDOW, Run, complaint, document, write
-from larder.cli import sitting
+from cli_results import CAT, QUESTIONS, SMALL, WINDOW, Run, complaint, document, write
+from larder.cli import question_run
 from larder.core.errors import InputError
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine
@@ -102,7 +101,7 @@ def test_tables_tell_what_dense_layers_take(run: Run, talk: Path, folder: Path) 
 def test_scores_are_those_of_the_metrics(
     run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sitting, "exact_match", lambda *texts: not exact_match(*texts))
+    monkeypatch.setattr(question_run, "exact_match", lambda *texts: not exact_match(*texts))
     told = document(run("eval", talk, *FULL, "--json"))
     assert told["summary"]["exact"] == 0.0
 

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from commands import Run, complaint, document
+from cli_results import Run, complaint, document
 from larder.cli.citations import Citation, citations
-from larder.cli.parts import page_of, part_names, part_pages, preset_pages
+from larder.cli.part_docs import part_doc, part_docs, part_names, preset_docs
 from larder.core.family import Family
 from larder.core.recall import RECALLS
 from larder.session.policy import FAMILIES, Policy
@@ -57,7 +57,7 @@ def test_scorers_with_a_paper_name_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECALLS.names())
 def test_what_a_family_shares_is_told_of_every_part(name: str) -> None:
-    page = page_of(RECALLS.load(name), "recall")
+    page = part_doc(RECALLS.load(name), "recall")
     assert all(field.meaning for field in page.fields)
     assert {"tokens", "dense"} < {field.name for field in page.fields}
 
@@ -111,13 +111,13 @@ def test_lists_and_pages_share_their_words(run: Run) -> None:
 
 
 def test_every_page_says_something() -> None:
-    for page in part_pages():
+    for page in part_docs():
         assert page.summary and len(page.summary) < 200
         assert all(field.meaning for field in page.fields), page.name
 
 
 def test_presets_are_written_out() -> None:
-    for page in preset_pages():
+    for page in preset_docs():
         assert Policy.parse(page.full) == Policy.parse(page.name)
 
 
@@ -180,7 +180,7 @@ def test_a_part_cites_the_papers_of_all_its_values(run: Run) -> None:
 
 
 def test_values_of_citations_are_parameters_of_their_part() -> None:
-    for page in part_pages():
+    for page in part_docs():
         for value in (value for citation in page.citations for value in citation.values):
             name = re.split("=| > ", value)[0]
             assert name in {field.name for field in page.fields}, f"{page.name}: {value}"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import larder
-from commands import CAT, SMALL, Run
-from larder.cli.failing import tell_unwritable
+from cli_results import CAT, SMALL, Run
+from larder.cli.errors import handle_stdout_error
 
 FULL_DISK = Path("/dev/full")
 WAY_OUT = "send it to a file, or to /dev/null.\n"
@@ -99,7 +99,7 @@ def test_a_reader_that_has_gone_is_told_nothing() -> None:
 
 def test_an_error_about_a_file_is_not_taken_for_one_about_stdout() -> None:
     with pytest.raises(FileNotFoundError):
-        tell_unwritable(FileNotFoundError(2, "No such file", "there.txt"))
+        handle_stdout_error(FileNotFoundError(2, "No such file", "there.txt"))
 
 
 def test_help_loads_no_model_library() -> None:

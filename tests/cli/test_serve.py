@@ -13,9 +13,9 @@ import httpx2
 import pytest
 import uvicorn
 
-from commands import Run, complaint, document
-from larder.cli import hubs, serve
-from larder.cli.failing import INTERRUPTED
+from cli_results import Run, complaint, document
+from larder.cli import serve, serve_backends
+from larder.cli.errors import INTERRUPTED_EXIT_CODE
 
 ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
 
@@ -48,8 +48,8 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str, Any]) -> None:
     done = run("serve", "--port", "0", "--kv-budget", "64MiB")
-    assert done.exit_code == INTERRUPTED, done.exception
-    assert (done.exit_code, done.stdout) == (INTERRUPTED, "")
+    assert done.exit_code == INTERRUPTED_EXIT_CODE, done.exception
+    assert (done.exit_code, done.stdout) == (INTERRUPTED_EXIT_CODE, "")
     assert f"at http://127.0.0.1:{answered['port']} " in done.stderr
     assert "beyond the budget: unlimited() keeps everything" in done.stderr
     [model] = answered["/v1/models"].json()["data"]
@@ -114,8 +114,8 @@ def test_serving_without_its_extra_says_what_to_install(
     """In one line, before a port or the model is opened."""
     opened: list[str] = []
     monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(hubs, "hub_here", lambda options: opened.append("hub"))
-    monkeypatch.setattr(serve, "_bound", lambda options: opened.append("port"))
+    monkeypatch.setattr(serve_backends, "local_hub", lambda options: opened.append("hub"))
+    monkeypatch.setattr(serve, "_listening_socket", lambda options: opened.append("port"))
     said = complaint(run("serve", "--port", "0"), 1)
     assert said == f"'larder serve' needs {name}: pip install 'larder[serve]'."
     assert not (opened or answered)

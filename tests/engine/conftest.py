@@ -7,7 +7,7 @@ import pytest
 from chats import EPISODES, Library, under
 from larder.engine.engine import Engine
 from larder.models.loading import Loaded
-from larder.session import filing, reading
+from larder.session import chat_cache, prefill
 
 
 @pytest.fixture(scope="session")
@@ -17,13 +17,13 @@ def loaded(seed_model: Loaded) -> Loaded:
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    return Library(reading.gather)
+    return Library(prefill.prefill_memory)
 
 
 @pytest.fixture
 def read_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chats with the same history under the same policy begin with copies of one reading."""
-    for module in (reading, filing):
+    for module in (prefill, chat_cache):
         monkeypatch.setattr(module, "gather", library.gather)
 
 

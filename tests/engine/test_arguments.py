@@ -15,8 +15,8 @@ from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.models.loading import SEED, load, seed_tokenizer
 from larder.models.tiny import tiny
+from larder.session.budget_resolution import resolve_budget
 from larder.session.policy import Policy
-from larder.session.sizes import resolve
 
 FILE = Path("examples/conversation.json")
 SHARES = [0.25, "0.25", "1/4", "25%", " 1 / 4 ", "25.0%"]
@@ -47,7 +47,7 @@ def test_what_is_no_budget(given) -> None:
 
 def test_a_share_is_the_same_however_it_is_written(engine) -> None:
     spec, policy = engine.loaded.decoder.spec, Policy.parse("keydiff() > uniform()")
-    assert {resolve(policy, share, 1000, spec) for share in SHARES} == {250}
+    assert {resolve_budget(policy, share, 1000, spec) for share in SHARES} == {250}
 
 
 def test_python_takes_numbers_where_the_command_line_takes_text(engine) -> None:

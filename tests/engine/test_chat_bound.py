@@ -18,10 +18,10 @@ from larder.models.loading import Loaded
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane
 from larder.prefill.turn_reader import TurnReader
-from larder.session.reading import reader_of
-from larder.session.rooms import tokens_of
+from larder.session.capacity import budget_tokens
+from larder.session.prefill import prefill_reader
 from server_core import characters
-from topics import TopicEmbedder
+from topic_embedder import TopicEmbedder
 
 BUDGET, BLOCK = 96, 32
 TURNS = [
@@ -114,7 +114,7 @@ def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
     with peaks(monkeypatch) as peak:
         answer = engine.ask(memory, "What does my dog eat?", max_new_tokens=48)
     cache = memory.shelf.activate(0)
-    block = memory.policy.schedule.tokens or min(512, tokens_of(memory.policy))
+    block = memory.policy.schedule.tokens or min(512, budget_tokens(memory.policy))
     assert peak.entries <= most(memory.policy, cache, block)[1]
     for mine, theirs in zip(memory.shelf.copies(), before, strict=True):
         told, kept = ({**each.state(), **each.meta()} for each in (mine, theirs))
@@ -130,7 +130,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: Loaded) -
     [turn], cache = chat.turns, twin.memory.shelf.activate(0)
     assert len(turn.ids) <= BLOCK
     length = cache.next_position + len(turn.ids)
-    reader = reader_of(engine.desk, twin.policy, length, Meter())
+    reader = prefill_reader(engine.desk, twin.policy, length, Meter())
     reader.settle([Lane(cache, {})], turn.ids, turn.ids, cache.next_position)
     mine = chat.memory.shelf.activate(0)
     assert mine.lengths() == cache.lengths() and mine.next_position == length

@@ -2,18 +2,18 @@
 
 import pytest
 
-from larder.explain import Explanation, ShownAnswer, ShownEpisode, ShownMessage
+from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage
 
 MESSAGES = (
-    ShownMessage("system", "", "", ("<|system|>", "Session", " 1", "<|end|>"), 1, 1),
-    ShownMessage("user", "Ann", "8 May 2023", ("<|user|>", "na", "", "ïve", "\n", "<|end|>"), 1, 1),
+    PageMessage("system", "", "", ("<|system|>", "Session", " 1", "<|end|>"), 1, 1),
+    PageMessage("user", "Ann", "8 May 2023", ("<|user|>", "na", "", "ïve", "\n", "<|end|>"), 1, 1),
 )
 
 
-def episode(name: str, kept_heads: tuple[int, ...]) -> ShownEpisode:
+def episode(name: str, kept_heads: tuple[int, ...]) -> PageEpisode:
     first = tuple(min(kept, 2) for kept in kept_heads)
     second = tuple(max(kept - 2, 0) for kept in kept_heads)
-    return ShownEpisode(
+    return PageEpisode(
         name, kept_heads, ((5, 4), (3, 2)), ("How naïve!",), ("words",), (first, second)
     )
 
@@ -35,6 +35,6 @@ def small() -> Explanation:
             episode("greetings", (4, 0, 1, 2, 3, 4, 0, 0, 1, 2)),
             episode("words", (0, 4, 4, 0, 0, 1, 1, 3, 2, 0)),
         ),
-        answers=(ShownAnswer("Who?", "Ann", "Ann", 1, True), ShownAnswer("When?", "never")),
+        answers=(PageAnswer("Who?", "Ann", "Ann", 1, True), PageAnswer("When?", "never")),
         sliding_layers=(1,),
     )

@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 
-from larder.explain import (
-    Explanation,
-    ShownAnswer,
-    ShownEpisode,
-    ShownMessage,
-    render,
-)
+from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage, render
 from larder.explain.page import DIGITS
 
 HOSTILE = (
@@ -88,7 +82,7 @@ def with_text(small: Explanation, text: str) -> Explanation:
         episodes=tuple(
             replace(e, name=text, segments=(text,), topics=(text,)) for e in small.episodes
         ),
-        answers=(ShownAnswer(text, text, text, 0, False),),
+        answers=(PageAnswer(text, text, text, 0, False),),
     )
 
 
@@ -164,7 +158,7 @@ def test_counts_come_back(small: Explanation) -> None:
 @pytest.mark.parametrize("heads", [1, 61, 62, 640, 3844])
 def test_counts_come_back_whatever_the_number_of_heads(small: Explanation, heads: int) -> None:
     kept = (heads, 0, heads // 2, 1, heads - 1, 0, heads, 1, 0, heads)
-    episode = ShownEpisode("all", kept, ((1,) * heads,), (), (), (kept,))
+    episode = PageEpisode("all", kept, ((1,) * heads,), (), (), (kept,))
     wide = replace(small, episodes=(episode,), answers=(), sliding_layers=())
     data = page_data(render(wide))
     assert decode(data["episodes"][0]["kept"], data["heads_width"]) == kept
@@ -186,7 +180,7 @@ def test_equal_explanations_give_equal_pages(small: Explanation) -> None:
 
 
 def test_empty_transcript_renders(small: Explanation) -> None:
-    episode = ShownEpisode("nothing", (), ((0, 0), (0, 0)))
+    episode = PageEpisode("nothing", (), ((0, 0), (0, 0)))
     empty = replace(small, messages=(), episodes=(episode,), answers=())
     assert page_data(render(empty))["episodes"][0]["kept"] == ""
 
@@ -198,9 +192,9 @@ def test_long_transcript_stays_small(small: Explanation) -> None:
     words = tuple(draw.choice((" the", " soup", ".", " Velmirsa")) for _ in range(tokens))
     by_layer = tuple(tuple(draw.choices(range(3), k=tokens)) for _ in range(layers))
     kept = tuple(map(sum, zip(*by_layer, strict=True)))
-    episode = ShownEpisode("soup", kept, ((900, 800),) * layers, (), (), by_layer)
+    episode = PageEpisode("soup", kept, ((900, 800),) * layers, (), (), by_layer)
     messages = tuple(
-        ShownMessage("user", "", "", words[start : start + 50]) for start in range(0, tokens, 50)
+        PageMessage("user", "", "", words[start : start + 50]) for start in range(0, tokens, 50)
     )
     long = replace(small, messages=messages, episodes=(episode,) * 4, answers=())
     text_bytes = sum(map(len, words))

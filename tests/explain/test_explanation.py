@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from larder.core.errors import BadParameter
-from larder.explain import Explanation, ShownAnswer, ShownEpisode, ShownMessage
+from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage
 
 
 def test_heads_are_counted_from_the_lengths(small: Explanation) -> None:
@@ -13,7 +13,7 @@ def test_heads_are_counted_from_the_lengths(small: Explanation) -> None:
 
 
 def test_layers_may_have_different_heads(small: Explanation) -> None:
-    episode = ShownEpisode("uneven", (5,) + (0,) * 9, ((1, 1, 1, 1), (1,)))
+    episode = PageEpisode("uneven", (5,) + (0,) * 9, ((1, 1, 1, 1), (1,)))
     uneven = replace(small, episodes=(episode,), answers=())
     assert (uneven.heads_per_layer, uneven.heads_total) == ((4, 1), 5)
 
@@ -38,19 +38,19 @@ def test_episodes_share_layers_and_heads(small: Explanation) -> None:
 @pytest.mark.parametrize("count", [-1, 5])
 def test_counts_stay_within_the_heads(count: int) -> None:
     with pytest.raises(BadParameter, match=r"must lie in \[0, 4\]"):
-        ShownEpisode("odd", (0, count, 1), ((1, 1), (1, 1)))
+        PageEpisode("odd", (0, count, 1), ((1, 1), (1, 1)))
 
 
 @pytest.mark.parametrize("rows", [((1, 1),), ((1,), (0,)), ((1, 0), (0, 1)), ((2, 2), (-1, 0))])
 def test_layers_sum_to_the_counts(rows: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(BadParameter, match="kept_by_layer"):
-        ShownEpisode("odd", (1, 2), ((1, 1), (1, 1)), kept_by_layer=rows)
+        PageEpisode("odd", (1, 2), ((1, 1), (1, 1)), kept_by_layer=rows)
 
 
 @pytest.mark.parametrize("episode", [-1, 2])
 def test_answers_name_an_episode(small: Explanation, episode: int) -> None:
     with pytest.raises(BadParameter, match=r"ShownAnswer.episode must lie in \[0, 2\)"):
-        replace(small, answers=(ShownAnswer("Who?", "Ann", episode=episode),))
+        replace(small, answers=(PageAnswer("Who?", "Ann", episode=episode),))
 
 
 def test_sliding_layers_exist(small: Explanation) -> None:
@@ -61,4 +61,4 @@ def test_sliding_layers_exist(small: Explanation) -> None:
 @pytest.mark.parametrize(("lead", "tail"), [(2, 1), (-1, 0), (0, 3)])
 def test_template_tokens_fit_in_the_message(lead: int, tail: int) -> None:
     with pytest.raises(BadParameter, match="ShownMessage.lead_tokens"):
-        ShownMessage("user", "", "", ("a", "b"), lead, tail)
+        PageMessage("user", "", "", ("a", "b"), lead, tail)

@@ -20,7 +20,7 @@ from click import Command
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from larder.cli import sitting
+from larder.cli import question_run
 from larder.cli.main import app
 from larder.models.loading import SEED, Loaded, load
 from larder.store.throughput import RestorePath, ThroughputEstimates
@@ -51,7 +51,7 @@ def run(*words: str | Path, stdin: str | None = None, home: Path | None = None) 
         home: LARDER_HOME; None for the one that is set.
     """
     environment = TERMINAL | ({} if home is None else {"LARDER_HOME": str(home)})
-    with patch.object(sitting, "load", _load), restored():
+    with patch.object(question_run, "load", _load), restored():
         told = CliRunner().invoke(app, [str(word) for word in words], stdin, environment)
     if told.exception is not None and not isinstance(told.exception, SystemExit):
         raise told.exception
@@ -97,18 +97,18 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     Args:
         options: as the command has them; the key file hides the archive as well as the store.
     """
-    from larder.cli.hubs import hub_here
-    from larder.cli.serve import Serving
+    from larder.cli.serve import ServeOptions
+    from larder.cli.serve_backends import local_hub
     from larder.server.app import create_app
     from larder.server.tenants import Loopback
     from larder.server.web.archive import Archive
     from larder.server.web.desk import Settings
     from larder.store.encryption import encryption_for, read_key
 
-    asked = Serving(**options)
+    asked = ServeOptions(**options)
     with patch.dict(os.environ, {"LARDER_HOME": str(home)}), restored():
         sealing = encryption_for(read_key(asked.key_file), "archive")
-        with patch.object(sitting, "load", _load), hub_here(asked) as hub:
+        with patch.object(question_run, "load", _load), local_hub(asked) as hub:
             archive = Archive(home / "server" / "archive.sqlite", sealing=sealing)
             limits = Settings(max_new_tokens=asked.max_new_tokens)
             with _listening(create_app(hub, Loopback(), archive, limits)) as url:

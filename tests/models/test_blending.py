@@ -15,7 +15,7 @@ from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.models.tiny import tiny
 from larder.ops.rope import rerotate
-from reading import some_ids
+from model_runs import some_ids
 from references.blending import blended
 
 ONE, TWO, ASKED = some_ids(7, seed=1), some_ids(9, seed=2), some_ids(3, seed=3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from builders import a_plan
+from cache_stores import same_bits
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
@@ -15,8 +16,7 @@ from larder.models.passes import Row
 from larder.models.recompute import Recompute
 from larder.models.residuals import Residuals
 from larder.models.shape import Held
-from reading import cuts, read_on, some_ids
-from stores import same_bits
+from model_runs import cuts, read_on, some_ids
 
 READ, BLOCK = 45, 16
 IDS = some_ids(READ)

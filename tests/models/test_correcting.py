@@ -17,7 +17,7 @@ from larder.models.loading import adopt
 from larder.models.passes import Row
 from larder.models.tiny import tiny
 from larder.recall.flat import Flat
-from reading import some_ids
+from model_runs import some_ids
 
 SOME, ALL = Flat(tokens=4, page=4, dense=1), Flat(tokens=40, page=4, dense=1)
 LAYERS, READ, NEAR, STEPS = 3, 40, 4, 4

@@ -9,7 +9,7 @@ from builders import tiers_of
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.models.loading import adopt, load
 from larder.models.tiny import ARCHITECTURES, tiny
-from reading import own_logits, read_on, some_ids
+from model_runs import own_logits, read_on, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is about 1 to 3
 LOW_TOLERANCE = 0.08  # bfloat16 has 8 bits; largest difference as a share of the spread

@@ -9,7 +9,7 @@ from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Row
 from larder.models.tiny import tiny
-from reading import own_logits, some_ids
+from model_runs import own_logits, some_ids
 
 
 def test_models_that_share_a_configuration_are_held_one_by_one() -> None:

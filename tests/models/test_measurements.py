@@ -27,7 +27,7 @@ from larder.models.measurements.squeeze import Squeeze
 from larder.models.measurements.streaming_error import StreamingError
 from larder.models.tiny import ARCHITECTURES, tiny
 from measurements import SAMPLE, SMALL, SMALL_NEEDLES, encode
-from own_attention import heads_of
+from model_attention import heads_of
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("echo", 0), ("induction", 1)])

@@ -8,10 +8,10 @@ import torch
 from builders import tiers_of
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
 from larder.models.passes import Row
-from reading import own_logits, read_on, some_ids
+from model_runs import own_logits, read_on, some_ids
 
 MODES = (Mode.APPEND, Mode.SCRATCH)
 CONTEXTS = (0, 21, 9, 2)  # tokens that each row has read before
@@ -54,16 +54,16 @@ def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form,
 @pytest.mark.parametrize(
     "form, sampling",
     [
-        (CacheForm.DENSE, Sampling()),
-        (CacheForm.RAGGED, Sampling()),
-        (CacheForm.RAGGED, Sampling(temperature=1.0, top_k=9, seed=4)),
+        (CacheForm.DENSE, SamplingParams()),
+        (CacheForm.RAGGED, SamplingParams()),
+        (CacheForm.RAGGED, SamplingParams(temperature=1.0, top_k=9, seed=4)),
     ],
 )
 def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampling) -> None:
     decoder = adopted(architecture)
-    together = generate(decoder, rows(decoder, form), prompts(), sampling, Limits(NEW))
+    together = generate(decoder, rows(decoder, form), prompts(), sampling, StoppingCriteria(NEW))
     for cache, ids, said in zip(rows(decoder, form), prompts(), together, strict=True):
-        assert generate(decoder, [cache], [ids], sampling, Limits(NEW)) == [said]
+        assert generate(decoder, [cache], [ids], sampling, StoppingCriteria(NEW)) == [said]
         assert len(said) == NEW
     assert len({tuple(said) for said in together}) > 1
 
@@ -71,7 +71,7 @@ def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampli
 def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> None:
     decoder, module = adopted(architecture), own(architecture)
     together = generate(
-        decoder, rows(decoder, CacheForm.RAGGED), prompts(), Sampling(), Limits(NEW)
+        decoder, rows(decoder, CacheForm.RAGGED), prompts(), SamplingParams(), StoppingCriteria(NEW)
     )
     for number, (count, ids, said) in enumerate(zip(CONTEXTS, prompts(), together, strict=True)):
         context = some_ids(count, seed=number) if count else ()
@@ -82,10 +82,14 @@ def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> N
 
 def test_a_row_that_stops_early_does_not_disturb_the_others(adopted) -> None:
     decoder = adopted("llama")
-    free = generate(decoder, rows(decoder, CacheForm.RAGGED), prompts(), Sampling(), Limits(NEW))
+    free = generate(
+        decoder, rows(decoder, CacheForm.RAGGED), prompts(), SamplingParams(), StoppingCriteria(NEW)
+    )
     stop = free[0][3]
-    limits = Limits(NEW, frozenset({stop}))
-    stopped = generate(decoder, rows(decoder, CacheForm.RAGGED), prompts(), Sampling(), limits)
+    limits = StoppingCriteria(NEW, frozenset({stop}))
+    stopped = generate(
+        decoder, rows(decoder, CacheForm.RAGGED), prompts(), SamplingParams(), limits
+    )
     for whole, cut in zip(free, stopped, strict=True):
         assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
 

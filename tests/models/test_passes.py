@@ -10,7 +10,7 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError, InputError, ModelError
 from larder.core.types import Mode
 from larder.models.passes import Pass, Recorded, Row
-from reading import read_on, some_ids
+from model_runs import read_on, some_ids
 
 CPU = torch.device("cpu")
 

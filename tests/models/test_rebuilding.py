@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from cache_stores import same_bits
 from larder.cache.forms.rebuilt import recomputed_layers
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BadParameter, CacheError
@@ -17,8 +18,7 @@ from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.passes import Row
 from larder.models.tiny import tiny
-from reading import read_on, some_ids
-from stores import same_bits
+from model_runs import read_on, some_ids
 
 MANNERS = {
     "every": RecomputeSpec(),

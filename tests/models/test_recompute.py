@@ -15,7 +15,7 @@ from larder.models.recompute import Recompute
 from larder.models.residuals import Residuals
 from larder.models.stack import Stack
 from larder.models.tiny import tiny
-from reading import cuts, read_on, some_ids
+from model_runs import cuts, read_on, some_ids
 
 READ, BLOCK = 45, 16
 TOLERANCE = 1e-5

@@ -21,7 +21,7 @@ from larder.models.kinds import check_kinds
 from larder.models.loading import adopt, load
 from larder.models.tiny import tiny
 from larder.models.verification import check_rope
-from reading import own_logits, some_ids
+from model_runs import own_logits, some_ids
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -110,7 +110,7 @@ def test_dropout_is_not_silently_left_out() -> None:
     with Decoder(module) as decoder:
         decoder.module.train()
         from larder.cache.sequence import CacheForm, SequenceCache
-        from reading import read_on
+        from model_runs import read_on
 
         with pytest.raises(ModelError, match="eval mode"):
             read_on(decoder, SequenceCache(decoder.spec, CacheForm.RAGGED), some_ids(4), 4)

@@ -16,7 +16,7 @@ from larder.models.loading import adopt
 from larder.models.passes import Recorded, Row
 from larder.models.tiny import QUERY_HEADS, tiny
 from larder.ops.rope import rotate
-from reading import own_logits, read_on, some_ids
+from model_runs import own_logits, read_on, some_ids
 
 COUNT, START = 12, 700
 

@@ -15,7 +15,7 @@ from larder.models.loading import adopt
 from larder.models.measurements import sensitivity as measured
 from larder.models.sensitivity import Profile, block_mask, layer_similarities
 from larder.models.tiny import tiny
-from reading import some_ids
+from model_runs import some_ids
 
 SMALL = Profile(tokens=64, sinks=5, block=16, overlap=0.5)
 

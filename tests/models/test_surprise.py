@@ -17,7 +17,7 @@ from larder.models.head import Head
 from larder.models.loading import adopt
 from larder.models.passes import Row
 from larder.models.tiny import ARCHITECTURES, tiny
-from reading import own_logits, some_ids
+from model_runs import own_logits, some_ids
 from references.novelty import surprises
 
 IDS = some_ids(20)

@@ -9,7 +9,7 @@ from larder.core.errors import BadParameter, UnknownName
 from larder.models.fingerprint import fingerprint
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
-from reading import own_logits, some_ids
+from model_runs import own_logits, some_ids
 
 
 def test_a_seed_is_a_model(architecture) -> None:

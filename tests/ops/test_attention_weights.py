@@ -13,7 +13,6 @@ from torch import Tensor
 from column_statistics import columns
 from larder.ops.attention import ragged_attention, reference_logits
 from larder.ops.attention_weights import (
-    attention_weights,
     head_weights_from_logits,
     reference_attention_weights,
     reference_head_weights,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from larder_bench.plots.figure_selection import draw_figures, load_results, parse_figure
-from plots_rows import EXHIBITS, exhibit, write_rows
+from result_rows import EXHIBITS, exhibit, write_rows
 
 
 def points(spelling: str, path: Path) -> list[tuple[float, float]]:

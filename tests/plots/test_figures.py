@@ -21,7 +21,7 @@ from larder_bench.plots.figures.base import FIGURES, NothingToDraw
 from larder_bench.plots.layout import spread_labels, text_width, wrap_text
 from larder_bench.plots.policy_styles import COLORS, PALE, assign_styles, styles_for
 from larder_bench.plots.style import COLUMN, PAGE, Drawing, ImageFormat, figure_style
-from plots_rows import CELLS, EXHIBITS, SCORES, cell, exhibit, write_rows
+from result_rows import CELLS, EXHIBITS, SCORES, cell, exhibit, write_rows
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from larder_bench.plots.figure_selection import draw_all, draw_figures, load_res
 from larder_bench.plots.figures.base import NothingToDraw
 from larder_bench.plots.report import render_report
 from larder_bench.results.rows import Row
-from plots_rows import cell, exhibit, write_rows
+from result_rows import cell, exhibit, write_rows
 
 SENTENCES = [f"whole() > {one}() > pooled()" for one in ("snapkv", "keydiff")]
 PERCENTILE, ITEMS = {"percentile": 5.0}, cell("h2o")["items"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from larder_bench.plots.figure_selection import draw_figures, load_results, parse_figure
-from plots_rows import cell, exhibit, write_rows
+from result_rows import cell, exhibit, write_rows
 
 
 def test_a_slow_tier_has_a_panel_of_its_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from larder.core.errors import InputError, UnknownName
 from larder_bench.plots import report
 from larder_bench.plots.report import inline_svg, render_report
 from larder_bench.plots.style import INK, FigureWidth
-from plots_rows import CELLS, EXHIBITS, cell, write_rows
+from result_rows import CELLS, EXHIBITS, cell, write_rows
 
 VOID = {"meta", "br", "path", "use", "rect"}
 

@@ -12,7 +12,7 @@ from larder_bench.plots import rerun_commands as module
 from larder_bench.plots.rerun_commands import rerun_commands
 from larder_bench.results.rows import Results, read_results
 from larder_bench.studies.study import Study, StudyTask
-from plots_rows import cell, write_rows
+from result_rows import cell, write_rows
 
 
 @pytest.fixture(autouse=True)

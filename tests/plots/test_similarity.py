@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from larder_bench.plots.figure_selection import draw_all, draw_figures, load_results, parse_figure
-from plots_rows import cell, write_rows
+from result_rows import cell, write_rows
 
 
 def test_layers_lie_side_by_side_with_bars_over_texts(tmp_path: Path) -> None:

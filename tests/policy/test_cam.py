@@ -15,7 +15,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.policy.compensation.cam import Cam, Merge
-from lines import judged, line, numbers
+from scalar_entries import judged, line, numbers
 
 EXPECTED = Merge.EXPECTED
 

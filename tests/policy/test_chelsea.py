@@ -15,7 +15,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.policy.compensation.chelsea import Chelsea
 from larder.session.policy import Policy
-from lines import judged, line, numbers
+from scalar_entries import judged, line, numbers
 
 # Chunks of four, degrees: 0 stands in the first half of its chunk, 8 in the second, and so on.
 DEGREES = [0.0, 8.0, 10.0, 50.0, 0.0, 5.0, 30.0, 180.0]

@@ -20,7 +20,7 @@ from larder.policy.compensation.chelsea import Chelsea
 from larder.policy.compensation.elastic import Elastic
 from larder.policy.compensation.kvmerger import Kvmerger
 from larder.policy.compensation.razor import Razor
-from lines import judged, line, numbers
+from scalar_entries import judged, line, numbers
 
 HELD = (9, 7, 8)
 KEPT = [[0, 3, 7, 8], [1, 2, 6], []]

@@ -12,7 +12,7 @@ from larder.core.observation import Observation
 from larder.policy.planner import TALLIES
 from larder.policy.tallies.sentence import ENDS
 from larder.session.policy import Policy
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 LAYER = a_layer(2, 1)
 DOT = 9
@@ -74,8 +74,8 @@ def test_the_planner_has_the_column_kept() -> None:
 
 
 @pytest.fixture(scope="module")
-def scribe(seed_model) -> Scribe:
-    return Scribe(seed_model.tokenizer)
+def scribe(seed_model) -> TokenizerAdapter:
+    return TokenizerAdapter(seed_model.tokenizer)
 
 
 def test_ends_are_read_off_the_tokenizer(scribe) -> None:

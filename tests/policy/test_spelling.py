@@ -23,8 +23,8 @@ from larder.policy.storage.exact import Exact
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.schedules.whole import Whole
-from larder.session.agreeing import judges_by_prompts
 from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
+from larder.session.policy_validation import needs_scratch_prompts
 from larder.session.presets import PRESETS
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
@@ -80,7 +80,7 @@ def test_any_policy_round_trips(slots) -> None:
     if parts["scorer"].published() is None:
         parts |= {"aggregation": Unobserved(), "heads": Unasked()}
         parts["values"] = KeysAlone()
-    if judges_by_prompts(parts["scorer"]):
+    if needs_scratch_prompts(parts["scorer"]):
         parts["timing"] = PrefillOnly()
     if not parts["compensation"].parks:
         parts["recall"] = None

@@ -19,7 +19,7 @@ from larder.policy.planner import Planner
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
 from measurements import made_up
-from reading import some_ids
+from model_runs import some_ids
 
 BOOK = {name: some_ids(5, seed=99) for name in ("episode", "question", "summarize", "guidance")}
 BOOK["repeat"] = (5, 6)

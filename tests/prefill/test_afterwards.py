@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
 from larder.models.loading import adopt
 from larder.models.passes import Recorded
 from larder.models.tiny import tiny
 from larder.prefill.afterwards import Afterwards
 from larder.prefill.meter import Meter
 from larder.session.policy import Policy
-from larder.session.reading import Desk, build, tend
-from larder.session.transcript import Scribe
-from reading import some_ids
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
 
 TOLD = [(row, layer) for layer in range(3) for row in range(2)]
 
@@ -45,14 +45,14 @@ def test_single_tokens_are_judged_afterwards_where_a_look_copies_nothing(
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > column_mass() > {storage}() > "
     policy = Policy.parse(sentence + "every_step()").filled(12, None)
     decoder = adopt(tiny("qwen3", layers=2))
-    desk = Desk(decoder, object.__new__(Scribe), lambda name: 0, lambda names: {})  # type: ignore
-    cache = build(desk, policy, some_ids(20), [{}], Meter()).activate(0)
-    tended, kinds = tend(desk, policy, [cache]), []
+    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), lambda name: 0, lambda names: {})  # type: ignore
+    cache = build_caches(desk, policy, some_ids(20), [{}], Meter()).activate(0)
+    tended, kinds = decode_planner(desk, policy, [cache]), []
 
     def observing(*given: Any) -> Any:
         observer = tended.observer(*given)
         kinds.append(isinstance(observer, Afterwards))
         return observer
 
-    generate(decoder, [cache], [some_ids(3)], Sampling(), Limits(3), tend=observing)
+    generate(decoder, [cache], [some_ids(3)], SamplingParams(), StoppingCriteria(3), tend=observing)
     assert kinds == [False, is_afterwards, is_afterwards]

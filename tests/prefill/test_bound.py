@@ -16,7 +16,7 @@ from larder.prefill.base import silent
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.session.policy import FAMILIES
-from reading import some_ids
+from model_runs import some_ids
 
 SMALL: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 3, "kernel": 3},

@@ -19,7 +19,7 @@ from larder.prefill.drafting import drafted
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
-from reading import own_logits, some_ids
+from model_runs import own_logits, some_ids
 from references import lookahead, positions_first
 
 PARTS = "protect(sinks=1, recent=2)"

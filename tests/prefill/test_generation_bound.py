@@ -15,8 +15,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.spec import POSITION_BYTES
 from larder.core.spelling import spell
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.passes import Recorded
@@ -24,10 +24,10 @@ from larder.models.tiny import tiny
 from larder.prefill.meter import Meter
 from larder.prefill.tending import Tending
 from larder.session.policy import FAMILIES, Policy
-from larder.session.reading import Desk, build, tend
-from larder.session.transcript import Scribe
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from measurements import made_up
-from reading import some_ids
+from model_runs import some_ids
 
 LAYERS, HEADS = 2, 2
 STORE_BYTES = 400  # of a layer's bookkeeping
@@ -91,14 +91,14 @@ def generated(
 ) -> Counting:
     policy = Policy.parse(sentence).filled(tokens, None)
     facts = made_up(decoder.spec.managed)
-    desk = Desk(decoder, object.__new__(Scribe), _nobody, lambda names: facts)
+    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: facts)
     book = dict.fromkeys(policy.scorer.wanted(), some_ids(3, seed=7))
-    cache = build(desk, policy, some_ids(context), [book], Meter()).activate(0)
-    tending = tend(desk, policy, [cache])
+    cache = build_caches(desk, policy, some_ids(context), [book], Meter()).activate(0)
+    tending = decode_planner(desk, policy, [cache])
     assert tending is not None
     counting = counter(tending, (tokens + (policy.timing.excess() or 0)) * HEADS * LAYERS)
     question = some_ids(4, seed=5)
-    generate(decoder, [cache], [question], Sampling(), Limits(steps), tend=counting)
+    generate(decoder, [cache], [question], SamplingParams(), StoppingCriteria(steps), tend=counting)
     assert counting.passes == steps
     return counting
 
@@ -187,14 +187,21 @@ def test_more_than_the_bound_is_noticed(decoder) -> None:
     counting = generated(decoder, sentence, 20, 30, 6)
     assert counting.over == []
     stricter = Counting(counting.tending, counting.most - 1)
-    cache = build(
-        Desk(decoder, object.__new__(Scribe), _nobody, lambda names: {}),
+    cache = build_caches(
+        ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {}),
         Policy.parse(sentence).filled(20, None),
         some_ids(30),
         [{}],
         Meter(),
     ).activate(0)
-    generate(decoder, [cache], [some_ids(4, seed=5)], Sampling(), Limits(6), tend=stricter)
+    generate(
+        decoder,
+        [cache],
+        [some_ids(4, seed=5)],
+        SamplingParams(),
+        StoppingCriteria(6),
+        tend=stricter,
+    )
     assert stricter.over
 
 

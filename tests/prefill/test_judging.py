@@ -11,7 +11,7 @@ from larder.prefill.base import silent
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
-from reading import some_ids
+from model_runs import some_ids
 from references import patched, reconstruct
 from references.choosing_loop import pool
 

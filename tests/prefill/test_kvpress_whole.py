@@ -31,7 +31,7 @@ from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.recall.flat import Flat
 from larder.session.policy import Policy
-from reading import some_ids
+from model_runs import some_ids
 
 CONTEXT, KEPT = 80, 20
 IDS = some_ids(CONTEXT)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
 from larder.prefill.meter import Meter
 from larder.recall.mpcache import MPCache
 from larder.session.policy import Policy
-from larder.session.reading import Desk, build, tend
-from larder.session.transcript import Scribe
-from reading import some_ids
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
 
 LAYERS, TOKENS = 6, 160
 
@@ -26,15 +26,19 @@ def decoder() -> Decoder:
 
 def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     policy = Policy.parse("mpcache").filled(TOKENS, None)
-    desk = Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
-    cache = build(desk, policy, some_ids(400), [{}], Meter()).activate(0)
+    desk = ModelRuntime(
+        decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
+    )
+    cache = build_caches(desk, policy, some_ids(400), [{}], Meter()).activate(0)
     tiers = cache.tiers
     leaders = [None if tier.leader is None else tiers.index(tier.leader) for tier in tiers]
     assert leaders == [None, None, None, 2, None, 4]
-    tending = tend(desk, policy, [cache])
+    tending = decode_planner(desk, policy, [cache])
     assert tending is not None
     prompt = some_ids(6, seed=1)
-    generate(decoder, [cache], [prompt], Sampling(), Limits(20), tend=tending.observer)
+    generate(
+        decoder, [cache], [prompt], SamplingParams(), StoppingCriteria(20), tend=tending.observer
+    )
     assert cache.pages[0] > 0
     # Who uses what another found needs no index as long as the same tokens are parked.
     assert [tier.finder.learned.is_used for tier in tiers] == [leader is None for leader in leaders]

@@ -12,7 +12,7 @@ from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.column_mass import ColumnMass
 from larder.prefill.schedules import whole
-from reading import some_ids
+from model_runs import some_ids
 
 
 @pytest.mark.parametrize("variant, queries", [(Variant.LARDER, 16), (Variant.CODE, 50)])

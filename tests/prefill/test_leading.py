@@ -13,7 +13,7 @@ from larder.prefill.base import silent
 from larder.prefill.leading import Leading
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.session.policy import Policy
-from reading import some_ids
+from model_runs import some_ids
 
 HELD = [[0, 1, 4], [2, 4]]
 SENTENCE = "protect(sinks=1, recent=2) > snapkv(window=2, kernel=1) > {unit} > {budget}"

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
+from cache_stores import append
 from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
 from larder.core.plan import Plan
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
 from larder.prefill.meter import Meter
 from larder.prefill.tending import Tending
 from larder.session.policy import Policy
-from larder.session.reading import Desk, build, tend
-from larder.session.transcript import Scribe
-from reading import some_ids
-from stores import append
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
 
 LAYERS, M, CONTEXT, STEPS = 2, 12, 20, 6
 JUDGED = {
@@ -38,15 +38,17 @@ def decoder() -> Decoder:
     return adopt(tiny("llama", layers=LAYERS))
 
 
-def read(decoder: Decoder, policy: Policy, meter: Meter) -> tuple[Desk, SequenceCache]:
-    desk = Desk(decoder, object.__new__(Scribe), _nobody, lambda names: {})
-    return desk, build(desk, policy, some_ids(CONTEXT), [{}], meter).activate(0)
+def read(decoder: Decoder, policy: Policy, meter: Meter) -> tuple[ModelRuntime, SequenceCache]:
+    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
+    return desk, build_caches(desk, policy, some_ids(CONTEXT), [{}], meter).activate(0)
 
 
 def answer(decoder: Decoder, cache: SequenceCache, tended: Tending | None, steps: int) -> None:
     assert tended is not None
     question = [some_ids(3, seed=1)]
-    generate(decoder, [cache], question, Sampling(), Limits(steps), tend=tended.observer)
+    generate(
+        decoder, [cache], question, SamplingParams(), StoppingCriteria(steps), tend=tended.observer
+    )
 
 
 def counting(monkeypatch: Any, kind: type, name: str) -> list[Any]:
@@ -67,7 +69,7 @@ def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
     sentence = f"blockwise(tokens=8) > {JUDGED[name]} > compact() > every_step()"
     policy = Policy.parse(sentence).filled(M, None)
     desk, cache = read(decoder, policy, Meter())
-    tended = tend(desk, policy, [cache])
+    tended = decode_planner(desk, policy, [cache])
     answer(decoder, cache, tended, 1)
     calls = counting(monkeypatch, CompactLayer, "_turned")
     answer(decoder, cache, tended, STEPS)
@@ -82,7 +84,7 @@ def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
         "protect(sinks=0, recent=2) > snapkv(window=4) > uniform() > lagged(tokens=9)"
     ).filled(M, None)
     desk, cache = read(decoder, policy, Meter())
-    tended = tend(desk, policy, [cache])
+    tended = decode_planner(desk, policy, [cache])
     looks = counting(monkeypatch, SequenceCache, "entries")
     answer(decoder, cache, tended, 2)
     assert not looks

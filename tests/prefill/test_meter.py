@@ -15,8 +15,8 @@ from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
-from memory import reachable_tensors
-from reading import some_ids
+from model_runs import some_ids
+from tensor_memory import reachable_tensors
 
 SCHEDULES = [Blockwise(9), Episodic(9, Together.ALL), Whole()]
 APPENDED = ["snapkv(window=3) > pooled()", "keydiff() > global()"]

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
+from cache_stores import append, extend
+from cache_stores import attend as attend_behind
 from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
 from larder.cache.spec import CacheForm
@@ -21,11 +23,9 @@ from larder.ops.attention import attention
 from larder.prefill.meter import Meter
 from larder.prefill.placing import placed
 from larder.session.policy import Policy
-from larder.session.reading import Desk, build
-from larder.session.transcript import Scribe
-from reading import own_logits, read_on, some_ids
-from stores import append, extend
-from stores import attend as attend_behind
+from larder.session.prefill import ModelRuntime, build_caches
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import own_logits, read_on, some_ids
 
 HELD = 11
 
@@ -125,8 +125,10 @@ def test_a_cut_text_is_read_as_if_it_were_short(architecture) -> None:
     with adopt(module) as decoder:
         for storage in ("compact", "exact"):
             policy = Policy.parse(f"{sentence} uniform(tokens=22) > {storage}()")
-            desk = Desk(decoder, object.__new__(Scribe), _nobody, lambda names: {})
-            shelf = build(desk, policy.filled(22, None), ids[:50], [{}], Meter())
+            desk = ModelRuntime(
+                decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {}
+            )
+            shelf = build_caches(desk, policy.filled(22, None), ids[:50], [{}], Meter())
             caches.append(shelf.activate(0))
         compact, exact = (read_on(decoder, cache, new, 4) for cache in caches)
     assert caches[0].next_position == 60

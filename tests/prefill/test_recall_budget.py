@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import BudgetError
 from larder.core.types import AppendKind
-from larder.engine.decoding import Limits, endless, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate, keep_generating
+from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.tiny import tiny
 from larder.prefill.meter import Meter
 from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.presets import PRESETS
-from larder.session.reading import Desk, build, tend
-from larder.session.transcript import Scribe
-from reading import some_ids
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
 
 RECALLS = [
     "dci(page=4, dense=0)",
@@ -37,8 +37,10 @@ def decoder() -> Decoder:
     return adopt(tiny("qwen3"))
 
 
-def desk(decoder: Decoder) -> Desk:
-    return Desk(decoder, object.__new__(Scribe), lambda name: pytest.fail(name), lambda names: {})
+def desk(decoder: Decoder) -> ModelRuntime:
+    return ModelRuntime(
+        decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
+    )
 
 
 def attended(tier: TieredLayer) -> list[int]:
@@ -63,10 +65,16 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TieredLayer, "_attention", noting)
-        cache = build(desk(decoder), wanted, some_ids(context), [{}], Meter()).activate(0)
-        tending = tend(desk(decoder), wanted, [cache])
+        cache = build_caches(desk(decoder), wanted, some_ids(context), [{}], Meter()).activate(0)
+        tending = decode_planner(desk(decoder), wanted, [cache])
         assert tending is not None
-        told = [cache], [some_ids(3, seed=5)], Sampling(), Limits(steps), endless
+        told = (
+            [cache],
+            [some_ids(3, seed=5)],
+            SamplingParams(),
+            StoppingCriteria(steps),
+            keep_generating,
+        )
         generate(decoder, *told, tending.observer)
     return counts
 
@@ -109,7 +117,7 @@ def test_slots_of_query_heads_are_counted(decoder) -> None:
     names = "code", "paper"
     sentence = 'sinks_and_window() > park() > dci(page=4, dense=0, variant="{}") > lagged(tokens=4)'
     shelves = [
-        build(
+        build_caches(
             desk(decoder),
             Policy.parse(sentence.format(n)).filled(64, None),
             some_ids(96),

@@ -16,8 +16,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.recall import RECALLS, PrefillRecall
 from larder.core.types import Mode
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.passes import Row
@@ -26,13 +26,13 @@ from larder.policy.protect import Protect
 from larder.policy.scorers.keydiff import KeyDiff
 from larder.prefill.meter import Meter
 from larder.prefill.reader import Lane, Reader
+from larder.session.caches import SessionCaches
+from larder.session.capacity import entries_per_head, recall_budget_tokens
 from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.presets import PRESETS
-from larder.session.reading import Desk, build, tend
-from larder.session.rooms import entries_of, pages_of
-from larder.session.shelf import Shelf
-from larder.session.transcript import Scribe
-from reading import own_logits, some_ids
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import own_logits, some_ids
 
 CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 28, 2
 STAYING, LAG = 8, 4  # entries of the fast tier, and those that may pile up
@@ -50,7 +50,7 @@ PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
 
 
 @dataclass(frozen=True)
-class Hearing(Sampling):
+class Hearing(SamplingParams):
     """Chooses as ever, and remembers the logits it chose from."""
 
     heard: list[Tensor] = field(default_factory=list)
@@ -80,11 +80,11 @@ def policy(name: str, recalled: int) -> Policy:
     return Policy.parse(sentence).filled(STAYING + LAG + recalled, None)
 
 
-def desk(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> Desk:
+def desk(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> ModelRuntime:
     """Args: closing: tokens that end a sentence."""
-    scribe = object.__new__(Scribe)
+    scribe = object.__new__(TokenizerAdapter)
     vars(scribe)["_closing_tokens"] = closing
-    return Desk(decoder, scribe, lambda name: pytest.fail(name), lambda names: {})
+    return ModelRuntime(decoder, scribe, lambda name: pytest.fail(name), lambda names: {})
 
 
 def said(
@@ -103,8 +103,8 @@ def said(
         over.extend([cache.managed_entries] * (cache.managed_entries > most))
         return True
 
-    observer = tend(desk(decoder), wanted, [cache]).observer
-    [tokens] = generate(decoder, [cache], [ids], hearing, Limits(steps), watch, observer)
+    observer = decode_planner(desk(decoder), wanted, [cache]).observer
+    [tokens] = generate(decoder, [cache], [ids], hearing, StoppingCriteria(steps), watch, observer)
     assert over == []
     return tuple(tokens), torch.stack(hearing.heard)
 
@@ -112,11 +112,11 @@ def said(
 def park_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have entries parked although the budget still has room for them."""
     for room in ("pages_of", "unparked_of"):
-        monkeypatch.setattr(f"larder.session.reading.{room}", lambda policy: 0)
+        monkeypatch.setattr(f"larder.session.prefill.{room}", lambda policy: 0)
 
 
-def read(decoder: Decoder, wanted: Policy) -> Shelf:
-    return build(desk(decoder), wanted, CONTEXT, [{}], Meter())
+def read(decoder: Decoder, wanted: Policy) -> SessionCaches:
+    return build_caches(desk(decoder), wanted, CONTEXT, [{}], Meter())
 
 
 @PARTS
@@ -150,7 +150,7 @@ def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
 def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeypatch) -> None:
     """Every token is the first of one, or the first of all is."""
     wanted, steps, seen = policy("sentences", 8), 6, list[int]()
-    cache = build(desk(decoder, closing), wanted, CONTEXT, [{}], Meter()).activate(0)
+    cache = build_caches(desk(decoder, closing), wanted, CONTEXT, [{}], Meter()).activate(0)
     recalled = PageFetcher.recalled
 
     def noting(self: PageFetcher, *given: Any) -> Any:
@@ -159,8 +159,10 @@ def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeyp
         return parts
 
     monkeypatch.setattr(PageFetcher, "recalled", noting)
-    observer = tend(desk(decoder, closing), wanted, [cache]).observer
-    generate(decoder, [cache], [QUESTION], Hearing(), Limits(steps), lambda *_: True, observer)
+    observer = decode_planner(desk(decoder, closing), wanted, [cache]).observer
+    generate(
+        decoder, [cache], [QUESTION], Hearing(), StoppingCriteria(steps), lambda *_: True, observer
+    )
     layers = len(decoder.spec.layers)
     later = [bool(closing)] * (len(seen) - layers)
     assert len(later) == (steps - 2) * layers
@@ -185,7 +187,7 @@ def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
     wanted, steps = Policy.parse(sentence).filled(STAYING, None), 6
     cache = read(decoder, wanted).activate(0)
     first, heard = said(decoder, wanted, cache, QUESTION, steps)
-    shelf = Shelf(decoder.spec, [cache])
+    shelf = SessionCaches(decoder.spec, [cache])
     second, later = said(decoder, wanted, shelf.activate(0), some_ids(2, seed=9), steps)
     cache = shelf.activate(0)
     ids = (*CONTEXT, *QUESTION, *first[: steps - 1], *some_ids(2, seed=9), *second)
@@ -203,7 +205,7 @@ def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder,
     pages, moved = cache.pages
     assert 0 < moved <= pages
     twin = cache.fork()
-    shelf = Shelf(decoder.spec, [cache.fork()])
+    shelf = SessionCaches(decoder.spec, [cache.fork()])
     ways = cache, twin, shelf.activate(0)
     live, forked, shelved = (said(decoder, wanted, own, some_ids(3, seed=9), 4) for own in ways)
     assert forked[0] == shelved[0] and torch.equal(forked[1], shelved[1])
@@ -222,8 +224,8 @@ def test_every_preset_that_recalls_has_room_for_its_lag_inside_the_budget(decode
     recalling = [each for each in presets if each.recall is not None]
     assert len(recalling) > 10
     for each in recalling:
-        most = entries_of(each, decoder.spec) + (each.timing.excess() or 0) + 1
-        assert most + pages_of(each) == 256
+        most = entries_per_head(each, decoder.spec) + (each.timing.excess() or 0) + 1
+        assert most + recall_budget_tokens(each) == 256
 
 
 def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder, own) -> None:

@@ -27,7 +27,7 @@ from larder.prefill.schedules.episodic import Episodic, Together
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
-from reading import own_logits, read_on, some_ids
+from model_runs import own_logits, read_on, some_ids
 
 SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9, Together.ALL)}
 SENTENCES = [

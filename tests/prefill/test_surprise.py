@@ -10,15 +10,15 @@ import torch
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
 from larder.core.types import Mode
-from larder.engine.decoding import Limits, generate
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
 from larder.models.passes import Row
 from larder.prefill.base import pieces, silent
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.prefill.tending import Tending
 from larder.session.policy import Policy
-from reading import some_ids
+from model_runs import some_ids
 from references.novelty import surprises
 
 M, LENGTH, BLOCK = 12, 40, 8
@@ -97,7 +97,12 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
     object.__setattr__(watched, "predict", overheard)
     try:
         [said] = generate(
-            watched, [cache], [question], Sampling(), Limits(14), tend=tending.observer
+            watched,
+            [cache],
+            [question],
+            SamplingParams(),
+            StoppingCriteria(14),
+            tend=tending.observer,
         )
     finally:
         object.__delattr__(watched, "predict")

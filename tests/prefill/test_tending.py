@@ -13,8 +13,8 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Observation
 from larder.core.types import Mode
-from larder.engine.decoding import Limits, generate, untended
-from larder.engine.sampling import Sampling
+from larder.engine.generate import StoppingCriteria, generate, no_observer
+from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loading import adopt
 from larder.models.passes import Recorded
@@ -23,9 +23,9 @@ from larder.policy.timing.split import Split
 from larder.prefill.meter import Meter
 from larder.prefill.tending import Tending
 from larder.session.policy import Policy
-from larder.session.reading import Desk, build, tend
-from larder.session.transcript import Scribe
-from reading import some_ids
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
 from references import mass
 from references.tally_loop import Listener
 
@@ -125,13 +125,13 @@ class Bounded:
             self.wrong.append(f"layer {layer}: {held} of {quota} + {beyond}")
 
 
-def a_desk(decoder: Decoder) -> Desk:
+def a_desk(decoder: Decoder) -> ModelRuntime:
     """Reads token ids alone: there is no text to write, and nothing to measure."""
 
     def nobody(name: str) -> Any:
         raise AssertionError(name)
 
-    return Desk(decoder, object.__new__(Scribe), nobody, lambda names: {})
+    return ModelRuntime(decoder, object.__new__(TokenizerAdapter), nobody, lambda names: {})
 
 
 def a_policy(sentence: str) -> Policy:
@@ -140,13 +140,15 @@ def a_policy(sentence: str) -> Policy:
 
 def after_reading(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:
     desk = a_desk(decoder)
-    return build(desk, policy, some_ids(context), [{}], Meter()).activate(0)
+    return build_caches(desk, policy, some_ids(context), [{}], Meter()).activate(0)
 
 
 def answer(decoder: Decoder, caches: Any, tended: Any, steps: int = STEPS) -> list[list[int]]:
     """Answers to questions of different lengths, token by token."""
     questions = [some_ids(QUESTION + n, seed=n + 1) for n in range(len(caches))]
-    return generate(decoder, caches, questions, Sampling(), Limits(steps), tend=tended)
+    return generate(
+        decoder, caches, questions, SamplingParams(), StoppingCriteria(steps), tend=tended
+    )
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +196,7 @@ def test_generated_logits_are_those_of_a_masked_model(overheard, name) -> None:
     policy = a_policy(POLICIES[name])
     overheard.hear_anew()
     cache = after_reading(overheard, policy, CONTEXT)
-    tending = tend(a_desk(overheard), policy, [cache])
+    tending = decode_planner(a_desk(overheard), policy, [cache])
     bounded = Bounded(tending, tending.quotas[0])
     steps = STEPS if name in LONG else STEPS // 3
     [said] = answer(overheard, [cache], bounded, steps)
@@ -216,7 +218,7 @@ def test_what_a_cache_remembers_is_what_every_query_said(overheard, name) -> Non
     policy = a_policy(POLICIES[name])
     overheard.hear_anew()
     cache = after_reading(overheard, policy, CONTEXT)
-    answer(overheard, [cache], tend(a_desk(overheard), policy, [cache]).observer, 20)
+    answer(overheard, [cache], decode_planner(a_desk(overheard), policy, [cache]).observer, 20)
     entries = cache.entries(0)
     for head in range(HEADS):
         rows = entries.rows(head)
@@ -229,7 +231,7 @@ def test_what_a_cache_remembers_is_what_every_query_said(overheard, name) -> Non
 def test_all_heads_keep_what_the_newest_token_looks_at(decoder) -> None:
     policy = a_policy(POLICIES["tova"])
     cache = after_reading(decoder, policy, CONTEXT)
-    answer(decoder, [cache], tend(a_desk(decoder), policy, [cache]).observer, 20)
+    answer(decoder, [cache], decode_planner(a_desk(decoder), policy, [cache]).observer, 20)
     for layer in range(LAYERS):
         entries = cache.entries(layer)
         one, other = (entries.head_positions(head).tolist() for head in range(HEADS))
@@ -242,7 +244,7 @@ def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
     policy = a_policy(POLICIES[name])
     cache = after_reading(decoder, policy, CONTEXT)
     cache.reserve(QUESTION + 1)
-    tending = tend(a_desk(decoder), policy, [cache])
+    tending = decode_planner(a_desk(decoder), policy, [cache])
     bounded = Bounded(tending, tending.quotas[0])
     held = cache.nbytes
     answer(decoder, [cache], bounded, STEPS // 2)
@@ -256,14 +258,21 @@ def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
 def test_sequences_of_different_lengths_give_what_each_gives_alone(decoder, sentence) -> None:
     policy, contexts = a_policy(sentence), (CONTEXT, 9)
     together = [after_reading(decoder, policy, context) for context in contexts]
-    tending = tend(a_desk(decoder), policy, together)
+    tending = decode_planner(a_desk(decoder), policy, together)
     assert tending.starts == contexts
     said = answer(decoder, together, tending.observer, 15)
     for n, context in enumerate(contexts):
         alone = after_reading(decoder, policy, context)
-        single = tend(a_desk(decoder), policy, [alone])
+        single = decode_planner(a_desk(decoder), policy, [alone])
         question = some_ids(QUESTION + n, seed=n + 1)
-        got = generate(decoder, [alone], [question], Sampling(), Limits(15), tend=single.observer)
+        got = generate(
+            decoder,
+            [alone],
+            [question],
+            SamplingParams(),
+            StoppingCriteria(15),
+            tend=single.observer,
+        )
         assert got == [said[n]]
         assert_same(alone, together[n], 1e-4)
 
@@ -278,10 +287,10 @@ def assert_same(one: SequenceCache, other: SequenceCache, within: float) -> None
 def test_a_policy_of_reading_leaves_generating_alone(decoder) -> None:
     policy = a_policy(f"{BLOCKS} > protect(sinks=1, recent=2) > column_mass() > pooled()")
     watched, plain = (after_reading(decoder, policy, CONTEXT) for _ in range(2))
-    assert tend(a_desk(decoder), policy, [plain]) is None
+    assert decode_planner(a_desk(decoder), policy, [plain]) is None
     quotas = dict.fromkeys(range(LAYERS), M)
     tending = Tending(policy.planner, M, (quotas,), (CONTEXT,))
-    said = answer(decoder, [plain], untended, 20)
+    said = answer(decoder, [plain], no_observer, 20)
     assert answer(decoder, [watched], tending.observer, 20) == said
     mine, its = watched.state(), plain.state()
     kept = [name for name in its if "column." not in name]
@@ -292,7 +301,7 @@ def test_a_policy_of_reading_leaves_generating_alone(decoder) -> None:
 def test_a_bound_that_is_broken_is_noticed(decoder) -> None:
     policy = a_policy(POLICIES["h2o"])
     cache = after_reading(decoder, policy, CONTEXT)
-    tending = tend(a_desk(decoder), policy, [cache])
+    tending = decode_planner(a_desk(decoder), policy, [cache])
     [quotas] = tending.quotas
     larger = replace(tending, quotas=({layer: quota + 1 for layer, quota in quotas.items()},))
     lax = Bounded(larger, quotas)

@@ -18,7 +18,7 @@ from larder.prefill.reader import Reader
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.session.policy import Policy
-from reading import some_ids
+from model_runs import some_ids
 
 EPICACHE = 'patched(prompt="episode") > sensitivity()'
 PROTECTED = f"protect(sinks=1, recent=2) > {EPICACHE}"

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer
+from index_recall import assert_best, built, keys_of
 from larder.core.errors import BadParameter
 from larder.recall.bounds import Bounds, PageSummary
-from ranks import assert_best, built, keys_of
 from references import bounds as loop
 from references import flat
 

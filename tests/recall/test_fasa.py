@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import HEAD_DIM, RADIANS, a_layer
+from index_recall import assert_best, keys_of
 from larder.core.errors import BadParameter
 from larder.recall.fasa import Fasa, contextual_agreement, rotary_pairs
-from ranks import assert_best, keys_of
 from references import fasa as loop
 from references.lloyd import dot
 from slow_tiers import Tier

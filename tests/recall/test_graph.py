@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer
+from index_recall import assert_best, keys_of
 from larder.core.errors import BadParameter, DependencyError
 from larder.recall.graph import GUIDE_QUERIES, Graph
-from ranks import assert_best, keys_of
 from references import graph as loop
 from slow_tiers import Tier
 

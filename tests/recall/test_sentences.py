@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer
+from index_recall import assert_best, keys_of
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import FetchMode
 from larder.recall.sentences import Sentences, SentencesIndex
-from ranks import assert_best, keys_of
 from references import sentences as loop
 from slow_tiers import Tier
 

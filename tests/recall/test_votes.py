@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer
+from index_recall import assert_best, built, keys_of
 from larder.core.errors import BadParameter
 from larder.recall.votes import Votes
-from ranks import assert_best, built, keys_of
 from references import votes as loop
 
 LAYER = a_layer(kv_heads=2, group=2)

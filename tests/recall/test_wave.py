@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import HEAD_DIM, a_layer
+from index_recall import assert_best, keys_of
 from larder.core.errors import BadParameter
 from larder.recall.wave import PendingMode, Wave
-from ranks import assert_best, keys_of
 from references import wave as loop
 from slow_tiers import Tier, pages_of
 

@@ -12,7 +12,7 @@ from larder.server.request import Turn
 from larder.server.views import view_of
 from larder.server.web.sessions import shown
 from server_core import Served, answered, characters, user
-from topics import TopicEmbedder
+from topic_embedder import TopicEmbedder
 
 BUDGET, BLOCK = 96, 32
 SAID = ["My dog is 7.", "The car is red. " * 6, "What car?", "Why is it so?", "My dog eats."]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from larder.engine.engine import Engine
-from larder.engine.snapshots import Snapshots
+from larder.engine.snapshots import ModelSnapshots
 from larder.models.loading import Loaded
 from larder.server.app import create_app
 from larder.server.keeper import Durability
@@ -50,7 +50,7 @@ def serve(loaded: Loaded, folder: Path, durability: Durability, port: Connection
 
     store = store_in(folder)
     keeper = Persisting(store, loaded.decoder.spec)
-    vault = StoreVault(keeper, Snapshots(store, loaded), durability)
+    vault = StoreVault(keeper, ModelSnapshots(store, loaded), durability)
     hub = LocalHub(Engine(loaded, "full"), BUDGETS, keeper=keeper, vault=vault)
     app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=NEW_TOKENS))
     with socket.create_server(("127.0.0.1", 0)) as bound:

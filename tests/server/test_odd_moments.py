@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Generator, Tensor
 
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 from larder.models.loading import Loaded
 from larder.server.keeper import Keeper
 from larder.server.persisting import Persisting
@@ -36,7 +36,7 @@ def test_24_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: L
     served.check()
 
 
-class Failing(Sampling):
+class Failing(SamplingParams):
     """Draws nothing from the fourth token on."""
 
     left = [3]
@@ -185,7 +185,7 @@ def test_logs_of_pinned_sessions_leave_last(small: Loaded, tmp_path: Path) -> No
     assert served.core.sessions.has("a", "first") and not served.core.sessions.has("a", "n0")
 
 
-class Spoken(Sampling):
+class Spoken(SamplingParams):
     """Says what is to be said."""
 
     script = list[str]()

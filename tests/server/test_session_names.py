@@ -22,7 +22,7 @@ from larder.server.request import Turn
 from larder.server.tenants import LOCAL, Loopback
 from larder.server.web.archive import Archive
 from larder.server.web.desk import Settings
-from larder.session.logbook import session_path
+from larder.session.transcript.session_file import session_path
 from larder.store.sessions.turn_store import SessionTurn as Written
 from server.web.places import listening
 from server_hubs import hub_in

@@ -7,7 +7,7 @@ import json
 import pytest
 import zstandard
 
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 from larder.models.loading import Loaded
 from larder.server import archive
 from larder.server.request import Refusal, Turn
@@ -81,7 +81,7 @@ def test_14_another_text_goes_on_in_a_fork(small: Loaded, policy: str) -> None:
     assert fork.text == alone.ask(edited, "x").text
     more = answered(edited, fork, "Sure?")
     assert served.ask(more, "x").told.session == "x~2"
-    reseeded = served.ask(more, "x", sampling=Sampling(temperature=1.0, seed=3))
+    reseeded = served.ask(more, "x", sampling=SamplingParams(temperature=1.0, seed=3))
     assert reseeded.told.session == "x~3"
 
 
@@ -156,7 +156,7 @@ def test_16_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
     text, served = "Once upon a time there was a box of coins", Served(small)
     served.ask([], raw_prompt=text)
     for wanted in (text, text[:-1], text[:30], text[:1]):
-        client = served.ask([], raw_prompt=wanted, sampling=Sampling(seed=len(wanted)))
+        client = served.ask([], raw_prompt=wanted, sampling=SamplingParams(seed=len(wanted)))
         assert client.text == Served(small).ask([], raw_prompt=wanted).text
         assert client.told.cached_tokens < client.told.prompt_tokens
         assert (client.told.cached_tokens > 16) == (len(wanted) > 20)

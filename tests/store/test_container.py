@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cache_stores import same_bits
 from larder.core.errors import Damaged, LarderError, Refused
 from larder.store.blobs.container import (
     DTYPES,
@@ -21,7 +22,6 @@ from larder.store.blobs.container import (
     peek_metadata,
     unpack_container,
 )
-from stores import same_bits
 
 TOLD = {"kind": "session_snapshot", "layers": {"n": 2}}
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.cli.failing import INTERRUPTED, print_document
-from larder.cli.kept import CodecName, KeyFile, StoreUrl, check_codec, keeping
-from larder.cli.options import Common, command
-from larder.cli.showing import asides, seconds, size
+from larder.cli.console import format_bytes, format_seconds, progress_console
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, print_document
+from larder.cli.options import ModelOptions, command
+from larder.cli.store_options import CodecName, KeyFile, StoreUrl, check_codec, open_persistence
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import LarderError, UsageError
 
 if TYPE_CHECKING:
-    from larder.cli.sitting import Sitting
+    from larder.cli.question_run import QuestionRun
     from larder.engine.engine import Engine
-    from larder.engine.keeping import Keeper
+    from larder.engine.persistence import ChatPersistence
 
 
 @command
@@ -30,7 +30,7 @@ def ask(
     question: Annotated[
         list[str], typer.Option("--question", "-q", help="What to ask; may be given many times.")
     ],
-    options: Common,
+    options: ModelOptions,
     explain: Annotated[
         Path | None,
         typer.Option(metavar="PAGE.html", help="Write a page that shows what each cache keeps."),
@@ -46,7 +46,7 @@ def ask(
 
     Questions are independent of each other. A question that FILE knows the answer to is scored.
     """
-    from larder.cli.sitting import open_engine
+    from larder.cli.question_run import open_engine
     from larder.session.files import read_conversation
 
     _check_page(explain)
@@ -56,44 +56,44 @@ def ask(
             "--store, --codec and --key-file say how a reading is kept: give --keep as well."
         )
     conversation = read_conversation(file)
-    questions = [_known(conversation, text) for text in question]
+    questions = [_question_of(conversation, text) for text in question]
     engine = open_engine(options)
-    with keeping(engine, store, codec, key_file) if keep else nullcontext() as keeper:
-        sitting, is_whole = _sit(engine, keeper, options, conversation, questions)
+    with open_persistence(engine, store, codec, key_file) if keep else nullcontext() as keeper:
+        sitting, is_whole = _run_questions(engine, keeper, options, conversation, questions)
     if explain is not None and is_whole:
         _write_page(explain, sitting)
     if options.json:
-        from larder.cli.documents import document
+        from larder.cli.json_documents import run_document
 
-        print_document(document(sitting))
+        print_document(run_document(sitting))
     else:
-        _tell_errors(sitting)
-    _tell_figures(sitting)
+        _print_errors(sitting)
+    _print_figures(sitting)
     if not is_whole:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
-def _sit(
+def _run_questions(
     engine: Engine,
-    keeper: Keeper | None,
-    options: Common,
+    keeper: ChatPersistence | None,
+    options: ModelOptions,
     conversation: Conversation,
     questions: list[Question],
-) -> tuple[Sitting, bool]:
+) -> tuple[QuestionRun, bool]:
     """Read and ask; whether every question had its turn before Ctrl-C.
 
     Raises:
         LarderError: the first question's, if none could be answered.
     """
-    from larder.cli.sitting import prompts_for, read, sampling
+    from larder.cli.question_run import prefill_run, prompts_for, sampling_params
 
-    sitting = read(engine, conversation, prompts_for(engine, questions), keeper=keeper)
-    drawn = sampling(options)
+    sitting = prefill_run(engine, conversation, prompts_for(engine, questions), keeper=keeper)
+    drawn = sampling_params(options)
     try:
         for one in questions:
             if not options.json and len(questions) > 1:
                 print(f"{'' if one is questions[0] else chr(10)}> {one.question}")
-            on_text = _swallow if options.json else _speak
+            on_text = _discard_text if options.json else _write_text
             asked = sitting.ask(one, drawn, options.max_new_tokens, on_text)
             if not options.json and asked.error is None:
                 print()
@@ -106,11 +106,11 @@ def _sit(
     return sitting, True
 
 
-def _first_error(sitting: Sitting) -> LarderError:
+def _first_error(sitting: QuestionRun) -> LarderError:
     return next(asked.error for asked in sitting.asked if asked.error is not None)
 
 
-def _known(conversation: Conversation, text: str) -> Question:
+def _question_of(conversation: Conversation, text: str) -> Question:
     """The question as the file has it, with its answer; else as it was typed."""
     if not text.strip():
         raise UsageError('A question is blank: write -q "What ...?".')
@@ -122,36 +122,38 @@ def _known(conversation: Conversation, text: str) -> Question:
     return known.get(text.strip(), Question(text))
 
 
-def _speak(text: str) -> None:
+def _write_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _swallow(text: str) -> None:
+def _discard_text(text: str) -> None:
     del text
 
 
-def _tell_errors(sitting: Sitting) -> None:
+def _print_errors(sitting: QuestionRun) -> None:
     for asked in sitting.asked:
         if asked.error is not None:
             print(f"larder: {asked.question.question[:40]!r}: {asked.error}", file=sys.stderr)
 
 
-def _tell_figures(sitting: Sitting) -> None:
-    from larder.cli.tables import dense_line
+def _print_figures(sitting: QuestionRun) -> None:
+    from larder.cli.eval_tables import dense_line
 
     figures, asked = sitting.memory.figures, sitting.asked
-    lines = asides()
+    lines = progress_console()
     lines.print(
-        f"read {figures.context_tokens:,} tokens in {seconds(figures.prefill_seconds)}; "
-        f"KV cache {size(figures.active_kv_bytes)} in use, {size(figures.kv_bytes)} in all, "
-        f"{size(figures.full_kv_bytes)} without a budget{dense_line(figures)}"
+        f"read {figures.context_tokens:,} tokens in {format_seconds(figures.prefill_seconds)}; "
+        f"KV cache {format_bytes(figures.active_kv_bytes)} in use, "
+        f"{format_bytes(figures.kv_bytes)} in all, "
+        f"{format_bytes(figures.full_kv_bytes)} without a budget{dense_line(figures)}"
     )
     for one in asked:
         if one.answer is not None:
             place = "" if one.answer.episode is None else f" from episode {one.answer.episode + 1}"
             lines.print(
-                f"{one.answer.new_tokens} tokens in {seconds(one.answer.decode_seconds)}{place}"
+                f"{one.answer.new_tokens} tokens in "
+                f"{format_seconds(one.answer.decode_seconds)}{place}"
             )
 
 
@@ -163,8 +165,8 @@ def _check_page(page: Path | None) -> None:
         )
 
 
-def _write_page(page: Path, sitting: Sitting) -> None:
-    from larder.cli.explaining import explanation
+def _write_page(page: Path, sitting: QuestionRun) -> None:
+    from larder.cli.explain_page import explanation
     from larder.explain import render
 
     try:

@@ -11,10 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larder.cli.failing import INTERRUPTED, SCHEMA, as_record, print_document
-from larder.cli.kept import QUIET, CodecName, KeyFile, StoreUrl, check_codec, keeping, tell_resumed
-from larder.cli.options import Common, command
-from larder.cli.showing import asides, results, size, table, watched
+from larder.cli.console import (
+    format_bytes,
+    make_table,
+    progress_bar,
+    progress_console,
+    results_console,
+)
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, error_record, print_document
+from larder.cli.options import ModelOptions, command
+from larder.cli.store_options import (
+    QUIET_REASONS,
+    CodecName,
+    KeyFile,
+    StoreUrl,
+    check_codec,
+    open_persistence,
+    print_resume_result,
+)
 from larder.core.errors import LarderError
 
 if TYPE_CHECKING:
@@ -32,7 +46,7 @@ COMMANDS = {
 
 @command
 def chat(
-    options: Common,
+    options: ModelOptions,
     session: Annotated[
         str | None, typer.Argument(metavar="SESSION", help="Name to go on under later.")
     ] = None,
@@ -48,17 +62,17 @@ def chat(
     What was said in a named session is kept under LARDER_HOME/sessions, and its caches in a store:
     resumed, they are restored, or the session is read again where that is quicker or safer.
     """
-    from larder.cli.sitting import open_engine
+    from larder.cli.question_run import open_engine
     from larder.engine.chat import Chat
 
     check_codec(codec)
     history = _history(file)
     engine = open_engine(options)
-    kept = nullcontext() if session is None else keeping(engine, store, codec, key_file)
+    kept = nullcontext() if session is None else open_persistence(engine, store, codec, key_file)
     with kept as keeper:
-        with watched("Reading", "tokens") as watch:
+        with progress_bar("Reading", "tokens") as watch:
             talk = Chat(engine, session, history, watch, keeper)
-        _talk(talk, session, options)
+        _chat_loop(talk, session, options)
 
 
 def _history(file: Path | None) -> Conversation | None:
@@ -67,14 +81,14 @@ def _history(file: Path | None) -> Conversation | None:
     return None if file is None else read_conversation(file)
 
 
-def _talk(talk: Chat, session: str | None, options: Common) -> None:
+def _chat_loop(talk: Chat, session: str | None, options: ModelOptions) -> None:
     """Say what is typed, line by line, to the end or until interrupted."""
-    from larder.session.beyond_budget import told as told_beyond
+    from larder.session.beyond_budget import beyond_budget_line as told_beyond
 
-    _tell_change(talk, session)
+    _print_policy_change(talk, session)
     if talk.beyond_budget:
         print(f"larder: {told_beyond(talk.beyond_budget)}", file=sys.stderr)
-    aside = asides()
+    aside = progress_console()
     aside.print(f"{talk.policy}\n{len(talk.turns)} turns so far; /help for help")
     told: list[dict[str, Any]] = []
     try:
@@ -84,17 +98,17 @@ def _talk(talk: Chat, session: str | None, options: Common) -> None:
             _turn(talk, line, options, told)
     except KeyboardInterrupt:
         _finish(talk, session, options, told)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
     _finish(talk, session, options, told)
 
 
-def _tell_change(talk: Chat, session: str | None) -> None:
+def _print_policy_change(talk: Chat, session: str | None) -> None:
     """Say on stderr, piped or not, that a session is not remembered as it was before."""
     former, now = talk.former_policy, str(talk.policy)
     if former is None:
         return
     if former == now:
-        tell_resumed(f"the session {session!r}", talk.resumed)
+        print_resume_result(f"the session {session!r}", talk.resumed)
         return
     print(
         f"larder: the session {session!r} was held under {former} and is read anew under {now}",
@@ -120,37 +134,39 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _turn(talk: Chat, line: str, options: Common, told: list[dict[str, Any]]) -> None:
+def _turn(talk: Chat, line: str, options: ModelOptions, told: list[dict[str, Any]]) -> None:
     """Obey a command, or say the line and show the answer; a refused line is no end."""
     if line in COMMANDS:
-        _obey(talk, line)
+        _run_command(talk, line)
         return
     if line.startswith("/"):
         print(f"larder: no command {line.split()[0]}: type /help.", file=sys.stderr)
         return
     try:
-        answer = _say(talk, line, options)
+        answer = _answer_line(talk, line, options)
     except LarderError as error:
         print(f"larder: {error}", file=sys.stderr)
-        told.append({"question": line, "error": as_record(error)})
+        told.append({"question": line, "error": error_record(error)})
         return
     told.append(_record(answer))
 
 
-def _say(talk: Chat, line: str, options: Common) -> Answer:
-    from larder.cli.sitting import sampling
+def _answer_line(talk: Chat, line: str, options: ModelOptions) -> Answer:
+    from larder.cli.question_run import sampling_params
 
     def speak(text: str) -> None:
         if not options.json:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    answer = talk.say(line, speak, sampling(options), options.max_new_tokens)
+    answer = talk.say(line, speak, sampling_params(options), options.max_new_tokens)
     if not options.json:
         print()
     if answer.episode is not None and talk.outcome is not None:
         opened = ", which opened a new one" if talk.outcome.is_new_episode else ""
-        asides().print(f"episode {answer.episode + 1}{opened}; {answer.new_tokens} tokens")
+        progress_console().print(
+            f"episode {answer.episode + 1}{opened}; {answer.new_tokens} tokens"
+        )
     return answer
 
 
@@ -161,9 +177,11 @@ def _record(answer: Answer) -> dict[str, Any]:
     return {**told, **place, **spent}
 
 
-def _finish(talk: Chat, session: str | None, options: Common, told: list[dict[str, Any]]) -> None:
+def _finish(
+    talk: Chat, session: str | None, options: ModelOptions, told: list[dict[str, Any]]
+) -> None:
     reason = talk.keep()
-    if reason not in QUIET:
+    if reason not in QUIET_REASONS:
         print(f"larder: the caches of {session!r} were not saved ({reason}).", file=sys.stderr)
     if options.json:
         figures = talk.figures
@@ -173,7 +191,7 @@ def _finish(talk: Chat, session: str | None, options: Common, told: list[dict[st
         print_document({**head, "model": options.model, **held, "answers": told})
 
 
-def _obey(talk: Chat, line: str) -> None:
+def _run_command(talk: Chat, line: str) -> None:
     if line == "/help":
         _show_help()
     elif line == "/figures":
@@ -183,28 +201,29 @@ def _obey(talk: Chat, line: str) -> None:
 
 
 def _show_help() -> None:
-    made = table("type", "to see", texts=2)
+    made = make_table("type", "to see", texts=2)
     for name, meaning in COMMANDS.items():
         made.add_row(name, meaning)
-    results().print(made)
+    results_console().print(made)
 
 
 def _show_figures(talk: Chat) -> None:
     figures = talk.figures
-    results().print(
+    results_console().print(
         f"{figures.turns} turns, {figures.log_tokens:,} tokens; "
         f"budget {figures.budget_tokens:,} per kv head, "
         f"refreshed above {figures.budget_tokens + figures.block_tokens:,}\n"
-        f"KV cache {size(figures.active_kv_bytes)} active, {size(figures.kv_bytes)} in all, "
-        f"{size(figures.peak_kv_bytes)} at the peak, "
-        f"{size(figures.full_kv_bytes)} without a budget\n"
+        f"KV cache {format_bytes(figures.active_kv_bytes)} active, "
+        f"{format_bytes(figures.kv_bytes)} in all, "
+        f"{format_bytes(figures.peak_kv_bytes)} at the peak, "
+        f"{format_bytes(figures.full_kv_bytes)} without a budget\n"
         f"{figures.refreshes} refreshes, {figures.opened} episodes opened, "
         f"{figures.write_backs} write-backs"
     )
 
 
 def _show_episodes(talk: Chat) -> None:
-    made = table("episode", "about", "segments", "per head", "KV", "", texts=2)
+    made = make_table("episode", "about", "segments", "per head", "KV", "", texts=2)
     for view in talk.episodes:
         about = " ".join(view.prompt_texts[0].split())[:60] if view.prompt_texts else "everything"
         made.add_row(
@@ -212,7 +231,7 @@ def _show_episodes(talk: Chat) -> None:
             about,
             str(view.segments),
             f"{view.entries_per_head:,.0f}",
-            size(view.kv_bytes),
+            format_bytes(view.kv_bytes),
             "active" if view.is_active else "",
         )
-    results().print(made)
+    results_console().print(made)

@@ -52,7 +52,7 @@ class Citation:
 
     def covers(self, parameters: Mapping[str, Value]) -> bool:
         """Whether it is the paper of a part with these parameters."""
-        return not self.values or any(_holds(value, parameters) for value in self.values)
+        return not self.values or any(_has_value(value, parameters) for value in self.values)
 
     @property
     def short(self) -> str:
@@ -65,10 +65,10 @@ class Citation:
 def citations(docstring: str) -> list[Citation]:
     """Every full citation of a docstring, in order; one paragraph is one piece of text."""
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", docstring)]
-    return [citation for text in paragraphs for citation in _cited(text)]
+    return [citation for text in paragraphs for citation in _citations_of_paragraph(text)]
 
 
-def _cited(paragraph: str) -> list[Citation]:
+def _citations_of_paragraph(paragraph: str) -> list[Citation]:
     cited: list[Citation] = []
     stop = 0
     for found in _CITATION.finditer(paragraph):
@@ -78,7 +78,7 @@ def _cited(paragraph: str) -> list[Citation]:
     return cited
 
 
-def _holds(value: str, parameters: Mapping[str, Value]) -> bool:
+def _has_value(value: str, parameters: Mapping[str, Value]) -> bool:
     """Whether parameters have a value as a docstring writes it."""
     name, sign, wanted = re.split(r"(=| > )", value, maxsplit=1)
     held = parameters[name]

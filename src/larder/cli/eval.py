@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from larder.cli.failing import INTERRUPTED, print_document
-from larder.cli.options import Common, command
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, print_document
+from larder.cli.options import ModelOptions, command
 
-INTERVAL_OF_TWO = 2  # files: half of all resamples hold one of them alone
+TOO_FEW_FILES = 2  # files: half of all resamples hold one of them alone
 
 
 @command
@@ -20,7 +20,7 @@ def evaluate(
         list[Path],
         typer.Argument(metavar="FILE...", help="Conversations with questions, or folders of them."),
     ],
-    options: Common,
+    options: ModelOptions,
     against: Annotated[
         str | None,
         typer.Option(metavar="SPELLING", help="Compare with this policy, question by question."),
@@ -35,24 +35,24 @@ def evaluate(
     Over several files, means come with bootstrap intervals that resample whole files; two files
     are too few for that.
     """
-    from larder.cli.examining import examine, questioned
+    from larder.cli.evaluation import evaluate_files, load_question_files
     from larder.session.files import Adversarial
 
-    files = questioned(file, Adversarial.ASKED if adversarial else Adversarial.LEFT_OUT)
-    examination = examine(options, against, files)
+    files = load_question_files(file, Adversarial.ASKED if adversarial else Adversarial.LEFT_OUT)
+    examination = evaluate_files(options, against, files)
     if options.json:
-        from larder.cli.documents import examination_document
+        from larder.cli.json_documents import evaluation_document
 
-        print_document(examination_document(examination))
+        print_document(evaluation_document(examination))
     else:
-        from larder.cli.tables import show
+        from larder.cli.eval_tables import print_evaluation
 
-        show(examination)
-    if examination.scored == INTERVAL_OF_TWO:
+        print_evaluation(examination)
+    if examination.scored == TOO_FEW_FILES:
         print(
             "larder: an interval over two files reaches from one file's mean to the other's, no "
             "more: give three files or more.",
             file=sys.stderr,
         )
     if not examination.is_whole:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)

@@ -10,14 +10,14 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from larder.cli.failing import INTERRUPTED, tell, tell_unwritable
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, handle_stdout_error, print_error
 from larder.core.errors import UsageError
 
 # The class behind every complaint of the parser; typer shows only its children.
-Misuse: Any = typer.BadParameter.__base__
+ParserError: Any = typer.BadParameter.__base__
 
 
-class HelpfulGroup(TyperGroup):
+class HelpGroup(TyperGroup):
     """Commands; without the name of one, their help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -28,7 +28,7 @@ class HelpfulGroup(TyperGroup):
 COMMANDS = "larder.command"  # entry points: functions that are commands
 
 
-class OneLineGroup(HelpfulGroup):
+class ErrorLineGroup(HelpGroup):
     """All commands; a usage error is one line on stderr and exit code 2.
 
     Packages add commands through the entry point group `larder.command`. They are loaded when they
@@ -65,7 +65,7 @@ class OneLineGroup(HelpfulGroup):
             code = self._code(words, prog_name, complete_var, **extra)
             sys.stdout.flush()
         except OSError as error:
-            code = tell_unwritable(error)
+            code = handle_stdout_error(error)
         if standalone_mode:
             sys.exit(code or 0)
         return code
@@ -74,9 +74,9 @@ class OneLineGroup(HelpfulGroup):
         try:
             return super().main(words, *rest, standalone_mode=False, **extra)
         except typer.Abort:
-            return INTERRUPTED
-        except Misuse as error:
-            tell(_usage_error(error), "--json" in words)
+            return INTERRUPTED_EXIT_CODE
+        except ParserError as error:
+            print_error(_usage_error(error), "--json" in words)
             return UsageError.exit_code
 
 

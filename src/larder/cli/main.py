@@ -11,12 +11,12 @@ import typer
 import larder
 from larder.cli import ask, cache, chat, eval, policy, serve
 from larder.cli.demo import command as demo
-from larder.cli.failing import Unwritable, tell
-from larder.cli.groups import OneLineGroup
+from larder.cli.errors import Unwritable, print_error
+from larder.cli.groups import ErrorLineGroup
 
 app = typer.Typer(
     name="larder",
-    cls=OneLineGroup,
+    cls=ErrorLineGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -53,6 +53,8 @@ def main() -> None:
     if sys.stderr is None:  # closed by who started the program
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
-        tell(Unwritable("stdout is closed: send it to a file, or to /dev/null."), is_json=False)
+        print_error(
+            Unwritable("stdout is closed: send it to a file, or to /dev/null."), is_json=False
+        )
         sys.exit(Unwritable.exit_code)
     app(prog_name="larder")

@@ -13,12 +13,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from larder.cli.failing import Interrupted, tell
+from larder.cli.errors import Interrupted, print_error
 from larder.core.errors import LarderError
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputOptions:
     """How results and errors are shown."""
 
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
@@ -26,7 +26,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Common(Output):
+class ModelOptions(OutputOptions):
     """What every command that runs a model can be told."""
 
     model: Annotated[
@@ -77,9 +77,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(**given, **{slot.name: options})
         except LarderError as error:
-            _fail(error, options)
+            _exit_with_error(error, options)
         except KeyboardInterrupt:
-            _fail(Interrupted("interrupted before anything was finished."), options)
+            _exit_with_error(Interrupted("interrupted before anything was finished."), options)
 
     others = [p for p in own.parameters.values() if p is not slot]
     run.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,21 +89,21 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _fail(error: LarderError, options: Output) -> None:
-    tell(error, options.json)
+def _exit_with_error(error: LarderError, options: OutputOptions) -> None:
+    print_error(error, options.json)
     if options.debug:
         raise error
     raise typer.Exit(error.exit_code)
 
 
 def _is_options(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Output)
+    return isinstance(annotation, type) and issubclass(annotation, OutputOptions)
 
 
-def _parameters(kind: type[Output]) -> list[inspect.Parameter]:
+def _parameters(kind: type[OutputOptions]) -> list[inspect.Parameter]:
     """The fields of an options class, as a command's parameters; what all commands share last."""
     hints = get_type_hints(kind, include_extras=True)
-    base = {f.name for f in fields(Output)}
+    base = {f.name for f in fields(OutputOptions)}
     ordered = sorted(fields(kind), key=lambda f: f.name in base)
     return [
         inspect.Parameter(

@@ -7,39 +7,39 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.cli.failing import SCHEMA, print_document
-from larder.cli.groups import HelpfulGroup
-from larder.cli.options import Output, command
-from larder.cli.showing import results, table
+from larder.cli.console import make_table, results_console
+from larder.cli.errors import SCHEMA, print_document
+from larder.cli.groups import HelpGroup
+from larder.cli.options import OutputOptions, command
 
 if TYPE_CHECKING:
     from larder.cli.citations import Citation
-    from larder.cli.parts import PartPage, PresetPage
+    from larder.cli.part_docs import PartDoc, PresetDoc
 
 NO_PAPER = "no paper"
 
-app = typer.Typer(cls=HelpfulGroup, help="List, show and cite policies and their parts.")
+app = typer.Typer(cls=HelpGroup, help="List, show and cite policies and their parts.")
 
 
 @app.command("list")
 @command
-def list_all(options: Output) -> None:
+def list_all(options: OutputOptions) -> None:
     """List every preset and every part, with its slot and its papers."""
-    from larder.cli.parts import part_pages, preset_pages
+    from larder.cli.part_docs import part_docs, preset_docs
 
-    parts, presets = part_pages(), preset_pages()
+    parts, presets = part_docs(), preset_docs()
     if options.json:
         listed = [preset.record() for preset in presets]
         told = {"presets": listed, "parts": [asdict(part) for part in parts]}
         print_document({"schema": SCHEMA, **told})
         return
-    console = results()
-    short = table("preset", "sentence", texts=2)
+    console = results_console()
+    short = make_table("preset", "sentence", texts=2)
     for preset in presets:
         short.add_row(preset.name, preset.sentence)
     console.print(short)
     console.print()
-    long = table("part", "slot", "what it is for", "papers", texts=4)
+    long = make_table("part", "slot", "what it is for", "papers", texts=4)
     for part in parts:
         papers = "; ".join(citation.short for citation in part.citations)
         long.add_row(part.name, part.slot, part.summary, papers or NO_PAPER)
@@ -53,13 +53,13 @@ def list_all(options: Output) -> None:
 @command
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of a part or preset.")],
-    options: Output,
+    options: OutputOptions,
 ) -> None:
     """Show what a part takes and what a preset stands for; some names are both."""
-    from larder.cli.parts import find_part, part_names, preset_page
+    from larder.cli.part_docs import find_part, part_names, preset_doc
     from larder.session.presets import PRESETS
 
-    preset = preset_page(name) if name in PRESETS else None
+    preset = preset_doc(name) if name in PRESETS else None
     part = find_part(name) if name in part_names() or preset is None else None
     if options.json:
         told = {} if preset is None else {"preset": asdict(preset)}
@@ -78,7 +78,7 @@ def cite(
     policy: Annotated[
         str, typer.Argument(metavar="SPELLING_OR_NAME", help="A part, a preset or a sentence.")
     ],
-    options: Output,
+    options: OutputOptions,
 ) -> None:
     """Print the papers behind a part, a preset or a whole sentence."""
     cited = _cited(policy)
@@ -86,7 +86,7 @@ def cite(
         told = [{"part": name, **asdict(citation)} for name, citation in cited]
         print_document({"schema": SCHEMA, "policy": policy, "citations": told})
         return
-    console = results()
+    console = results_console()
     if not cited:
         console.print(f"{policy}: {NO_PAPER}", soft_wrap=True)
     by_paper: dict[str, list[str]] = {}
@@ -97,7 +97,7 @@ def cite(
 
 
 def _cited(text: str) -> list[tuple[str, Citation]]:
-    from larder.cli.parts import find_part, part_names, parts_of
+    from larder.cli.part_docs import find_part, part_names, parts_of
     from larder.session.policy import Policy
     from larder.session.presets import PRESETS
 
@@ -106,11 +106,11 @@ def _cited(text: str) -> list[tuple[str, Citation]]:
     return [(page.name, citation) for page in pages for citation in page.citations]
 
 
-def _show_preset(page: PresetPage) -> None:
-    console = results()
+def _show_preset(page: PresetDoc) -> None:
+    console = results_console()
     console.print(f"{page.name}, a preset")
     console.print(f"\n  {page.full}\n", soft_wrap=True)
-    made = table("slot", "part", "what it is for", texts=3)
+    made = make_table("slot", "part", "what it is for", texts=3)
     for part in page.parts:
         made.add_row(part.slot, part.name, part.summary)
     console.print(made)
@@ -119,10 +119,10 @@ def _show_preset(page: PresetPage) -> None:
     console.print("\nSizes that are open are filled in by --budget and --block.\n")
 
 
-def _show_part(page: PartPage) -> None:
-    console = results()
+def _show_part(page: PartDoc) -> None:
+    console = results_console()
     console.print(f"{page.name}, a {page.slot}: {page.summary}\n")
-    made = table("parameter", "type", "default", "meaning", texts=4)
+    made = make_table("parameter", "type", "default", "meaning", texts=4)
     for field in page.fields:
         made.add_row(field.name, field.kind, field.default, field.meaning)
     console.print(made if page.fields else "It takes no parameters.")

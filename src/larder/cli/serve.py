@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
-from larder.cli.kept import CodecName, KeyFile, check_codec
-from larder.cli.options import Common, command
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
+from larder.cli.options import ModelOptions, command
+from larder.cli.store_options import CodecName, KeyFile, check_codec
 from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from larder.store.ledger import ByteBudgets
 
 # What the extra `serve` brings, as modules.
-EXTRA = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn")
-KEYS = "LARDER_API_KEYS"
+REQUIRED_MODULES = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn")
+API_KEYS_VARIABLE = "LARDER_API_KEYS"
 
 
 @dataclass(frozen=True)
-class Serving(Common):
+class ServeOptions(ModelOptions):
     """How a server is set up."""
 
     policy: Annotated[
@@ -83,7 +83,7 @@ class Serving(Common):
         typer.Option(
             metavar="FILE",
             help="API keys: lines of 'NAME KEY' or 'NAME KEY operator'.  "
-            f"Default: ${KEYS}; without keys only this machine is served.",
+            f"Default: ${API_KEYS_VARIABLE}; without keys only this machine is served.",
         ),
     ] = None
     ray: Annotated[
@@ -99,36 +99,36 @@ class Serving(Common):
 
 
 @command
-def serve(options: Serving) -> None:
+def serve(options: ServeOptions) -> None:
     """Serve many conversations at once to OpenAI's and other clients, and a page to look inside.
 
     Clients find it at http://HOST:PORT/v1, browsers at http://HOST:PORT/.
     """
-    from larder.cli.hubs import hub_here, hub_of_replicas
+    from larder.cli.serve_backends import local_hub, ray_hub
 
     _check_extra()
     if options.replicas is not None and not options.ray:
         raise UsageError("--replicas are Ray's: give --ray, too, or leave --replicas out.")
-    check_keeping(options)
-    door, bound = _door(options), _bound(options)
-    with bound, (hub_of_replicas if options.ray else hub_here)(options) as hub:
+    check_store_options(options)
+    door, bound = _access_control(options), _listening_socket(options)
+    with bound, (ray_hub if options.ray else local_hub)(options) as hub:
         _run(options, hub, door, bound)
 
 
 def _check_extra() -> None:
     """Raises: DependencyError: something of the extra is not installed."""
-    lacking = [name for name in EXTRA if find_spec(name) is None]
+    lacking = [name for name in REQUIRED_MODULES if find_spec(name) is None]
     if lacking:
         raise DependencyError(
             f"'larder serve' needs {', '.join(lacking)}: pip install 'larder[serve]'."
         )
 
 
-def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
+def _run(options: ServeOptions, hub: Hub, door: Door, bound: socket.socket) -> None:
     """Serve until a signal ends it."""
     import uvicorn
 
-    from larder.cli.sitting import sampling
+    from larder.cli.question_run import sampling_params
     from larder.core.settings import home
     from larder.server.app import create_app
     from larder.server.web.archive import Archive
@@ -136,7 +136,7 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
     from larder.server.web.desk import Settings
     from larder.store.encryption import encryption_for, read_key
 
-    settings = Settings(sampling=sampling(options), max_new_tokens=options.max_new_tokens)
+    settings = Settings(sampling=sampling_params(options), max_new_tokens=options.max_new_tokens)
     try:
         sealing = encryption_for(read_key(options.key_file), "archive")
         archive = Archive(home() / "server" / "archive.sqlite", sealing=sealing)
@@ -145,15 +145,15 @@ def _run(options: Serving, hub: Hub, door: Door, bound: socket.socket) -> None:
         # all libraries, half a second in which nobody is answered.
         gc.collect()
         gc.freeze()
-        _tell(options, hub, bound)
+        _print_address(options, hub, bound)
         config = ServerConfig(app, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[bound])
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
-def _tell(options: Serving, hub: Hub, bound: socket.socket) -> None:
-    from larder.session.beyond_budget import told
+def _print_address(options: ServeOptions, hub: Hub, bound: socket.socket) -> None:
+    from larder.session.beyond_budget import beyond_budget_line
 
     [served] = hub.models()
     host, port = bound.getsockname()[:2]
@@ -165,10 +165,10 @@ def _tell(options: Serving, hub: Hub, bound: socket.socket) -> None:
         return
     print(f"Serving {served.name} at {url} (Ctrl-C ends it)", file=sys.stderr)
     if served.beyond_budget:
-        print(f"larder: {told(served.beyond_budget)}", file=sys.stderr)
+        print(f"larder: {beyond_budget_line(served.beyond_budget)}", file=sys.stderr)
 
 
-def _door(options: Serving) -> Door:
+def _access_control(options: ServeOptions) -> Door:
     """Who may ask.
 
     Raises:
@@ -178,8 +178,8 @@ def _door(options: Serving) -> Door:
 
     if options.keys is not None:
         return Locked(keys_of(options.keys))
-    if os.environ.get(KEYS):
-        return Locked(read_keys(os.environ[KEYS], f"${KEYS}"))
+    if os.environ.get(API_KEYS_VARIABLE):
+        return Locked(read_keys(os.environ[API_KEYS_VARIABLE], f"${API_KEYS_VARIABLE}"))
     if not is_loopback(options.host):
         raise UsageError(
             f"--host {options.host} is open to other machines, but there are no API keys: give "
@@ -188,7 +188,7 @@ def _door(options: Serving) -> Door:
     return Loopback()
 
 
-def _bound(options: Serving) -> socket.socket:
+def _listening_socket(options: ServeOptions) -> socket.socket:
     """A socket that listens where the options say.
 
     Raises:
@@ -204,7 +204,7 @@ def _bound(options: Serving) -> socket.socket:
         ) from error
 
 
-def budgets_of(options: Serving) -> ByteBudgets:
+def tier_budgets(options: ServeOptions) -> ByteBudgets:
     """Raises: UsageError: an option is no number of bytes."""
     from larder.store.ledger import ByteBudgets, Tier
 
@@ -216,7 +216,7 @@ def budgets_of(options: Serving) -> ByteBudgets:
     )
 
 
-def store_budgets_of(options: Serving) -> ByteBudgets:
+def store_budgets(options: ServeOptions) -> ByteBudgets:
     """Raises: UsageError: the option is no number of bytes."""
     from larder.store.ledger import ByteBudgets, Tier
 
@@ -225,13 +225,13 @@ def store_budgets_of(options: Serving) -> ByteBudgets:
     return ByteBudgets({Tier.DISK: _bytes("--store-budget", options.store_budget)})
 
 
-def check_keeping(options: Serving) -> None:
+def check_store_options(options: ServeOptions) -> None:
     """Raises: UsageError, UnknownName: an option is none that there is."""
     from larder.server.keeper import Durability
     from larder.store.eviction.base import EVICTIONS
 
-    budgets_of(options)
-    store_budgets_of(options)
+    tier_budgets(options)
+    store_budgets(options)
     EVICTIONS.load(options.eviction)
     check_codec(options.codec)
     known = [each.value for each in Durability]

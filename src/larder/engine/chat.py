@@ -9,27 +9,27 @@ from larder.core.arguments import check_count, check_type
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
 from larder.engine.answer import Answer
-from larder.engine.beginning import log_of, policy_of
-from larder.engine.chat_view import ChatFigures, EpisodeView, Outcome
-from larder.engine.engine import Engine, unheard
-from larder.engine.keeping import NEW, Keeper, Resumed, Unkept
-from larder.engine.reply import check_fits
-from larder.engine.sampling import Sampling
+from larder.engine.chat_figures import ChatEpisode, ChatFigures, TurnOutcome
+from larder.engine.chat_opening import initial_log, sized_policy
+from larder.engine.completion import check_prompt_fits
+from larder.engine.engine import Engine, discard_text
+from larder.engine.persistence import NOT_SAVED, ChatPersistence, NoPersistence, ResumeResult
+from larder.engine.sampler import SamplingParams
 from larder.prefill.base import Progress, completed, silent
-from larder.session.files.fields import whole
-from larder.session.filing import Cabinet
-from larder.session.log import Exchange, Log
-from larder.session.logbook import (
-    Forgetful,
-    Logbook,
-    SessionFile,
-    Stamp,
-)
-from larder.session.memory import Memory
+from larder.session.capacity import block_tokens, budget_tokens, budgeted_layers
+from larder.session.chat_cache import ChatCache
+from larder.session.chat_state import ChatState
+from larder.session.chat_turn import ActiveTurn
+from larder.session.files.json_fields import valid_unicode
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
-from larder.session.rooms import block_of, governed, tokens_of
-from larder.session.snapshot import State
-from larder.session.turns import Drawer
+from larder.session.transcript.chat_log import ChatLog, ChatTurn
+from larder.session.transcript.session_file import (
+    ChatIdentity,
+    ChatLogStore,
+    NoLogStore,
+    SessionFile,
+)
 
 
 class Chat:
@@ -65,31 +65,34 @@ class Chat:
         name: str | None = None,
         history: Conversation | None = None,
         progress: Progress = silent,
-        keeper: Keeper | None = None,
-        state: State | None = None,
+        keeper: ChatPersistence | None = None,
+        state: ChatState | None = None,
     ) -> None:
         check_type("engine", engine, Engine, "an Engine")
-        self._engine, self._name, self._keeper = engine, name, keeper or Unkept()
-        self._logbook: Logbook = (
-            Forgetful() if name is None else SessionFile(name, self._keeper.logs)
+        self._engine, self._name, self._keeper = engine, name, keeper or NoPersistence()
+        self._logbook: ChatLogStore = (
+            NoLogStore() if name is None else SessionFile(name, self._keeper.logs)
         )
         self._kept = self._logbook.load()
-        log = log_of(self._kept, engine, name, history)
+        log = initial_log(self._kept, engine, name, history)
         self._write_backs = 0
-        self.outcome: Outcome | None = None
+        self.outcome: TurnOutcome | None = None
         if state is None:
             self.resumed = self._open(log, progress)
             return
         if self._kept is not None:
             raise UsageError(f"There is a session {name!r} already: take another name.")
-        self.resumed, self._cabinet = Resumed(None, NEW), Cabinet(engine.desk, state, progress)
+        self.resumed, self._cabinet = (
+            ResumeResult(None, NOT_SAVED),
+            ChatCache(engine.desk, state, progress),
+        )
         self._logbook.save(state.log, self._stamp())
 
     def say(
         self,
         text: str,
-        on_text: Callable[[str], None] = unheard,
-        sampling: Sampling | None = None,
+        on_text: Callable[[str], None] = discard_text,
+        sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
     ) -> Answer:
         """Say something and hear the answer; both are remembered.
@@ -115,12 +118,12 @@ class Chat:
         self._note(drawer)
         try:
             rest = completed(turn.reading(prompt))
-            told = cache, rest, sampling or Sampling(), max_new_tokens, (), on_text, turn.tend
+            told = cache, rest, sampling or SamplingParams(), max_new_tokens, (), on_text, turn.tend
             reply = self._engine.speaker.reply(*told)
             ids = prompt + reply.ids + closing
             self._finish(drawer, ids, len(reply.ids))
             held_bytes = self._note(drawer)
-            filed = cabinet.file(drawer, Exchange(text, reply.text, ids))
+            filed = cabinet.file(drawer, ChatTurn(text, reply.text, ids))
             self._logbook.save(filed.state.log, self._stamp())
             cabinet.accept(drawer, filed)
         except BaseException:
@@ -130,7 +133,7 @@ class Chat:
             cache.compact()
         completed(cabinet.settling(drawer, filed))
         cabinet.refresh()
-        self.outcome = Outcome(drawer.number, filed.number, cabinet.state.refreshes - before)
+        self.outcome = TurnOutcome(drawer.number, filed.number, cabinet.state.refreshes - before)
         return reply.answer(text, drawer.match, len(prompt), held_bytes)
 
     def keep(self) -> str:
@@ -140,7 +143,7 @@ class Chat:
         """
         restored = self.resumed.state
         if self._name is None or not self.turns:
-            return NEW
+            return NOT_SAVED
         if restored is not None and len(restored.log.exchanges) == len(self.turns):
             return ""
         self._cabinet.refresh()
@@ -177,7 +180,7 @@ class Chat:
         self._cabinet.roll_back(log)
 
     @property
-    def turns(self) -> tuple[Exchange, ...]:
+    def turns(self) -> tuple[ChatTurn, ...]:
         """What was said, in order, without the history."""
         return self._cabinet.state.log.exchanges
 
@@ -202,7 +205,7 @@ class Chat:
         return None if self._kept is None else self._kept.stamp.policy
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> ConversationMemory:
         """What it remembers now: `engine.ask` leaves no trace in it. The next turn replaces it."""
         if not len(self._cabinet.shelf):  # an interruption has left nothing
             self._cabinet.refresh()
@@ -215,8 +218,8 @@ class Chat:
         return ChatFigures(
             turns=len(self.turns),
             log_tokens=cabinet.length,
-            budget_tokens=tokens_of(self.policy),
-            block_tokens=block_of(self.policy),
+            budget_tokens=budget_tokens(self.policy),
+            block_tokens=block_tokens(self.policy),
             full_kv_bytes=self._engine.loaded.decoder.spec.full_bytes(cabinet.length),
             active_kv_bytes=shelf.in_use_bytes,
             parked_kv_bytes=max(0, shelf.nbytes - shelf.in_use_bytes),
@@ -228,16 +231,16 @@ class Chat:
         )
 
     @property
-    def episodes(self) -> tuple[EpisodeView, ...]:
+    def episodes(self) -> tuple[ChatEpisode, ...]:
         """Its caches, by number; a single one where the policy forms no episodes."""
         shelf, router = self._cabinet.shelf, self.memory.router
-        layers = governed(self.policy, self._engine.loaded.decoder.spec)
+        layers = budgeted_layers(self.policy, self._engine.loaded.decoder.spec)
         heads = sum(layer.kv_heads for layer in layers)
         holdings = shelf.holdings()
         prompts = router.prompts() or [()] * len(holdings)
         segments = router.segments() or [0] * len(holdings)
         return tuple(
-            EpisodeView(
+            ChatEpisode(
                 number=number,
                 entries_per_head=held.entries / max(1, heads),
                 kv_bytes=held.nbytes,
@@ -249,22 +252,22 @@ class Chat:
             for number, held in enumerate(holdings)
         )
 
-    def _open(self, log: Log, progress: Progress) -> Resumed:
+    def _open(self, log: ChatLog, progress: Progress) -> ResumeResult:
         """Restore what was saved and read what was said since, or read everything."""
-        desk, policy = self._engine.desk, policy_of(self._engine, log)
-        resumed = Resumed(None, NEW)
+        desk, policy = self._engine.desk, sized_policy(self._engine, log)
+        resumed = ResumeResult(None, NOT_SAVED)
         if self._name is not None and self._kept is not None:
             resumed = self._keeper.load(self._name, desk, policy, log)
         if resumed.state is None:
-            self._cabinet = Cabinet.read(desk, policy, log, progress)
+            self._cabinet = ChatCache.read(desk, policy, log, progress)
             self._keeper.note_reading(self.memory)
             return resumed
-        self._cabinet = Cabinet(desk, resumed.state, progress)
+        self._cabinet = ChatCache(desk, resumed.state, progress)
         for exchange in log.exchanges[len(self.turns) :]:
             self._hear(exchange)
         return resumed
 
-    def _hear(self, exchange: Exchange) -> None:
+    def _hear(self, exchange: ChatTurn) -> None:
         """Read a turn that was said before, in one pass."""
         cabinet = self._cabinet
         cabinet.refresh()
@@ -281,29 +284,29 @@ class Chat:
         scribe = self._engine.scribe
         if not text.strip():
             raise InputError("The message is blank: say something.")
-        asked = self.history.question_prompt.format(question=whole(text, "The message"))
+        asked = self.history.question_prompt.format(question=valid_unicode(text, "The message"))
         prompt = scribe.question(asked) if self._cabinet.length else scribe.opening(asked)
-        check_fits(prompt, tokens_of(self.policy))
+        check_prompt_fits(prompt, budget_tokens(self.policy))
         return prompt
 
-    def _recall(self, text: str) -> Drawer:
+    def _recall(self, text: str) -> ActiveTurn:
         """The cache that answers; a copy of it, where entries go while the answer is generated."""
         former, drawer = self._cabinet.shelf.active, self._cabinet.draw(text)
         self._write_backs += former is not None and former != drawer.number
         return drawer
 
-    def _finish(self, drawer: Drawer, ids: tuple[int, ...], said: int) -> None:
+    def _finish(self, drawer: ActiveTurn, ids: tuple[int, ...], said: int) -> None:
         """Read what decoding has left unread: the answer's last token, the end of the turn."""
         unread = ids[drawer.cache.next_position - drawer.mark :]
         completed(drawer.turn.following(unread, said))
 
-    def _note(self, drawer: Drawer) -> int:
+    def _note(self, drawer: ActiveTurn) -> int:
         """Remember what is held now; the bytes of it."""
         copied = 0 if drawer.copy is None else drawer.copy.nbytes
         entries = max(drawer.cache.managed_entries, drawer.turn.meter.peak_entries)
         self._cabinet.note(entries, copied)
         return self._cabinet.shelf.nbytes + copied
 
-    def _stamp(self) -> Stamp:
+    def _stamp(self) -> ChatIdentity:
         model = self._engine.loaded
-        return Stamp(model.name, model.decoder.spec.fingerprint, str(self.policy))
+        return ChatIdentity(model.name, model.decoder.spec.fingerprint, str(self.policy))

@@ -11,23 +11,29 @@ import torch
 from larder.core.arguments import check_count, check_type
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer
-from larder.engine.reply import Speaker, check_fits
-from larder.engine.sampling import Sampling
+from larder.engine.completion import AnswerGenerator, check_prompt_fits
+from larder.engine.sampler import SamplingParams
 from larder.models.calibration import calibrate
 from larder.models.loading import SEED, Loaded, load
 from larder.prefill.base import Progress, completed, silent
 from larder.session.beyond_budget import beyond_budget
+from larder.session.capacity import budget_tokens
 from larder.session.embedders.base import Embedder
 from larder.session.embedding import load_embedder
-from larder.session.files import Readable, conversation_of
-from larder.session.memory import Memory
+from larder.session.files import ConversationLike, conversation_of
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
-from larder.session.reading import Desk, Sizes, books_for, read, turn_reader
-from larder.session.rooms import tokens_of
-from larder.session.transcript import Scribe
+from larder.session.prefill import (
+    ModelRuntime,
+    SizeOptions,
+    prefill_conversation,
+    prompts_per_cache,
+    turn_reader,
+)
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
-def unheard(text: str) -> None:
+def discard_text(text: str) -> None:
     """For who does not listen to the stream."""
     del text
 
@@ -59,9 +65,9 @@ class Engine:
     ) -> None:
         check_type("loaded", loaded, Loaded, "a model from larder.models.loading.load")
         self.loaded = loaded
-        self.policy = _parsed(policy)
-        self.sizes = Sizes(budget, block)
-        self.scribe = Scribe(loaded.tokenizer)
+        self.policy = _parse_policy(policy)
+        self.sizes = SizeOptions(budget, block)
+        self.scribe = TokenizerAdapter(loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
         self._measured = lru_cache(maxsize=None)(self._calibrate)
 
@@ -85,8 +91,8 @@ class Engine:
             LarderError: the model cannot be loaded or honored, the policy does not parse, or an
                 argument is of a wrong type or no size.
         """
-        chosen = _parsed(policy)
-        Sizes(budget, block)  # refused before a model is loaded
+        chosen = _parse_policy(policy)
+        SizeOptions(budget, block)  # refused before a model is loaded
         return cls(load(model, device, dtype), chosen, budget, block)
 
     def under(
@@ -102,10 +108,10 @@ class Engine:
 
     def read(
         self,
-        conversation: Readable,
+        conversation: ConversationLike,
         prompts: Mapping[str, str] | None = None,
         progress: Progress = silent,
-    ) -> Memory:
+    ) -> ConversationMemory:
         """Read a conversation or a document within the budget.
 
         Args:
@@ -121,38 +127,38 @@ class Engine:
         """
         source = conversation_of(conversation)
         book: Prompts = {name: self.scribe.question(text) for name, text in (prompts or {}).items()}
-        return read(self.desk, source, self.policy, self.sizes, book, progress)
+        return prefill_conversation(self.desk, source, self.policy, self.sizes, book, progress)
 
     @overload
     def ask(
         self,
-        memory: Memory,
+        memory: ConversationMemory,
         question: str,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
-        on_text: Callable[[str], None] = unheard,
+        on_text: Callable[[str], None] = discard_text,
     ) -> Answer: ...
 
     @overload
     def ask(
         self,
-        memory: Memory,
+        memory: ConversationMemory,
         question: Sequence[str],
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
-        on_text: Callable[[str], None] = unheard,
+        on_text: Callable[[str], None] = discard_text,
     ) -> list[Answer]: ...
 
     def ask(
         self,
-        memory: Memory,
+        memory: ConversationMemory,
         question: str | Sequence[str],
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
-        on_text: Callable[[str], None] = unheard,
+        on_text: Callable[[str], None] = discard_text,
     ) -> Answer | list[Answer]:
         """Answer a question, or several, about what was read; the memory stays as it was.
 
@@ -171,12 +177,12 @@ class Engine:
         Raises:
             LarderError: an argument is of a wrong type or out of range.
         """
-        check_type("memory", memory, Memory, "what Engine.read returned")
+        check_type("memory", memory, ConversationMemory, "what Engine.read returned")
         check_count("max_new_tokens", max_new_tokens)
         wanted = "a question as a string, or a list of questions"
         check_type("question", question, (str, list, tuple), wanted)
-        chosen = sampling or Sampling()
-        check_type("sampling", chosen, Sampling, "a Sampling")
+        chosen = sampling or SamplingParams()
+        check_type("sampling", chosen, SamplingParams, "a Sampling")
         if isinstance(question, str):
             return self._answer(memory, question, chosen, max_new_tokens, stop, on_text)
         for one in question:
@@ -191,14 +197,14 @@ class Engine:
         return beyond_budget(self.policy, self.loaded.decoder.spec)
 
     @cached_property
-    def desk(self) -> Desk:
+    def desk(self) -> ModelRuntime:
         """What reading needs; embedder and measurements are fetched when first asked for."""
-        return Desk(self.loaded.decoder, self.scribe, self._embedder, self._measured)
+        return ModelRuntime(self.loaded.decoder, self.scribe, self._embedder, self._measured)
 
     @cached_property
-    def speaker(self) -> Speaker:
+    def speaker(self) -> AnswerGenerator:
         """What answers over a cache."""
-        return Speaker(self.loaded.decoder, self.scribe, self.stops)
+        return AnswerGenerator(self.loaded.decoder, self.scribe, self.stops)
 
     @cached_property
     def stops(self) -> frozenset[int]:
@@ -207,21 +213,23 @@ class Engine:
 
     def _answer(
         self,
-        memory: Memory,
+        memory: ConversationMemory,
         question: str,
-        sampling: Sampling,
+        sampling: SamplingParams,
         max_new_tokens: int,
         stop: Sequence[str],
         on_text: Callable[[str], None],
     ) -> Answer:
         cache, match = memory.recall(question)
         prompt = self.scribe.question(memory.conversation.question_prompt.format(question=question))
-        check_fits(prompt, tokens_of(memory.policy))
+        check_prompt_fits(prompt, budget_tokens(memory.policy))
         is_copy = memory.policy.timing.excess() is not None
         saved, mark = (cache, cache.next_position) if is_copy else (None, cache.next_position)
         if is_copy:
             cache = cache.fork()  # what goes while the answer is generated cannot come back
-        book = books_for(self.desk, memory.router, memory.prompts)[match.episode if match else 0]
+        book = prompts_per_cache(self.desk, memory.router, memory.prompts)[
+            match.episode if match else 0
+        ]
         turn = turn_reader(self.desk, memory.policy, cache, book, saved)
         turn.reserve(len(prompt) + max_new_tokens)
         try:
@@ -250,7 +258,7 @@ class Engine:
         return calibrate(self.loaded.decoder, self.scribe.encode, names)
 
 
-def _parsed(policy: str | Policy) -> Policy:
+def _parse_policy(policy: str | Policy) -> Policy:
     check_type("policy", policy, (str, Policy), "a preset's name, a sentence of parts or a Policy")
     return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
@@ -260,7 +268,7 @@ def stop_ids(loaded: Loaded) -> frozenset[int]:
     named: list[Any] = [
         loaded.decoder.module.generation_config.eos_token_id,
         loaded.tokenizer.eos_token_id,
-        *Scribe(loaded.tokenizer).closing()[:1],
+        *TokenizerAdapter(loaded.tokenizer).closing()[:1],
     ]
     flat = [i for entry in named for i in (entry if isinstance(entry, list) else [entry])]
     special = set(loaded.tokenizer.all_special_ids) | set(flat[:-1])

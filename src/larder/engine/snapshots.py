@@ -11,7 +11,7 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.settings import home
-from larder.engine.identifying import identity_of_loaded
+from larder.engine.model_identity import identity_of_model
 from larder.models.loading import Loaded
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
@@ -21,7 +21,7 @@ from larder.store.sessions.session_store import LoadedSession as Found
 from larder.store.store import Store
 
 
-class Snapshots:
+class ModelSnapshots:
     """Makes snapshots of caches and asks for them. Safe from threads.
 
     How fast loading and reading go is remembered under `$LARDER_HOME/rates`, so that the quicker
@@ -35,7 +35,7 @@ class Snapshots:
         self.store, self.codec = store, codec
         # Caches rest in host memory, whatever they are used on.
         self.resting = replace(loaded.decoder.spec, device=torch.device("cpu"))
-        self.identity = identity_of_loaded(loaded)
+        self.identity = identity_of_model(loaded)
 
     def of(
         self, policy: str, caches: Sequence[SequenceCache], beside: bytes | None = None
@@ -69,7 +69,7 @@ class Snapshots:
 
     def know(self, policy: str) -> None:
         """Begin with what was measured before, where nothing is known yet."""
-        self.store.parts.rates.know(_remembered(self._pace(policy)))
+        self.store.parts.rates.know(_saved_rates(self._pace(policy)))
 
     def remember(self, policy: str) -> None:
         """Write down what is known, for the next process."""
@@ -87,7 +87,7 @@ class Snapshots:
         return home() / "rates" / f"{key_of('rates', self.identity.key, policy)[:32]}.json"
 
 
-def _remembered(path: Path) -> dict[str, float]:
+def _saved_rates(path: Path) -> dict[str, float]:
     """What was measured before; nothing where that cannot be read."""
     try:
         known = json.loads(path.read_text())

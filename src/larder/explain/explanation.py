@@ -1,9 +1,9 @@
 """What a page about a cache shows, in plain numbers and words.
 
     Explanation             one reading of one conversation
-    ├── ShownMessage        who spoke, when, and the text token by token
-    ├── ShownEpisode        one cache: what each token, layer and head kept
-    └── ShownAnswer         a question, what was answered, and by which episode
+    ├── PageMessage        who spoke, when, and the text token by token
+    ├── PageEpisode        one cache: what each token, layer and head kept
+    └── PageAnswer         a question, what was answered, and by which episode
 
 Nothing here knows tensors: whoever fills it turns them into tuples first.
 """
@@ -16,7 +16,7 @@ from larder.core.errors import BadParameter
 
 
 @dataclass(frozen=True)
-class ShownMessage:
+class PageMessage:
     """One utterance, as the tokens that the cache saw.
 
     Args:
@@ -46,7 +46,7 @@ class ShownMessage:
 
 
 @dataclass(frozen=True)
-class ShownEpisode:
+class PageEpisode:
     """One cache of the conversation. A policy without episodes has exactly one.
 
     Args:
@@ -93,7 +93,7 @@ class ShownEpisode:
 
 
 @dataclass(frozen=True)
-class ShownAnswer:
+class PageAnswer:
     """A question and what came of it.
 
     Args:
@@ -141,9 +141,9 @@ class Explanation:
     kv_bytes: int
     active_kv_bytes: int
     peak_kv_bytes: int
-    messages: tuple[ShownMessage, ...]
-    episodes: tuple[ShownEpisode, ...]
-    answers: tuple[ShownAnswer, ...] = ()
+    messages: tuple[PageMessage, ...]
+    episodes: tuple[PageEpisode, ...]
+    answers: tuple[PageAnswer, ...] = ()
     sliding_layers: tuple[int, ...] = ()
     recalled_by: str = ""
 

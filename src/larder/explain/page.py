@@ -16,7 +16,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from larder.explain.explanation import Explanation, ShownEpisode, ShownMessage
+from larder.explain.explanation import Explanation, PageEpisode, PageMessage
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SCRIPTS = ("page.js", "charts.js", "transcript.js", "start.js")
@@ -37,8 +37,8 @@ def render(explanation: Explanation) -> str:
 
 
 def _page_data(explanation: Explanation) -> dict[str, Any]:
-    heads_width = _width(explanation.heads_total)
-    layer_width = _width(max(explanation.heads_per_layer, default=0))
+    heads_width = _digits_per_count(explanation.heads_total)
+    layer_width = _digits_per_count(max(explanation.heads_per_layer, default=0))
     return {
         "title": explanation.title,
         "model": explanation.model,
@@ -63,7 +63,7 @@ def _page_data(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _message(message: ShownMessage) -> dict[str, Any]:
+def _message(message: PageMessage) -> dict[str, Any]:
     return {
         "role": message.role,
         "speaker": message.speaker,
@@ -74,18 +74,18 @@ def _message(message: ShownMessage) -> dict[str, Any]:
     }
 
 
-def _episode(episode: ShownEpisode, heads_width: int, layer_width: int) -> dict[str, Any]:
+def _episode(episode: PageEpisode, heads_width: int, layer_width: int) -> dict[str, Any]:
     return {
         "name": episode.name,
         "topics": episode.topics,
         "segments": episode.segments,
-        "kept": _digits(episode.kept_heads, heads_width),
-        "layers": [_digits(row, layer_width) for row in episode.kept_by_layer],
+        "kept": _encode_counts(episode.kept_heads, heads_width),
+        "layers": [_encode_counts(row, layer_width) for row in episode.kept_by_layer],
         "lengths": episode.kept_lengths,
     }
 
 
-def _width(largest: int) -> int:
+def _digits_per_count(largest: int) -> int:
     """Digits that every count up to `largest` fits into."""
     width = 1
     while len(DIGITS) ** width <= largest:
@@ -93,7 +93,7 @@ def _width(largest: int) -> int:
     return width
 
 
-def _digits(counts: Sequence[int], width: int) -> str:
+def _encode_counts(counts: Sequence[int], width: int) -> str:
     """Counts as one string, `width` digits each: a third of what a JSON list takes."""
     base = len(DIGITS)
     spelled = [

@@ -165,7 +165,9 @@ class TurnReader:
     def tend(
         self, numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]
     ) -> Observer | None:
-        """As `larder.engine.decoding.Tend`, of the only row: makes room for a pass first."""
+        """As `larder.engine.generate.ObserverFactory`, of the only row: makes room for a pass
+        first.
+        """
         del numbers
         completed(self.making_room(len(rows[0].ids)))
         return self._observer(rows[0], steps[0], self._tending)

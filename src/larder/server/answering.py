@@ -9,7 +9,7 @@ from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.passes import Observer, Recorded, Row
 from larder.server.job import Job
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 STOP, LENGTH, ON = "stop", "length", ""
 
@@ -27,7 +27,7 @@ class Answering:
     def __init__(
         self,
         decoder: Decoder,
-        scribe: Scribe,
+        scribe: TokenizerAdapter,
         stops: frozenset[int],
     ) -> None:
         self._decoder, self._scribe, self._stops = decoder, scribe, stops

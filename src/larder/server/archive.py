@@ -17,7 +17,7 @@ import zstandard
 
 from larder.core.errors import InputError, LarderError
 from larder.core.session_name import check_session_name
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 from larder.server.request import Turn
 from larder.server.sitting import ID, Asked, Said, Sitting
 
@@ -229,7 +229,7 @@ def _said(told: ExchangePart, vocabulary: int) -> Said:
     if not prompt or not 0 <= unread <= len(answer) + 1:
         raise ValueError(f"{unread} unread tokens of {len(answer)}")
     drawn = told.sampling
-    sampling = Sampling(drawn.temperature, drawn.top_k, drawn.top_p, drawn.seed)
+    sampling = SamplingParams(drawn.temperature, drawn.top_k, drawn.top_p, drawn.seed)
     asked = Asked(sampling, told.max_new_tokens, tuple(told.stop))
     turns = tuple(_turn(each) for each in told.turns)
     return Said(turns, prompt, told.text, answer, unread, asked, told.reason)

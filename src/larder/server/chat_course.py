@@ -14,13 +14,13 @@ from larder.server.job import Job
 from larder.server.sitting import Said, Sitting
 from larder.server.spots import AllSpots
 from larder.server.vault import Vault
-from larder.session.filing import Cabinet
-from larder.session.log import Exchange, Log
-from larder.session.reading import gathering
-from larder.session.rooms import tokens_of
-from larder.session.snapshot import State
-from larder.session.transcript import Scribe
-from larder.session.turns import Drawer
+from larder.session.capacity import budget_tokens
+from larder.session.chat_cache import ChatCache
+from larder.session.chat_state import ChatState
+from larder.session.chat_turn import ActiveTurn
+from larder.session.prefill import prefill_memory_steps
+from larder.session.transcript.chat_log import ChatLog, ChatTurn
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 Course = Generator[object, None, None]
 
@@ -32,7 +32,7 @@ class Courses:
         vault: told how long reading takes.
     """
 
-    def __init__(self, scribe: Scribe, vault: Vault) -> None:
+    def __init__(self, scribe: TokenizerAdapter, vault: Vault) -> None:
         self._scribe, self._vault = scribe, vault
 
     def course(self, job: Job) -> Course:
@@ -56,7 +56,7 @@ class Courses:
             drawer.turn.ask(job.asked)
             yield from drawer.turn.replaying(tuple(job.ids[:-1]))
 
-    def leads_on(self, job: Job, cabinet: Cabinet) -> bool:
+    def leads_on(self, job: Job, cabinet: ChatCache) -> bool:
         """Whether caches are of a beginning of what was said, so that they can hear the rest."""
         heard = cabinet.state.log.exchanges
         if len(heard) == len(job.said):  # what was said in a session is never changed
@@ -67,20 +67,20 @@ class Courses:
         """Tokens of a first prompt that are read before the question."""
         return history_of(job.sitting.root, job.turns, job.wanted, self._scribe)[1]
 
-    def _rebuilt(self, job: Job) -> Generator[object, None, Cabinet]:
+    def _rebuilt(self, job: Job) -> Generator[object, None, ChatCache]:
         """Everything that was said, read anew."""
         sitting, desk = job.sitting, job.sitting.rule.desk
         log = self._log(job)
         before = replace(log, exchanges=log.exchanges[: sitting.base])
         sitting.spots = AllSpots()
         meter, source = Meter(), before.source(before.transcript(self._scribe))
-        memory = yield from gathering(desk, source, sitting.rule.policy, {}, meter)
-        cabinet = Cabinet(desk, State(memory, before))
+        memory = yield from prefill_memory_steps(desk, source, sitting.rule.policy, {}, meter)
+        cabinet = ChatCache(desk, ChatState(memory, before))
         cabinet.building = meter
         yield from self._caught_up(job, cabinet)
         return cabinet
 
-    def _caught_up(self, job: Job, cabinet: Cabinet) -> Course:
+    def _caught_up(self, job: Job, cabinet: ChatCache) -> Course:
         """Turns that the caches have not heard, as they were when they were said."""
         done = len(cabinet.state.log.exchanges)
         if done == len(job.said):
@@ -90,14 +90,16 @@ class Courses:
             yield from _refreshing(job.sitting, cabinet)
             yield from self._heard(job.sitting, cabinet, said, exchange)
 
-    def _log(self, job: Job) -> Log:
+    def _log(self, job: Job) -> ChatLog:
         """What was said before the turn."""
         if job.said:
             return log_of(job.sitting.root, job.said, self._scribe)
         told = job.turns, job.wanted, self._scribe
-        return Log(history_of(job.sitting.root, *told)[0])
+        return ChatLog(history_of(job.sitting.root, *told)[0])
 
-    def _heard(self, sitting: Sitting, cabinet: Cabinet, said: Said, exchange: Exchange) -> Course:
+    def _heard(
+        self, sitting: Sitting, cabinet: ChatCache, said: Said, exchange: ChatTurn
+    ) -> Course:
         """A turn once more, as it was when it was said."""
         answer, closing = tuple(said.answer), self._scribe.closing()
         prompt = exchange.ids[: len(exchange.ids) - len(answer)]
@@ -118,8 +120,13 @@ class Courses:
         yield
 
     def _drawn(
-        self, sitting: Sitting, cabinet: Cabinet, question: str, prompt: tuple[int, ...], room: int
-    ) -> Generator[object, None, tuple[Drawer, tuple[int, ...]]]:
+        self,
+        sitting: Sitting,
+        cabinet: ChatCache,
+        question: str,
+        prompt: tuple[int, ...],
+        room: int,
+    ) -> Generator[object, None, tuple[ActiveTurn, tuple[int, ...]]]:
         """The cache for a question, and what it is yet to read of the prompt: a message longer than
         M is read as a context is, but for its last block.
 
@@ -127,14 +134,14 @@ class Courses:
             room: tokens of the whole turn.
         """
         drawer, block = cabinet.draw(question), sitting.rule.block
-        if len(prompt) > tokens_of(sitting.rule.policy):
+        if len(prompt) > budget_tokens(sitting.rule.policy):
             drawer = yield from cabinet.ahead(drawer, prompt[:-block])
             prompt = prompt[-block:]
         drawer.turn.reserve(room)
         return drawer, prompt
 
 
-def _refreshing(sitting: Sitting, cabinet: Cabinet) -> Course:
+def _refreshing(sitting: Sitting, cabinet: ChatCache) -> Course:
     """Caches that have grown too large, built anew."""
     before = cabinet.state.refreshes
     yield from cabinet.refreshing()

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from larder.core.conversation import Conversation, Message
 from larder.core.errors import LarderError
-from larder.engine.beginning import NOTHING
+from larder.engine.chat_opening import EMPTY_HISTORY
 from larder.server.request import Turn
 from larder.server.sitting import Said
-from larder.session.log import Exchange, Log
-from larder.session.transcript import Scribe
+from larder.session.transcript.chat_log import ChatLog, ChatTurn
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 def history_of(
-    name: str, turns: Sequence[Turn], prompt: Sequence[int], scribe: Scribe
+    name: str, turns: Sequence[Turn], prompt: Sequence[int], scribe: TokenizerAdapter
 ) -> tuple[Conversation, int]:
     """What was said before the first question, and how many tokens that is.
 
@@ -24,17 +24,17 @@ def history_of(
         prompt: the tokens that they came to.
     """
     if len(turns) < 2:
-        return NOTHING, 0
+        return EMPTY_HISTORY, 0
     messages = tuple(Message(turn.role, turn.text) for turn in turns[:-1])
     history = Conversation(name, messages)
     try:
         ids = scribe.write(history).ids
     except LarderError:  # not every template can be closed anywhere
-        return NOTHING, 0
-    return (history, len(ids)) if tuple(prompt[: len(ids)]) == ids else (NOTHING, 0)
+        return EMPTY_HISTORY, 0
+    return (history, len(ids)) if tuple(prompt[: len(ids)]) == ids else (EMPTY_HISTORY, 0)
 
 
-def log_of(name: str, said: Sequence[Said], scribe: Scribe) -> Log:
+def log_of(name: str, said: Sequence[Said], scribe: TokenizerAdapter) -> ChatLog:
     """The log of finished exchanges.
 
     Args:
@@ -42,11 +42,11 @@ def log_of(name: str, said: Sequence[Said], scribe: Scribe) -> Log:
         said: one or more.
     """
     history, skipped = history_of(name, said[0].turns, said[0].prompt, scribe)
-    return Log(history, tuple(_exchanges(said, skipped)))
+    return ChatLog(history, tuple(_exchanges(said, skipped)))
 
 
-def _exchanges(said: Sequence[Said], skipped: int) -> Iterator[Exchange]:
+def _exchanges(said: Sequence[Said], skipped: int) -> Iterator[ChatTurn]:
     for each in said:
         ids = (*each.prompt[skipped:], *each.answer)
-        yield Exchange(each.turns[-1].text, each.text, ids)
+        yield ChatTurn(each.turns[-1].text, each.text, ids)
         skipped = 0

@@ -11,7 +11,7 @@ from larder.server.budget import Need
 from larder.server.rule import Held, Rule
 from larder.server.sitting import Said
 from larder.session.arrangements.single import Single
-from larder.session.rooms import governed, slots_of
+from larder.session.capacity import budgeted_layers, recall_slot_entries
 
 ENDING_TOKENS = 32  # what ends a turn, at most
 MOST_EPISODES = 16  # twice what is chosen by itself
@@ -47,7 +47,7 @@ def _resting(rule: Rule) -> int:
 
 
 def _slots(rule: Rule) -> int:
-    return slots_of(rule.policy, rule.desk.decoder.spec) + rule.policy.lag
+    return recall_slot_entries(rule.policy, rule.desk.decoder.spec) + rule.policy.lag
 
 
 def _slack(rule: Rule) -> int:
@@ -109,7 +109,7 @@ def _host_bytes(rule: Rule, length: int, resting: int, episodes: int) -> int:
     held = count * rule.bytes_of(resting, length, 0).bytes
     if policy.recall is None:
         return held
-    parked = sum(layer.bytes_per_token(spec.dtype) for layer in governed(policy, spec))
+    parked = sum(layer.bytes_per_token(spec.dtype) for layer in budgeted_layers(policy, spec))
     heads = sum(layer.kv_heads for layer in spec.managed)
     return held + COPIES * (length * parked * (1 + FINDING) + heads * FINDING_BYTES)
 

@@ -15,8 +15,8 @@ from larder.core.errors import Damaged
 from larder.server.chat_log import log_of
 from larder.server.sitting import Sitting
 from larder.server.spots import AllSpots, Spots
-from larder.session.filing import Cabinet
-from larder.session.snapshot import state_of, told
+from larder.session.chat_cache import ChatCache
+from larder.session.chat_state import chat_state_record, restore_chat_state
 
 SCHEMA = 1
 
@@ -33,7 +33,7 @@ def beside_of(sitting: Sitting) -> bytes:
     spots = sitting.spots.own.items()
     record = {
         "schema": SCHEMA,
-        "chat": told(sitting.cabinet.state).decode(),
+        "chat": chat_state_record(sitting.cabinet.state).decode(),
         "base": sitting.base,
         "episode": sitting.episode,
         "spots": [[number, each.starts, each.texts] for number, each in spots],
@@ -63,8 +63,8 @@ def reopen(
     if not (sitting.said and 0 <= episode < len(caches) and 0 <= base <= len(sitting.said)):
         raise Damaged("What stands beside the chat's caches does not fit them.")
     log = log_of(sitting.root, sitting.said, rule.desk.scribe)
-    state = state_of(data, ids, caches, rule.desk, rule.policy, log, 0.0)
-    sitting.cabinet = Cabinet(rule.desk, state)
+    state = restore_chat_state(data, ids, caches, rule.desk, rule.policy, log, 0.0)
+    sitting.cabinet = ChatCache(rule.desk, state)
     sitting.base, sitting.episode, sitting.spots = base, episode, spots
 
 

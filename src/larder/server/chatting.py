@@ -1,9 +1,9 @@
 """Sessions that are held as `larder chat` holds its own: the same caches, and the same answers.
 
-What such a turn takes, `larder.session.filing` does, here in steps that are no longer than a block.
-Three things differ from a chat. A message longer than M is not refused: all but its last block is
-read as a context is, on a copy of the cache. The end of a turn is read before the turn is filed.
-And episodes that have grown too large are built anew when the next turn begins.
+What such a turn takes, `larder.session.chat_cache` does, here in steps that are no longer than a
+block. Three things differ from a chat. A message longer than M is not refused: all but its last
+block is read as a context is, on a copy of the cache. The end of a turn is read before the turn is
+filed. And episodes that have grown too large are built anew when the next turn begins.
 
 A cache that was given up is built again from what was said: from where all was read anew last,
 turn by turn, token by token where that makes a difference.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from larder.core.errors import BudgetError, LarderError, Refused
-from larder.engine.streaming import TextStream
+from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.server.budget import Need, Purse
 from larder.server.chat_course import Course, Courses
 from larder.server.chat_needs import chat_need
@@ -26,17 +26,17 @@ from larder.server.spots import AllSpots
 from larder.server.stowing import COPIES
 from larder.server.tiers import Tiers
 from larder.server.vault import SLOWER
-from larder.session.filing import Cabinet
-from larder.session.log import Exchange
-from larder.session.transcript import Scribe
-from larder.session.turns import Drawer
+from larder.session.chat_cache import ChatCache
+from larder.session.chat_turn import ActiveTurn
+from larder.session.transcript.chat_log import ChatTurn
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.ledger import Tier
 
 
 class Chatting(Manner):
     """Holds each session in a cabinet."""
 
-    def __init__(self, tiers: Tiers, purse: Purse, scribe: Scribe) -> None:
+    def __init__(self, tiers: Tiers, purse: Purse, scribe: TokenizerAdapter) -> None:
         self._tiers, self._purse, self._scribe = tiers, purse, scribe
         self._courses = Courses(scribe, tiers.vault)
 
@@ -81,7 +81,7 @@ class Chatting(Manner):
             job.course = None
             if job.stream is None:
                 stop = job.request.stop
-                job.stream = TextStream(self._scribe.decode, stop, job.listener.on_text)
+                job.stream = IncrementalDetokenizer(self._scribe.decode, stop, job.listener.on_text)
                 job.source = job.request.sampling.generator()
         self._check(job)
         return sitting.rule.block
@@ -112,11 +112,11 @@ class Chatting(Manner):
         if job.finished is None:
             assert sitting.cabinet is not None and job.drawer is not None
             said = job.finished = job.exchange(closing, len(job.tail), reason)
-            exchange = Exchange(job.turns[-1].text, said.text, (*job.added, *said.answer))
+            exchange = ChatTurn(job.turns[-1].text, said.text, (*job.added, *said.answer))
             job.filed = sitting.cabinet.file(job.drawer, exchange)
         return job.finished
 
-    def _ending(self, job: Job, drawer: Drawer, closing: tuple[int, ...]) -> Course:
+    def _ending(self, job: Job, drawer: ActiveTurn, closing: tuple[int, ...]) -> Course:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
         yield from drawer.turn.following(job.tail, len(job.ids))
         self.file(job, job.ended, closing)
@@ -239,7 +239,7 @@ class Chatting(Manner):
             self._tiers.chats.hold(sitting, host)
 
 
-def _fits(cabinet: Cabinet, job: Job) -> bool:
+def _fits(cabinet: ChatCache, job: Job) -> bool:
     """Whether a session's caches are of all that was said."""
     return len(cabinet.state.log.exchanges) == len(job.said)
 

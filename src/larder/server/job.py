@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.engine.streaming import TextStream
+from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.server.manner import Manner
 from larder.server.request import Listener, Report, Request, Ticket, Turn
 from larder.server.sitting import ID, Asked, Kept, Said, Sitting
 from larder.server.vault import Fetched
-from larder.session.turns import Drawer, Filed
+from larder.session.chat_turn import ActiveTurn, TurnCommit
 from larder.store.ledger import Reservation
 
 
@@ -102,14 +102,14 @@ class Job(Ticket):
     course: Generator[object, None, None] | None = None
     ahead: int = 0
     seconds: float = 0.0
-    drawer: Drawer | None = None
+    drawer: ActiveTurn | None = None
     added: tuple[int, ...] = ()
     asked: tuple[int, ...] = ()
     ended: str = ""
     tail: tuple[int, ...] = ()
     finished: Said | None = None
-    filed: Filed | None = None
-    stream: TextStream | None = None
+    filed: TurnCommit | None = None
+    stream: IncrementalDetokenizer | None = None
     source: torch.Generator | None = None
     ids: list[int] = field(default_factory=list)
     fetch: Fetch | None = None

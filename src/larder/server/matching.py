@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from larder.core.errors import UsageError
 from larder.server.request import Turn
 from larder.server.sitting import ASSISTANT, ID, Said
-from larder.session.template import Turn as Told
-from larder.session.transcript import Scribe
+from larder.session.transcript.chat_template import TemplateMessage as Told
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 PREFIX_TOKENS = 16  # texts that differ sooner share nothing worth sharing
 
@@ -59,7 +59,7 @@ def rolling(turns: Iterable[Turn]) -> Iterator[int]:
         yield digest
 
 
-def prompt_ids(scribe: Scribe, said: Sequence[Said], rest: Sequence[Turn]) -> array:
+def prompt_ids(scribe: TokenizerAdapter, said: Sequence[Said], rest: Sequence[Turn]) -> array:
     """Tokens that new messages add behind finished exchanges.
 
     Raises:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from larder.engine.streaming import TextStream
+from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.server.request import Listener, Report, Ticket
 from larder.server.sitting import Said, Sitting
 from larder.server.views import view_of
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 class Done(Ticket):
@@ -17,7 +17,7 @@ class Done(Ticket):
 
 
 def repeat(
-    scribe: Scribe,
+    scribe: TokenizerAdapter,
     sitting: Sitting,
     said: Said,
     listener: Listener,
@@ -32,7 +32,7 @@ def repeat(
         durable: as in `Report`.
     """
     ids = said.answer[: max(0, len(said.answer) - len(scribe.closing()))]
-    stream = TextStream(scribe.decode, said.asked.stop, listener.on_text)
+    stream = IncrementalDetokenizer(scribe.decode, said.asked.stop, listener.on_text)
     all(stream.push(token) for token in ids)
     stream.finish()
     prompt, view = sitting.tokens - len(said.answer), view_of(sitting)

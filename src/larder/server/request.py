@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from larder.core.errors import LarderError
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Request:
     tenant: str
     turns: tuple[Turn, ...] = ()
     session: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     exact: bool = False

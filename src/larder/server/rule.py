@@ -24,19 +24,23 @@ from larder.prefill.reader import AGAIN_TOKENS, Reader
 from larder.prefill.schedules.episodic import Episodic
 from larder.server.budget import Need
 from larder.session.arrangements.single import Single
-from larder.session.policy import Policy
-from larder.session.prompts import common_prompts, require
-from larder.session.reading import Desk, reader_of, set_up
-from larder.session.rooms import (
-    block_of,
-    check_room,
-    empty_cache,
-    entries_of,
-    governed,
-    pages_of,
-    tokens_of,
+from larder.session.budget_resolution import (
+    HEAD_BYTES,
+    NUMBER_BYTES,
+    resolve_budget_without_context,
 )
-from larder.session.sizes import HEAD_BYTES, NUMBER_BYTES, resolve_open
+from larder.session.capacity import (
+    block_tokens,
+    budget_tokens,
+    budgeted_layers,
+    check_recent_fits,
+    empty_cache,
+    entries_per_head,
+    recall_budget_tokens,
+)
+from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, prefill_reader, warm_up
+from larder.session.prompts import common_prompts, require_prompts
 
 EVERYTHING = "full"
 LAYERS_PASSING = 2  # held for a moment while one is laid out anew: its old storage, and a copy
@@ -64,18 +68,20 @@ class Rule:
         BudgetError: its budget cannot hold what it always keeps.
     """
 
-    desk: Desk
+    desk: ModelRuntime
     policy: Policy
 
     def __post_init__(self) -> None:
         policy, is_single = self.policy, isinstance(self.policy.session, Single)
-        require(self._book, policy.scorer.wanted() - (frozenset() if is_single else {"episode"}))
+        require_prompts(
+            self._book, policy.scorer.wanted() - (frozenset() if is_single else {"episode"})
+        )
         if self.is_limited:  # what is too small for the policy is refused now, not when asked
-            check_room(policy, self.tokens)
+            check_recent_fits(policy, self.tokens)
             self.reader(0)
         if self.is_chat:
             self.empty()
-            set_up(self.desk, policy)
+            warm_up(self.desk, policy)
 
     @staticmethod
     def of(engine: Engine) -> Rule:
@@ -84,7 +90,9 @@ class Rule:
         Raises:
             UsageError: as above; or the budget is a share of a context that is not there.
         """
-        tokens = resolve_open(engine.policy, engine.sizes.budget, engine.loaded.decoder.spec)
+        tokens = resolve_budget_without_context(
+            engine.policy, engine.sizes.budget, engine.loaded.decoder.spec
+        )
         policy = engine.policy.filled(tokens, engine.sizes.block)
         if isinstance(policy.schedule, Episodic):  # its caches equal those read one by one
             policy = replace(policy, schedule=replace(policy.schedule, together=1))
@@ -93,7 +101,7 @@ class Rule:
     def exact(self) -> Rule:
         """The same model, with everything kept."""
         policy = Policy.parse(EVERYTHING)
-        return Rule(self.desk, policy.filled(tokens_of(policy), None))
+        return Rule(self.desk, policy.filled(budget_tokens(policy), None))
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -101,19 +109,19 @@ class Rule:
     @cached_property
     def tokens(self) -> int:
         """M, entries per kv head."""
-        return entries_of(self.policy, self.desk.decoder.spec)
+        return entries_per_head(self.policy, self.desk.decoder.spec)
 
     @property
     def budget_tokens(self) -> int | None:
         """Entries per kv head of one cache between two turns, slots for recalled pages included;
         None without a limit."""
-        beside = pages_of(self.policy) + self.policy.lag
+        beside = recall_budget_tokens(self.policy) + self.policy.lag
         return self.tokens + beside if self.is_limited else None
 
     @property
     def is_limited(self) -> bool:
         """Whether anything is ever dropped."""
-        return tokens_of(self.policy) != WITHOUT_LIMIT
+        return budget_tokens(self.policy) != WITHOUT_LIMIT
 
     @cached_property
     def is_chat(self) -> bool:
@@ -123,7 +131,7 @@ class Rule:
     @cached_property
     def block(self) -> int:
         """M_block: the most tokens that one step reads."""
-        return block_of(self.policy)
+        return block_tokens(self.policy)
 
     @cached_property
     def can_take_back(self) -> bool:
@@ -137,7 +145,7 @@ class Rule:
 
     def reader(self, length: int) -> Reader:
         """What reads a text that will be `length` tokens long."""
-        return reader_of(self.desk, self.policy, max(length, self.tokens), Meter())
+        return prefill_reader(self.desk, self.policy, max(length, self.tokens), Meter())
 
     @property
     def tends(self) -> bool:
@@ -174,7 +182,7 @@ class Rule:
 
     @cached_property
     def _layers(self) -> tuple[LayerSpec, ...]:
-        return governed(self.policy, self.desk.decoder.spec)
+        return budgeted_layers(self.policy, self.desk.decoder.spec)
 
     @cached_property
     def heads(self) -> int:

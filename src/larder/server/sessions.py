@@ -19,7 +19,7 @@ from larder.server.refusals import busy, checked_name, invalid, taken, unknown
 from larder.server.request import Request, Turn
 from larder.server.rule import Rule
 from larder.server.sitting import Asked, Said, Sitting
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Resolved:
 class Sessions:
     """All sessions by tenant and name. For the model's thread."""
 
-    def __init__(self, scribe: Scribe, clock: Callable[[], float]) -> None:
+    def __init__(self, scribe: TokenizerAdapter, clock: Callable[[], float]) -> None:
         self._scribe, self._clock = scribe, clock
         self._sittings: dict[tuple[str, str], Sitting] = {}
         self._families: dict[tuple[str, str], dict[int, Sitting]] = defaultdict(dict)

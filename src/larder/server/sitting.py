@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from larder.cache.sequence import SequenceCache
 from larder.core.session_name import root_name
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 from larder.server.request import Request, Turn
 from larder.server.rule import Held, Rule
 from larder.server.spots import AllSpots
-from larder.session.filing import Cabinet
-from larder.session.shelf import Parked
+from larder.session.caches import OffloadedCache
+from larder.session.chat_cache import ChatCache
 from larder.store.ledger import Reservation
 
 ID = "i"  # of an array: a token id takes four bytes
@@ -32,7 +32,7 @@ ASSISTANT = "assistant"
 class Asked:
     """How an answer was asked for: the same question asked alike is the same request again."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     max_new_tokens: int
     stop: tuple[str, ...]
 
@@ -141,8 +141,8 @@ class Sitting:
     opening: tuple[Turn, ...] = ()
     said: list[Said] = field(default_factory=list)
     cache: SequenceCache | None = None
-    parked: Parked | None = None
-    cabinet: Cabinet | None = None
+    parked: OffloadedCache | None = None
+    cabinet: ChatCache | None = None
     episode: int = 0
     base: int = 0
     spots: AllSpots = field(default_factory=AllSpots)

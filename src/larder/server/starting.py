@@ -9,7 +9,7 @@ from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, Refused
-from larder.engine.streaming import TextStream
+from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.prefill.base import pieces
 from larder.prefill.reader import Lane
 from larder.server.budget import Need, Purse
@@ -19,7 +19,7 @@ from larder.server.sitting import ID, Said, Sitting
 from larder.server.stowing import COPIES
 from larder.server.tiers import Tiers
 from larder.server.vault import SLOWER
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 # Given a sitting and a text, another of its tenant whose cache holds a part of the text.
 Find = Callable[[Sitting, tuple[int, ...]], Sitting | None]
@@ -33,7 +33,7 @@ class Starting(Manner):
         find: who else may have read the beginning of a text.
     """
 
-    def __init__(self, tiers: Tiers, purse: Purse, scribe: Scribe, find: Find) -> None:
+    def __init__(self, tiers: Tiers, purse: Purse, scribe: TokenizerAdapter, find: Find) -> None:
         self._tiers, self._purse, self._scribe, self._find = tiers, purse, scribe, find
 
     def start(self, job: Job) -> None:
@@ -166,7 +166,7 @@ class Starting(Manner):
         self._purse.check(sitting.key, cache.nbytes)
         if job.stream is None:
             stop = job.request.stop
-            job.stream = TextStream(self._scribe.decode, stop, job.listener.on_text)
+            job.stream = IncrementalDetokenizer(self._scribe.decode, stop, job.listener.on_text)
             job.source = job.request.sampling.generator()
 
     def _go_on(self, job: Job, usable: int) -> None:

@@ -16,7 +16,7 @@ from larder.server.chat_snapshot import beside_of, is_up_to_date, reopen
 from larder.server.news import News
 from larder.server.sitting import Kept, Sitting
 from larder.server.vault import Fetched, Vault
-from larder.session.shelf import park
+from larder.session.caches import offload
 from larder.store.ledger import ByteLedger, Reservation, Tier
 
 COPIES = 2  # of a cache that is written: its state, and the blob in the making
@@ -134,7 +134,7 @@ def take_in(
     if sitting.rule.is_chat:
         reopen(sitting, read, fetched.caches, fetched.beside)
     else:
-        sitting.parked = park(fetched.caches[0])
+        sitting.parked = offload(fetched.caches[0])
         room.shrink(sitting.parked.nbytes)
     sitting.host, sitting.read, sitting.settled = room, read, kept.settled
     sitting.is_coded = kept.is_coded

@@ -24,7 +24,7 @@ from larder.server.news import News
 from larder.server.sitting import ID, Kept, Sitting
 from larder.server.stowing import COPIES, Stowing, take_in, writing_bytes
 from larder.server.vault import Fetched, Vault
-from larder.session.shelf import park
+from larder.session.caches import offload
 from larder.store.eviction.base import EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
@@ -143,7 +143,7 @@ class Tiers:
         room = self.host_room(sitting, count)
         if room is None:
             return False
-        sitting.parked, sitting.cache = park(cache), None
+        sitting.parked, sitting.cache = offload(cache), None
         room.shrink(sitting.parked.nbytes)
         sitting.host = room
         self.in_host[sitting.key] = sitting

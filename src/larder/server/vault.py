@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import LarderError, Refused
-from larder.engine.snapshots import Snapshots
+from larder.engine.snapshots import ModelSnapshots
 from larder.server.keeper import Durability
 from larder.server.persisting import Persisting, kept_in
 from larder.server.sitting import Kept, Sitting
@@ -96,7 +96,9 @@ class StoreVault(Vault):
 
     is_open = True
 
-    def __init__(self, keeper: Persisting, snapshots: Snapshots, durability: Durability) -> None:
+    def __init__(
+        self, keeper: Persisting, snapshots: ModelSnapshots, durability: Durability
+    ) -> None:
         self._keeper, self._snapshots = keeper, snapshots
         self.durability = durability
         self._saving = ThreadPoolExecutor(1, "larder saving")

@@ -15,7 +15,7 @@ def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, .
     Args:
         spec: of the model, where it is known.
     """
-    slides = _sliding(spec)
+    slides = _sliding_layers(spec)
     if spec is not None and not spec.managed:
         return slides
     if isinstance(policy.budget, Unlimited):
@@ -23,7 +23,7 @@ def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, .
     found = list[str]()
     if isinstance(policy.schedule, Whole):
         found.append("whole() holds a whole context until all of it is read")
-    found += _dense(policy)
+    found += _dense_layers(policy)
     if policy.recall is not None:
         part = name_of(type(policy.compensation))
         found.append(f"{part}() keeps what is rejected in host memory, and what finds it")
@@ -33,12 +33,12 @@ def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, .
     return (*found, *slides)
 
 
-def told(clauses: tuple[str, ...]) -> str:
+def beyond_budget_line(clauses: tuple[str, ...]) -> str:
     """Clauses in one line."""
     return f"beyond the budget: {'; '.join(clauses)}"
 
 
-def _dense(policy: Policy) -> list[str]:
+def _dense_layers(policy: Policy) -> list[str]:
     dense = 0 if policy.recall is None else policy.recall.dense
     if policy.rebuilding is not None:
         dense = policy.rebuilding.depth
@@ -47,7 +47,7 @@ def _dense(policy: Policy) -> list[str]:
     return [f"the first {'layer keeps' if dense == 1 else f'{dense} layers keep'} everything"]
 
 
-def _sliding(spec: ModelSpec | None) -> tuple[str, ...]:
+def _sliding_layers(spec: ModelSpec | None) -> tuple[str, ...]:
     if spec is None or len(spec.managed) == len(spec.layers):
         return ()
     if not spec.managed:

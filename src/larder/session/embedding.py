@@ -52,10 +52,10 @@ def load_embedder(
         )
     if name in EMBEDDERS.names():
         return EMBEDDERS.load(name)(device=device)
-    return EMBEDDERS.load(_kind(name))(_source(name), device)
+    return EMBEDDERS.load(_embedder_family(name))(_model_source(name), device)
 
 
-def _source(name: str) -> str:
+def _model_source(name: str) -> str:
     """A folder that can be loaded, or a hub name.
 
     Raises:
@@ -64,7 +64,7 @@ def _source(name: str) -> str:
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return str(_checked(folder))
+        return str(_checked_folder(folder))
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(
             f"embedder folder {name} does not exist; give a folder with a model, or `owner/model`."
@@ -78,7 +78,7 @@ def _source(name: str) -> str:
     return name
 
 
-def _checked(folder: Path) -> Path:
+def _checked_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
         raise ModelError(
             f"embedder folder {folder} holds no config.json; give a folder with a saved model."
@@ -91,7 +91,7 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _kind(name: str) -> str:
+def _embedder_family(name: str) -> str:
     """Which of our embedders runs a model: told by a folder's model type, or by a hub name."""
     settings = Path(name).expanduser() / "config.json"
     if not settings.is_file():

@@ -8,11 +8,11 @@ from enum import Enum
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
 from larder.core.observation import Prompts
-from larder.session.matching import Match
+from larder.session.caches import SessionCaches
+from larder.session.episodes.matching import EpisodeMatch
+from larder.session.episodes.routing import Router
 from larder.session.policy import Policy
-from larder.session.routing import Router
-from larder.session.shelf import Shelf
-from larder.session.transcript import Transcript
+from larder.session.transcript.tokenizer_adapter import Transcript
 
 
 class Coverage(Enum):
@@ -43,7 +43,7 @@ class LayerFigures:
 
 
 @dataclass(frozen=True)
-class Figures:
+class CacheFigures:
     """What reading a conversation took and what it left.
 
     Args:
@@ -88,7 +88,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ConversationMemory:
     """A conversation that was read under a policy. The shelf changes; all else stays.
 
     Args:
@@ -99,12 +99,12 @@ class Memory:
     policy: Policy
     conversation: Conversation
     transcript: Transcript
-    shelf: Shelf
+    shelf: SessionCaches
     router: Router
-    figures: Figures
+    figures: CacheFigures
     prompts: Prompts = field(default_factory=dict[str, tuple[int, ...]])
 
-    def recall(self, question: str) -> tuple[SequenceCache, Match | None]:
+    def recall(self, question: str) -> tuple[SequenceCache, EpisodeMatch | None]:
         """Make the cache for a bare question active and return it with the match."""
         match = self.router.route(question)
         return self.shelf.activate(0 if match is None else match.episode), match

@@ -38,17 +38,17 @@ from larder.policy.units.token import Token
 from larder.policy.values.base import ValueRule
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
-from larder.session.agreeing import (
-    blocked,
-    check_corrected,
-    check_cut,
+from larder.session.arrangements.base import Arrangement
+from larder.session.policy_validation import (
+    check_correction,
     check_heads,
-    check_latest,
-    check_recomputed,
+    check_query_positions,
+    check_recompute,
+    check_single_cut,
     check_timing,
     check_weights,
+    with_block_size,
 )
-from larder.session.arrangements.base import Arrangement
 from larder.session.presets import PRESETS
 
 FAMILIES: Mapping[str, Family] = {
@@ -79,8 +79,14 @@ SLOTS = (
     "storage",
     "timing",
 )
-CHOSEN_LATER = (*JOINING, "recall")
-NULLS = (Unobserved(), Unasked(), KeysAlone(), Token(), Exact())  # what does nothing is not spelled
+DEFERRED_SLOTS = (*JOINING, "recall")
+NULL_PARTS = (
+    Unobserved(),
+    Unasked(),
+    KeysAlone(),
+    Token(),
+    Exact(),
+)  # what does nothing is not spelled
 DEFAULTS = {
     "session": "single",
     "schedule": "whole",
@@ -126,7 +132,7 @@ class Policy:
         if text in PRESETS:
             text = PRESETS[text]
         calls = parse(text)
-        slots = [_slot(call) for call in calls]
+        slots = [_slot_of(call) for call in calls]
         order = [SLOTS.index(slot) for slot in slots]
         if order != sorted(set(order)):
             raise SpellingError(
@@ -134,22 +140,26 @@ class Policy:
                 f"{' > '.join(SLOTS)}."
             )
         given = dict(zip(slots, calls, strict=True))
-        chosen = {slot: _part(slot, given.get(slot)) for slot in SLOTS if slot not in CHOSEN_LATER}
+        chosen = {
+            slot: _build_part(slot, given.get(slot)) for slot in SLOTS if slot not in DEFERRED_SLOTS
+        }
         check_timing(chosen["scorer"], chosen["timing"])
         for scorer in (chosen["scorer"], *chosen["timing"].scorers):
             check_weights(scorer, chosen["values"])
-            check_latest(scorer, chosen["storage"])
-        check_cut(chosen["schedule"], chosen["compensation"])
+            check_query_positions(scorer, chosen["storage"])
+        check_single_cut(chosen["schedule"], chosen["compensation"])
         check_heads(chosen["budget"], chosen["compensation"])
-        check_recomputed(chosen["compensation"], chosen["storage"])
-        recall = _recall(chosen["compensation"], chosen["storage"], given.get("recall"))
-        check_corrected(chosen["protect"], recall)
+        check_recompute(chosen["compensation"], chosen["storage"])
+        recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
+        check_correction(chosen["protect"], recall)
         return Policy(**chosen, recall=recall, **joining_of(chosen["scorer"], given))
 
     def __str__(self) -> str:
         """Every part that does something, with all its parameters."""
         parts = [getattr(self, slot) for slot in SLOTS]
-        return " > ".join(spell(part) for part in parts if part is not None and part not in NULLS)
+        return " > ".join(
+            spell(part) for part in parts if part is not None and part not in NULL_PARTS
+        )
 
     @property
     def planner(self) -> Planner:
@@ -197,11 +207,11 @@ class Policy:
         budget, schedule, scorer = self.budget, self.schedule, self.scorer.under(tokens)
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
-        own = blocked(schedule, tokens, block)
+        own = with_block_size(schedule, tokens, block)
         settled = self.compensation.under(tokens), self._recalling(tokens)
         if (recall := settled[1]) is not None:
             staying = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
-            check_corrected(self.protect, recall, max(0, staying))
+            check_correction(self.protect, recall, max(0, staying))
         sized = replace(self, budget=budget, schedule=own, scorer=scorer, recall=recall)
         return replace(sized, compensation=settled[0], timing=self.timing.under(tokens))
 
@@ -242,7 +252,9 @@ class Policy:
         return OffloadSpec(self.recall, host_mib, self.storage.parked)
 
 
-def _recall(compensation: Compensation, storage: Storage, given: Call | None) -> RecallPart | None:
+def _recall_part(
+    compensation: Compensation, storage: Storage, given: Call | None
+) -> RecallPart | None:
     """How parked entries are found; the default where that is left open, None where none are.
 
     Raises:
@@ -260,10 +272,10 @@ def _recall(compensation: Compensation, storage: Storage, given: Call | None) ->
             f"{spell(storage)} has no slow tier to park entries in: leave it out, take drop(), or "
             "quantized() to hold what is parked in few bits."
         )
-    return _part("recall", given)
+    return _build_part("recall", given)
 
 
-def _slot(call: Call) -> str:
+def _slot_of(call: Call) -> str:
     if call.name == "protect":
         return "protect"
     for slot, family in FAMILIES.items():
@@ -285,7 +297,7 @@ def _slot(call: Call) -> str:
     )
 
 
-def _part(slot: str, call: Call | None) -> Any:
+def _build_part(slot: str, call: Call | None) -> Any:
     if slot == "protect":
         return build(Protect, {} if call is None else call.parameters)
     call = call or Call(DEFAULTS[slot])

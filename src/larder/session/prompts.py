@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from larder.core.errors import UsageError
 from larder.core.observation import Prompts
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 REPEAT = "Repeat the previous context exactly."
 SUMMARIZE = "Summarize the previous context, with its most important parts."
@@ -31,18 +31,18 @@ EPISODE = (
 )
 
 
-def common_prompts(scribe: Scribe) -> dict[str, tuple[int, ...]]:
+def common_prompts(scribe: TokenizerAdapter) -> dict[str, tuple[int, ...]]:
     """The prompts that depend on nothing but the model."""
     texts = {"repeat": REPEAT, "summarize": SUMMARIZE, "guidance": GUIDANCE}
     return {name: scribe.question(text) for name, text in texts.items()}
 
 
-def episode_prompt(scribe: Scribe, texts: Sequence[str]) -> tuple[int, ...]:
+def episode_prompt(scribe: TokenizerAdapter, texts: Sequence[str]) -> tuple[int, ...]:
     """A request for key facts, answered with the episode's representative segments."""
     return scribe.question(EPISODE) + scribe.encode("\n\n".join(texts))
 
 
-def require(book: Prompts, names: frozenset[str]) -> None:
+def require_prompts(book: Prompts, names: frozenset[str]) -> None:
     """Raises: UsageError: a prompt is needed that nothing provides."""
     for name in sorted(names - book.keys()):
         way = {

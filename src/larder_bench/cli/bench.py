@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
-from larder.cli.options import Output, command
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
+from larder.cli.options import OutputOptions, command
 from larder.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ FIELD_OF_OPTION = {"policy": "policies", "control": "controls", **OVERRIDABLE_FI
 
 
 @dataclass(frozen=True)
-class BenchOptions(Output):
+class BenchOptions(OutputOptions):
     """What a study can be told on the command line; None where nothing is said."""
 
     study: Annotated[
@@ -142,7 +142,7 @@ def bench(
     if not is_whole:
         have = f"{len(rows)} of {len(cells)} cells"
         print(f"Stopped at {have}: the same command goes on from there.", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
 def requested_study(tasks: list[str], options: BenchOptions) -> Study:
@@ -222,7 +222,7 @@ def _known_names() -> str:
 def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
     from torch import get_num_threads
 
-    from larder.cli.showing import watched
+    from larder.cli.console import progress_bar
     from larder.engine.engine import Engine
     from larder_bench.datasets.sources import TaskSources
     from larder_bench.execution.runner import StudyRunner
@@ -231,7 +231,7 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
     def opened(model: str) -> ModelContext:
         from larder_bench.random_models import open_model
 
-        with watched(f"Loading {model}"):
+        with progress_bar(f"Loading {model}"):
             engine = Engine(open_model(model, options.device, options.dtype), "full")
         return ModelContext(engine, TaskSources(engine.scribe.length, options.corpus, options.data))
 
@@ -249,9 +249,9 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
 
 def _run(running: StudyRunner) -> bool:
     """Whether everything was measured before Ctrl-C."""
-    from larder.cli.showing import watched
+    from larder.cli.console import progress_bar
 
-    with watched(f"Running {running.study.name}", "cells") as watch:
+    with progress_bar(f"Running {running.study.name}", "cells") as watch:
 
         def tell(row: Row, pace: RunProgress) -> None:
             watch(pace.done, pace.total)

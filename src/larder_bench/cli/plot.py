@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.cli.failing import SCHEMA, print_document
-from larder.cli.options import Output, command
-from larder.cli.showing import results as results_console
+from larder.cli.console import results_console
+from larder.cli.errors import SCHEMA, print_document
+from larder.cli.options import OutputOptions, command
 
 if TYPE_CHECKING:
     from larder_bench.plots.style import Drawing, ImageFormat
@@ -28,7 +28,7 @@ Policies = Annotated[
 @command
 def plot(
     results: Files,
-    options: Output,
+    options: OutputOptions,
     figure: Annotated[
         list[str] | None,
         typer.Option(
@@ -123,7 +123,7 @@ def _formats(text: str) -> list[ImageFormat]:
 @command
 def report(
     results: Files,
-    options: Output,
+    options: OutputOptions,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page.")] = Path("report.html"),
     title: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Of the page.  Default: the studies' names.")

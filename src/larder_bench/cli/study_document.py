@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from larder.cli.failing import SCHEMA
+from larder.cli.errors import SCHEMA
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.reports.paper_comparison import comparison_document
 from larder_bench.results.rows import Row

@@ -8,7 +8,7 @@ from dataclasses import replace
 from blake3 import blake3
 
 from larder.core.conversation import Conversation, Message, PromptLayout
-from larder.session.transcript import ACKNOWLEDGEMENT
+from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 
 DIGEST_LENGTH = 12
 

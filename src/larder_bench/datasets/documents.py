@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import BadParameter
-from larder.session.files.document import read
-from larder.session.transcript import ACKNOWLEDGEMENT
+from larder.session.files.document import read_document
+from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.sources import TaskSources
 
@@ -35,7 +35,7 @@ def document_conversation(
     if room < 2:
         task = name.partition("-")[0]
         raise BadParameter(f"{task}.tokens must hold a document, got {tokens}: take more.")
-    document = read(truncate_middle(text, room, count), name)
+    document = read_document(truncate_middle(text, room, count), name)
     return Conversation(
         name, document.messages, (question,), PromptLayout.DOCUMENT, opening, question_prompt
     )

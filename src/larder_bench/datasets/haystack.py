@@ -15,7 +15,7 @@ from string import ascii_uppercase
 
 from larder.core.conversation import Conversation, Message, Question
 from larder.core.errors import BadParameter, UnknownName
-from larder.session.transcript import ACKNOWLEDGEMENT
+from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS, relative_depth
 from larder_bench.datasets.sources import TaskSources

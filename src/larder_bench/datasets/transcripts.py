@@ -18,8 +18,8 @@ from typing import Any
 from larder.core.conversation import Conversation, Message
 from larder.core.errors import InputError, TooLittle
 from larder.session.files import read_conversation
-from larder.session.files.transcript import session_numbers
-from larder.session.transcript import ACKNOWLEDGEMENT
+from larder.session.files.dialogue import session_numbers
+from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS, relative_depth
 from larder_bench.datasets.sources import TaskSources
 

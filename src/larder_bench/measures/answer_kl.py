@@ -17,7 +17,7 @@ from torch import Tensor
 from larder.core.errors import UsageError
 from larder.core.spelling import name_of
 from larder.engine.engine import Engine
-from larder.session.memory import Memory
+from larder.session.memory import ConversationMemory
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.scoring.item_scores import NumberedQuestion
@@ -54,7 +54,9 @@ class _KlScorer:
 
     true: Mapping[int, Float[Tensor, "N V"]]
 
-    def ask(self, engine: Engine, memory: Memory, posed: Sequence[NumberedQuestion]) -> list[Row]:
+    def ask(
+        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+    ) -> list[Row]:
         """One item per question."""
         recalls = memory.policy.recall is not None
         asked = (answer_logits_stepwise if recalls else answer_logits)(

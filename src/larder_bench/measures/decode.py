@@ -27,9 +27,9 @@ from larder.core.errors import BadParameter, BudgetError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.types import Mode
 from larder.models.passes import Row as Tokens
+from larder.session.budget_resolution import amount_tokens, resolve_budget
 from larder.session.policy import Policy
-from larder.session.reading import tend
-from larder.session.sizes import amount_tokens, resolve
+from larder.session.prefill import decode_planner
 from larder_bench.measures.base import Measure
 from larder_bench.profiling.step_profiler import (
     POLICY,
@@ -183,7 +183,7 @@ class _StepRunner:
     ) -> None:
         self._decoder, self._caches, self._policy = bench.engine.loaded.decoder, caches, policy
         desk = replace_decoder(bench.engine.desk, self._decoder)
-        self._tending = tend(desk, policy, caches)
+        self._tending = decode_planner(desk, policy, caches)
         self._go_to = inject_streams(caches, made.streams) if made.streams else None
         self._said = 0
 
@@ -241,7 +241,7 @@ def sized_policy(bench: ModelContext, cell: Cell) -> Policy:
     spec, asked = bench.engine.loaded.decoder.spec, None
     if cell.amount is not None:
         asked = str(_tokens(bench, cell, policy))
-    return policy.filled(resolve(policy, asked, cell.tokens, spec), None)
+    return policy.filled(resolve_budget(policy, asked, cell.tokens, spec), None)
 
 
 def _tokens(bench: ModelContext, cell: Cell, policy: Policy) -> int:

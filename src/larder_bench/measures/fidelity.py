@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.errors import BadParameter, UsageError
-from larder.session.memory import Memory
+from larder.session.budget_resolution import resolve_budget
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
-from larder.session.reading import gather
-from larder.session.sizes import resolve
+from larder.session.prefill import prefill_memory
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.scoring.full_cache_reference import FullCacheReference
@@ -49,10 +49,10 @@ class Fidelity(Measure):
         truth = bench.truth(conversation, self.following)
         spec, context = bench.engine.loaded.decoder.spec, len(truth.passage.source.ids)
 
-        def read(tokens: int | None) -> Memory:
+        def read(tokens: int | None) -> ConversationMemory:
             asked = None if tokens is None else str(tokens)
-            filled = policy.filled(resolve(policy, asked, context, spec), None)
-            return gather(bench.engine.desk, truth.passage.source, filled, {})
+            filled = policy.filled(resolve_budget(policy, asked, context, spec), None)
+            return prefill_memory(bench.engine.desk, truth.passage.source, filled, {})
 
         if cell.amount is None:
             memory, tries = read(None), 1
@@ -77,7 +77,7 @@ def _policy(cell: Cell) -> Policy:
     return cell.subject.case.policy
 
 
-def fidelity_items(truth: FullCacheReference, memory: Memory) -> list[Row]:
+def fidelity_items(truth: FullCacheReference, memory: ConversationMemory) -> list[Row]:
     """One per token that follows but the first."""
     logits, cache = truth.expected(memory)
     real = torch.tensor(truth.passage.following[1:], device=logits.device)[:, None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.engine.engine import Engine
-from larder.session.memory import Memory
+from larder.session.memory import ConversationMemory
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.scoring.item_scores import NumberedQuestion, likelihood_items
@@ -30,7 +30,9 @@ class ForcedAnswers(Measure):
         items = ask_all(readings, cell.task, self)
         return readings.figures() | {"items": items}
 
-    def ask(self, engine: Engine, memory: Memory, posed: Sequence[NumberedQuestion]) -> list[Row]:
+    def ask(
+        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+    ) -> list[Row]:
         """The items of all these questions."""
         questions = [one.question for one in posed]
         recalls = memory.policy.recall is not None

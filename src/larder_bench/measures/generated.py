@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from larder.core.conversation import Question
-from larder.engine.decoding import Limits, generate, untended
+from larder.engine.completion import check_prompt_fits
 from larder.engine.engine import Engine
-from larder.engine.reply import check_fits
-from larder.engine.sampling import Sampling
-from larder.session.memory import Memory
-from larder.session.reading import tend
-from larder.session.rooms import tokens_of
+from larder.engine.generate import StoppingCriteria, generate, no_observer
+from larder.engine.sampler import SamplingParams
+from larder.session.capacity import budget_tokens
+from larder.session.memory import ConversationMemory
+from larder.session.prefill import decode_planner
 from larder_bench.measures.base import Measure
 from larder_bench.profiling.timing import percentiles
 from larder_bench.results.rows import Row
@@ -43,7 +43,9 @@ class GeneratedAnswerScorer:
 
     said: list[TimedAnswer] = field(default_factory=list)
 
-    def ask(self, engine: Engine, memory: Memory, posed: Sequence[NumberedQuestion]) -> list[Row]:
+    def ask(
+        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+    ) -> list[Row]:
         """The items of all these questions."""
         items: list[Row] = []
         for one in posed:
@@ -83,7 +85,7 @@ class TimedAnswer:
     held_bytes: int
 
 
-def generate_timed(engine: Engine, memory: Memory, question: Question) -> TimedAnswer:
+def generate_timed(engine: Engine, memory: ConversationMemory, question: Question) -> TimedAnswer:
     """Answer greedily on a fork of the cache, which stays as it was.
 
     Raises:
@@ -92,11 +94,11 @@ def generate_timed(engine: Engine, memory: Memory, question: Question) -> TimedA
     cache, _ = memory.recall(question.question)
     wrapped = memory.conversation.question_prompt.format(question=question.question)
     prompt = engine.scribe.question(wrapped)
-    check_fits(prompt, tokens_of(memory.policy))
+    check_prompt_fits(prompt, budget_tokens(memory.policy))
     longest = max(engine.scribe.length(answer) for answer in (question.answer, *question.others))
-    limits = Limits(SPARE_ANSWER_TOKENS + 2 * longest, engine.stops)
+    limits = StoppingCriteria(SPARE_ANSWER_TOKENS + 2 * longest, engine.stops)
     fork, stamps = cache.fork(), list[float]()
-    tending = tend(engine.desk, memory.policy, [fork])
+    tending = decode_planner(engine.desk, memory.policy, [fork])
     fork.reserve(len(prompt) + (limits.max_new_tokens if tending is None else 1))
 
     def note(row: int, token: int) -> bool:
@@ -105,9 +107,9 @@ def generate_timed(engine: Engine, memory: Memory, question: Question) -> TimedA
         return True
 
     started = time.perf_counter()
-    observe = untended if tending is None else tending.observer
+    observe = no_observer if tending is None else tending.observer
     decoder = engine.loaded.decoder
-    [ids] = generate(decoder, [fork], [prompt], Sampling(), limits, note, observe)
+    [ids] = generate(decoder, [fork], [prompt], SamplingParams(), limits, note, observe)
     text = engine.scribe.decode(ids).strip()
     between = tuple(later - sooner for sooner, later in zip(stamps, stamps[1:], strict=False))
     # Without a policy at work `Engine.ask` needs no copy: the fork stands for the cache itself.

@@ -18,10 +18,10 @@ from jaxtyping import Int
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
 from larder.core.spelling import name_of
-from larder.session.memory import Memory
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
+from larder.session.prefill import SizeOptions, prefill_conversation
 from larder.session.prompts import episode_prompt
-from larder.session.reading import Sizes, read
 from larder_bench.measures.base import Measure
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.results.rows import EXHIBITS_KEY, Row
@@ -142,10 +142,12 @@ class _PromptReader:
             items += [item | {"similarity": round(near, 4)} for item in told]
         return items
 
-    def _read(self, tokens: int | None, prompt: Ids) -> Memory:
-        sizes = Sizes(tokens)
+    def _read(self, tokens: int | None, prompt: Ids) -> ConversationMemory:
+        sizes = SizeOptions(tokens)
         book = {"question": prompt}
-        return read(self.bench.engine.desk, self.conversation, self.policy, sizes, book)
+        return prefill_conversation(
+            self.bench.engine.desk, self.conversation, self.policy, sizes, book
+        )
 
 
 def _policy(cell: Cell) -> Policy:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from larder.core.errors import BadParameter
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.prefill.meter import Meter
-from larder.session.reading import build
+from larder.session.prefill import build_caches
 from larder_bench.measures.base import Measure
 from larder_bench.measures.decode import sized_policy
 from larder_bench.profiling.step_profiler import MODEL, POLICY
@@ -51,7 +51,7 @@ class Reading(Measure):
         ids, book = random_ids(decoder, cell.tokens), random_prompts(decoder, policy)
         desk = replace_decoder(bench.engine.desk, clocked)
         started = time.perf_counter()
-        shelf = build(desk, policy, ids, [book] * self.caches, meter)
+        shelf = build_caches(desk, policy, ids, [book] * self.caches, meter)
         seconds = time.perf_counter() - started
         active = max(holding.in_use for holding in shelf.holdings())
         full = decoder.spec.full_bytes(cell.tokens)

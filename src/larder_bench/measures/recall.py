@@ -32,7 +32,7 @@ from larder.engine.engine import Engine
 from larder.models.passes import Recorded
 from larder.models.passes import Row as Tokens
 from larder.ops.search import interleaved
-from larder.session.memory import Memory
+from larder.session.memory import ConversationMemory
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.scoring.item_scores import NumberedQuestion
@@ -84,7 +84,7 @@ class RecallMeasure(Measure):
         return readings.figures() | index | {"items": heard.items(), EXHIBITS_KEY: shown}
 
     def _answer(
-        self, engine: Engine, memory: Memory, one: NumberedQuestion, heard: _RecallTally
+        self, engine: Engine, memory: ConversationMemory, one: NumberedQuestion, heard: _RecallTally
     ) -> SequenceCache:
         """Give the expected answer over a fork of the cache, heard step by step."""
         cache = memory.recall(one.question.question)[0].fork()

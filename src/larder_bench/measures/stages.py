@@ -25,8 +25,8 @@ from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.passes import Row as Tokens
 from larder.session.embedders.base import Embedder
-from larder.session.memory import Memory
-from larder.session.reading import tend
+from larder.session.memory import ConversationMemory
+from larder.session.prefill import decode_planner
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.studies.cells import Cell
@@ -85,7 +85,7 @@ class Stages(Measure):
         each["retrieve"] = _time_cache_fetch(memory)
         return row_figures(memory.figures) | self._told(memory, once, each)
 
-    def _told(self, memory: Memory, once: Row, each: Row) -> Row:
+    def _told(self, memory: ConversationMemory, once: Row, each: Row) -> Row:
         """The stages, and what they come to for a turn."""
         prefill = max(0.0, memory.figures.prefill_seconds - sum(once.values()))
         at_first = once | {"prefill": prefill}
@@ -126,7 +126,7 @@ class _TimedEmbedder(Embedder):
         return self.inner.embed_questions(texts)
 
 
-def _time_clustering(engine: Engine, memory: Memory) -> Row:
+def _time_clustering(engine: Engine, memory: ConversationMemory) -> Row:
     """Seconds of stage 1, taken once more by itself: embedding, and clustering."""
     found: dict[str, _TimedEmbedder] = {}
 
@@ -143,7 +143,7 @@ def _time_clustering(engine: Engine, memory: Memory) -> Row:
     return {"embed": embedded, "cluster": seconds - embedded if found else 0.0}
 
 
-def _time_turn(engine: Engine, memory: Memory, question: Question, answer: int) -> Row:
+def _time_turn(engine: Engine, memory: ConversationMemory, question: Question, answer: int) -> Row:
     """Seconds of finding the cache, and of reading the question and answering."""
     _, match = _time_call(lambda: memory.router.route(question.question))
     cache, _ = memory.recall(question.question)
@@ -152,7 +152,7 @@ def _time_turn(engine: Engine, memory: Memory, question: Question, answer: int) 
     )
     fork, decoder = cache.fork(), engine.loaded.decoder
     fork.reserve(len(prompt) + answer)
-    tending = tend(engine.desk, memory.policy, [fork])
+    tending = decode_planner(engine.desk, memory.policy, [fork])
 
     def decode() -> None:
         given = prompt
@@ -165,7 +165,7 @@ def _time_turn(engine: Engine, memory: Memory, question: Question, answer: int) 
     return {"match": match, "decode": _time_call(decode)[1]}
 
 
-def _time_cache_fetch(memory: Memory) -> float:
+def _time_cache_fetch(memory: ConversationMemory) -> float:
     """Seconds of writing one cache back and making another active; 0 of the only one."""
     shelf = memory.shelf
     if len(shelf) < 2:

@@ -23,9 +23,9 @@ from larder.models.decoder import Decoder
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.storage.exact import Exact
 from larder.prefill.meter import Meter
+from larder.session.capacity import entries_per_head
 from larder.session.policy import Policy
-from larder.session.reading import Desk, build
-from larder.session.rooms import entries_of
+from larder.session.prefill import ModelRuntime, build_caches
 from larder_bench.profiling.synthetic_keys import KeyQueryStream, draw_stream
 from larder_bench.profiling.timed_decoder import SyntheticDecoder
 
@@ -54,7 +54,9 @@ class SyntheticCache:
         return self.cache.nbytes - self.cache.fast_nbytes
 
 
-def build_synthetic_cache(desk: Desk, policy: Policy, context: int, steps: int) -> SyntheticCache:
+def build_synthetic_cache(
+    desk: ModelRuntime, policy: Policy, context: int, steps: int
+) -> SyntheticCache:
     """The cache of a policy whose sizes are filled in, behind `context` tokens.
 
     Args:
@@ -75,7 +77,7 @@ def build_synthetic_cache(desk: Desk, policy: Policy, context: int, steps: int) 
     streams = [draw_stream(layer, context, steps, STEPS_PER_TARGET) for layer in layers]
     stuffing = SyntheticDecoder(desk.decoder, streams)
     ids, book = random_ids(desk.decoder, context), random_prompts(desk.decoder, policy)
-    cache = build(replace_decoder(desk, stuffing), policy, ids, [book], Meter()).activate(0)
+    cache = build_caches(replace_decoder(desk, stuffing), policy, ids, [book], Meter()).activate(0)
     if policy.recall is None:
         return SyntheticCache(cache)
     return SyntheticCache(cache, [replace(one, keys=one.keys[:, :0].clone()) for one in streams])
@@ -101,7 +103,7 @@ def random_ids(decoder: Decoder, count: int) -> tuple[int, ...]:
     return tuple(source.randrange(FIRST_TOKEN_ID, words) for _ in range(count))
 
 
-def replace_decoder(desk: Desk, decoder: Decoder) -> Desk:
+def replace_decoder(desk: ModelRuntime, decoder: Decoder) -> ModelRuntime:
     """A desk with something in the place of its decoder, and measurements by chance: those of
     random weights would say no more, and take long.
     """
@@ -126,7 +128,7 @@ def random_prompts(decoder: Decoder, policy: Policy) -> Prompts:
 def _random_cache_of(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:
     is_full = policy.budget.tokens == WITHOUT_LIMIT
     form = CacheForm.DENSE if is_full else CacheForm.RAGGED
-    entries = context if is_full else min(context, entries_of(policy, decoder.spec))
+    entries = context if is_full else min(context, entries_per_head(policy, decoder.spec))
     return random_cache(decoder, form, entries, policy.planner.ledger, 0.0, context)
 
 

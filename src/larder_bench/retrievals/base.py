@@ -12,11 +12,11 @@ from jaxtyping import Float32
 
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import BadParameter, BudgetError
-from larder.session.clustering import Clusters, cluster
 from larder.session.embedders.base import Embedder
-from larder.session.matching import match
-from larder.session.segments import Piece, Segment, Unit, cut
-from larder.session.transcript import Scribe
+from larder.session.episodes.clustering import SegmentClusters, cluster
+from larder.session.episodes.matching import match_episode
+from larder.session.episodes.segments import MessageSpan, Segment, SegmentUnit, cut_segments
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 class RetrievalBaseline(ABC):
@@ -55,15 +55,15 @@ class SegmentIndex:
     """
 
     conversation: Conversation
-    scribe: Scribe
+    scribe: TokenizerAdapter
     embedder: Embedder
     size: int
     _asked: dict[str, Float32[np.ndarray, " D"]] = field(default_factory=dict)
-    _clusters: dict[tuple[int, int], Clusters] = field(default_factory=dict)
+    _clusters: dict[tuple[int, int], SegmentClusters] = field(default_factory=dict)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        return cut(self.conversation, Unit.UTTERANCES, self.size)
+        return cut_segments(self.conversation, SegmentUnit.UTTERANCES, self.size)
 
     def nearest(self, question: str, among: Sequence[int]) -> list[int]:
         """Those segments, the most similar first; of equals the earlier."""
@@ -75,7 +75,7 @@ class SegmentIndex:
         if (count, seed) not in self._clusters:
             self._clusters[count, seed] = cluster(self._rows, count, seed)
         clusters = self._clusters[count, seed]
-        return clusters.members[match(self._question(question), clusters.centroids).episode]
+        return clusters.members[match_episode(self._question(question), clusters.centroids).episode]
 
     def fitting(self, ranked: Sequence[int], tokens: int) -> Conversation:
         """A conversation of at most so many tokens: segments as they fit, in the order of time.
@@ -132,7 +132,7 @@ class SegmentIndex:
         nothing = replace(self.conversation, messages=(Message("user", ""),), questions=())
         return len(self.scribe.write(nothing).ids)
 
-    def _text(self, piece: Piece) -> str:
+    def _text(self, piece: MessageSpan) -> str:
         return self.conversation.messages[piece.message].content[piece.start : piece.stop]
 
     def _question(self, text: str) -> Float32[np.ndarray, " D"]:

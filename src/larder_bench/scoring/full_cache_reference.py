@@ -22,16 +22,16 @@ from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.passes import Recorded
 from larder.models.passes import Row as Tokens
-from larder.session.memory import Memory
-from larder.session.reading import Source, gather
-from larder.session.transcript import Transcript
+from larder.session.memory import ConversationMemory
+from larder.session.prefill import PrefillInput, prefill_memory
+from larder.session.transcript.tokenizer_adapter import Transcript
 
 
 @dataclass(frozen=True)
 class ContextContinuation:
     """The beginning of a conversation, and the tokens that follow it."""
 
-    source: Source
+    source: PrefillInput
     following: tuple[int, ...]
 
     @property
@@ -65,7 +65,7 @@ def split_context(
     spans = tuple((start, min(stop, cut)) for start, stop in spans[:count])
     begun = replace(conversation, messages=conversation.messages[:count], questions=())
     return ContextContinuation(
-        Source(begun, Transcript(ids[:cut], spans)), ids[cut : cut + following]
+        PrefillInput(begun, Transcript(ids[:cut], spans)), ids[cut : cut + following]
     )
 
 
@@ -79,7 +79,7 @@ class FullCacheReference:
 
     engine: Engine
     passage: ContextContinuation
-    memory: Memory
+    memory: ConversationMemory
     logits: Float[Tensor, "N V"]
     recorded: dict[int, Recorded] = field(repr=False)
 
@@ -87,7 +87,7 @@ class FullCacheReference:
     def of(engine: Engine, cut: ContextContinuation) -> FullCacheReference:
         """Read a passage under the full cache, which is the engine's."""
         recorded = dict[int, Recorded]()
-        memory = gather(engine.desk, cut.source, engine.policy, {})
+        memory = prefill_memory(engine.desk, cut.source, engine.policy, {})
 
         def note(row: int, layer: int, own: Recorded) -> None:
             del row
@@ -98,7 +98,7 @@ class FullCacheReference:
         logits = engine.loaded.decoder.predict(rows, Mode.SCRATCH, wanted, note)
         return FullCacheReference(engine, cut, memory, logits, recorded)
 
-    def expected(self, memory: Memory) -> tuple[Float[Tensor, "N V"], SequenceCache]:
+    def expected(self, memory: ConversationMemory) -> tuple[Float[Tensor, "N V"], SequenceCache]:
         """What another cache expects, and the cache."""
         cache, _ = memory.recall(self.passage.cue)
         rows = [Tokens(cache, self.passage.following)]

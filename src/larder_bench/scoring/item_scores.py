@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from larder.core.conversation import Question
 from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
-from larder.session.transcript import Scribe
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.results.rows import Row
 from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.scoring.dataset_metrics import dataset_score
@@ -49,7 +49,7 @@ class NumberedQuestion:
 
 
 def likelihood_items(
-    posed: NumberedQuestion, forced: AnswerLikelihood, scribe: Scribe
+    posed: NumberedQuestion, forced: AnswerLikelihood, scribe: TokenizerAdapter
 ) -> list[Row]:
     """How the expected answer fared, read as if it had been said; only the first of several."""
     spans = posed.question.items

@@ -21,8 +21,8 @@ from larder.core.conversation import Question
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.passes import Row
-from larder.session.memory import Memory
-from larder.session.transcript import Scribe
+from larder.session.memory import ConversationMemory
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 MAX_PACKED_TOKENS = 2048  # questions and answers packed into one pass; bounds activations
 
@@ -64,7 +64,7 @@ class AnswerLikelihood:
 
 
 def split_by_spans(
-    forced: AnswerLikelihood, scribe: Scribe, spans: Sequence[tuple[int, int]]
+    forced: AnswerLikelihood, scribe: TokenizerAdapter, spans: Sequence[tuple[int, int]]
 ) -> list[AnswerLikelihood]:
     """The parts of an answer that stand at the given characters [start, stop), one by one.
 
@@ -112,21 +112,21 @@ class _PackedAnswer:
 
 
 def score_answers(
-    engine: Engine, memory: Memory, questions: Sequence[Question]
+    engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> list[AnswerLikelihood]:
     """Score the expected answers; results in the order of the questions."""
     return _in_order(questions, answer_logits(engine, memory, questions))
 
 
 def score_answers_stepwise(
-    engine: Engine, memory: Memory, questions: Sequence[Question]
+    engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> list[AnswerLikelihood]:
     """The same, as `answer_logits_stepwise`."""
     return _in_order(questions, answer_logits_stepwise(engine, memory, questions))
 
 
 def answer_logits(
-    engine: Engine, memory: Memory, questions: Sequence[Question]
+    engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> Iterator[AnswerLogits]:
     """What is expected at the tokens of all answers; those of one episode side by side."""
     wrap = memory.conversation.question_prompt
@@ -149,7 +149,7 @@ def answer_logits(
 
 
 def answer_logits_stepwise(
-    engine: Engine, memory: Memory, questions: Sequence[Question]
+    engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> Iterator[AnswerLogits]:
     """The same token by token, each question on a fork, as where entries are recalled for each.
 

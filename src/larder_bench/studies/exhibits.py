@@ -14,9 +14,9 @@ from jaxtyping import Float
 
 from larder.core.errors import BadParameter
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.session.memory import Memory
-from larder.session.routing import Episode, NearestEpisode
-from larder.session.topics import topics
+from larder.session.episodes.keywords import episode_keywords
+from larder.session.episodes.routing import Episode, NearestEpisodeRouter
+from larder.session.memory import ConversationMemory
 from larder_bench.results.rows import Row
 
 SEED = 0
@@ -25,15 +25,17 @@ MIN_SEGMENTS = 3  # segments of a map
 MAX_SEGMENT_CHARACTERS = 240  # of a segment that are kept
 
 
-def exhibit_rows(memory: Memory) -> list[Row]:
+def exhibit_rows(memory: ConversationMemory) -> list[Row]:
     """All that a memory has to show: no budgets of the full cache, no map without episodes."""
     is_full = memory.policy.budget.tokens == WITHOUT_LIMIT
     rows = [] if is_full else budget_rows(memory)
-    has_map = isinstance(memory.router, NearestEpisode) and _count(memory.router) >= MIN_SEGMENTS
+    has_map = (
+        isinstance(memory.router, NearestEpisodeRouter) and _count(memory.router) >= MIN_SEGMENTS
+    )
     return [*rows, cluster_row(memory)] if has_map else rows
 
 
-def budget_rows(memory: Memory) -> list[Row]:
+def budget_rows(memory: ConversationMemory) -> list[Row]:
     """How many entries each kv head of each layer keeps, a row per episode.
 
     The shelf's caches are made active one after the other, and then the one that was so before.
@@ -59,7 +61,7 @@ def budget_rows(memory: Memory) -> list[Row]:
     return rows
 
 
-def cluster_row(memory: Memory) -> Row:
+def cluster_row(memory: ConversationMemory) -> Row:
     """The segments of a conversation on a map, and which episode each belongs to.
 
     The map is t-SNE of their embeddings: L. van der Maaten and G. Hinton, "Visualizing Data using
@@ -70,7 +72,7 @@ def cluster_row(memory: Memory) -> Row:
         BadParameter: the policy forms no episodes, or there are fewer than three segments.
     """
     router = memory.router
-    if not isinstance(router, NearestEpisode):
+    if not isinstance(router, NearestEpisodeRouter):
         raise BadParameter(
             f"A map of episodes needs a policy that forms them, got {memory.policy}: take epicache."
         )
@@ -84,7 +86,7 @@ def cluster_row(memory: Memory) -> Row:
     ]
     for segment, (x, y) in zip(segments, places.tolist(), strict=True):
         segment |= {"x": round(x, 3), "y": round(y, 3)}
-    words = topics([" ".join(episode.texts) for episode in router.episodes])
+    words = episode_keywords([" ".join(episode.texts) for episode in router.episodes])
     return {
         "row": "clusters",
         "context_tokens": memory.figures.context_tokens,
@@ -95,7 +97,7 @@ def cluster_row(memory: Memory) -> Row:
     }
 
 
-def _count(router: NearestEpisode) -> int:
+def _count(router: NearestEpisodeRouter) -> int:
     """Segments of all episodes."""
     return sum(len(episode.rows) for episode in router.episodes)
 

@@ -31,7 +31,7 @@ from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
-from larder.session.memory import Memory
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
@@ -96,7 +96,7 @@ class ComparedMethod(ABC):
         conversation: Conversation,
         tokens: int | None,
         question: Question,
-    ) -> Memory:
+    ) -> ConversationMemory:
         """Read under a budget in tokens per kv head; None where there is nothing to choose."""
 
 
@@ -136,7 +136,7 @@ class PolicyMethod(ComparedMethod):
         conversation: Conversation,
         tokens: int | None,
         question: Question,
-    ) -> Memory:
+    ) -> ConversationMemory:
         under = bench.engine.under(self.case.policy, None if tokens is None else str(tokens))
         prompts = {"question": question.question} if self.case.asks_first else {}
         return under.read(conversation, prompts)
@@ -171,7 +171,7 @@ class RetrievalMethod(ComparedMethod):
         conversation: Conversation,
         tokens: int | None,
         question: Question,
-    ) -> Memory:
+    ) -> ConversationMemory:
         room = self.retrieval.tokens if tokens is None else tokens
         assert room is not None  # a budget, where the spelling has none
         kind = self.retrieval.embedder, self.retrieval.segment

@@ -15,9 +15,9 @@ from larder.core.memory_budget import MemoryBudget
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.passes import Row as Tokens
-from larder.session.memory import Memory
-from larder.session.reading import tend
-from larder.session.shelf import Shelf
+from larder.session.caches import SessionCaches
+from larder.session.memory import ConversationMemory
+from larder.session.prefill import decode_planner
 from larder_bench.results.budget_labels import MatchedQuantity
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.scoring.item_scores import NumberedQuestion
@@ -33,7 +33,9 @@ from larder_bench.tasks.base import QuestionStyle, Task
 class AnswerScorer(Protocol):
     """How answers are got out of a memory, which is afterwards as it was before."""
 
-    def ask(self, engine: Engine, memory: Memory, posed: Sequence[NumberedQuestion]) -> list[Row]:
+    def ask(
+        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+    ) -> list[Row]:
         """The items of all these questions, each asked on a fork."""
         ...
 
@@ -65,10 +67,10 @@ class ContextReader:
         told = cell.amount, cell.matched, guess
         return ContextReader(bench, cell.subject, conversation, *told, is_shown=cell.is_shown)
 
-    def read(self, question: Question) -> Memory:
+    def read(self, question: Question) -> ConversationMemory:
         """Read, with that question in mind where the subject wants to know one."""
 
-        def under(tokens: int | None) -> Memory:
+        def under(tokens: int | None) -> ConversationMemory:
             self._tries += 1
             return self.subject.read(self.bench, self.conversation, tokens, question)
 
@@ -140,7 +142,10 @@ def _batches(sittings: Sequence[list[NumberedQuestion]]) -> Iterator[list[list[N
 
 
 def _ask_in_turns(
-    engine: Engine, memory: Memory, sitting: Sequence[NumberedQuestion], asker: AnswerScorer
+    engine: Engine,
+    memory: ConversationMemory,
+    sitting: Sequence[NumberedQuestion],
+    asker: AnswerScorer,
 ) -> list[Row]:
     memory, asked = fork_memory(engine, memory), list[Row]()
     for one in sitting:
@@ -149,20 +154,22 @@ def _ask_in_turns(
     return asked
 
 
-def fork_memory(engine: Engine, memory: Memory) -> Memory:
+def fork_memory(engine: Engine, memory: ConversationMemory) -> ConversationMemory:
     """The same memory on caches of its own."""
     numbers = range(len(memory.shelf))
     caches = [memory.shelf.activate(number).fork() for number in numbers]
-    return replace(memory, shelf=Shelf(engine.loaded.decoder.spec, caches))
+    return replace(memory, shelf=SessionCaches(engine.loaded.decoder.spec, caches))
 
 
-def _append_turns(engine: Engine, memory: Memory, questions: Sequence[Question]) -> None:
+def _append_turns(
+    engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
+) -> None:
     """Have the caches that answer hold questions and expected answers for good."""
     scribe, decoder = engine.scribe, engine.loaded.decoder
     for question in questions:
         cache, _ = memory.recall(question.question)
         wrapped = memory.conversation.question_prompt.format(question=question.question)
-        tending = tend(engine.desk, memory.policy, [cache])
+        tending = decode_planner(engine.desk, memory.policy, [cache])
         answer = scribe.answer(question.answer)
         for ids, said in ((scribe.question(wrapped), 0), (answer, len(answer))):
             row = Tokens(cache, ids)

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from larder.core.errors import BudgetError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.spec import ModelSpec
-from larder.session.memory import Figures, Memory
+from larder.session.memory import CacheFigures, ConversationMemory
 from larder_bench.results.budget_labels import MatchedQuantity
 from larder_bench.results.rows import Row
 
@@ -30,8 +30,8 @@ class TargetSize:
     spec: ModelSpec
 
     def read(
-        self, read: Callable[[int], Memory], tokens_per_byte: float | None
-    ) -> BudgetFit[Memory]:
+        self, read: Callable[[int], ConversationMemory], tokens_per_byte: float | None
+    ) -> BudgetFit[ConversationMemory]:
         """What was read at that size, and the budget in tokens that gave it.
 
         Args:
@@ -69,14 +69,14 @@ class TargetSize:
         return self.amount.bytes(full, self.spec.managed_bytes_per_token())
 
 
-def matched_bytes(matched: MatchedQuantity) -> Callable[[Figures], int]:
+def matched_bytes(matched: MatchedQuantity) -> Callable[[CacheFigures], int]:
     """Which of the bytes of what was read are held equal."""
     if matched is MatchedQuantity.TOTAL:
         return lambda figures: figures.kv_bytes
     return lambda figures: figures.active_kv_bytes
 
 
-def dense_row_fields(figures: Figures) -> Row:
+def dense_row_fields(figures: CacheFigures) -> Row:
     """What a line tells of layers that the budget does not cover; nothing where there are none."""
     if not figures.dense:
         return {}
@@ -86,7 +86,7 @@ def dense_row_fields(figures: Figures) -> Row:
     }
 
 
-def row_figures(figures: Figures) -> Row:
+def row_figures(figures: CacheFigures) -> Row:
     """What a line tells of the caches."""
     return {
         "context_tokens": figures.context_tokens,

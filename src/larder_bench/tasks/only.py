@@ -18,8 +18,8 @@ import numpy as np
 
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, TooLittle
-from larder.session.clustering import SEED, cluster
-from larder.session.segments import cut
+from larder.session.episodes.clustering import SEED, cluster
+from larder.session.episodes.segments import cut_segments
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task, make_with_seed_retries, parse_inner_task
 
@@ -103,7 +103,7 @@ class QuestionSubset(Task):
         self, whole: Conversation, asked: Sequence[Question], sources: TaskSources
     ) -> np.ndarray:
         embedder = sources.embedder(self.embedder)
-        rows = embedder.embed_segments([segment.text for segment in cut(whole)])
+        rows = embedder.embed_segments([segment.text for segment in cut_segments(whole)])
         centroids = cluster(rows, self.count, SEED).centroids
         questions = embedder.embed_questions([one.question for one in asked])
         nearness = questions @ centroids.T / np.linalg.norm(centroids, axis=1)

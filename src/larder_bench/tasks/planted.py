@@ -19,7 +19,7 @@ from random import Random
 
 from larder.core.conversation import Conversation, Message, Question
 from larder.core.errors import BadParameter, TooLittle
-from larder.session.files.transcript import words_of
+from larder.session.files.dialogue import utterance_text
 from larder_bench.datasets.grammar import Attribute, Grammar, draw_value
 from larder_bench.datasets.lifelog_sessions import count_message_tokens, relative_depth
 from larder_bench.datasets.sources import TaskSources
@@ -134,7 +134,7 @@ def _chat(real: AnnotatedTranscript, run: TranscriptExcerpt) -> Iterator[Message
         utterances = [message for _, message in said]
         yield Message("system", f"Session {session}, {_date(utterances[0])}")
         for speaker, row in groupby(utterances, key=lambda message: message.speaker):
-            text = " ".join(words_of(message) for message in row)
+            text = " ".join(utterance_text(message) for message in row)
             yield Message("user" if speaker == first else "assistant", text)
 
 

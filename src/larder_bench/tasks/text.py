@@ -15,8 +15,8 @@ from random import Random
 
 from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import BadParameter, InputError
-from larder.session.files.document import read
-from larder.session.transcript import ACKNOWLEDGEMENT
+from larder.session.files.document import read_document
+from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.documents import LETTERS_PER_TOKEN, head_tokens
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.sources import TaskSources
@@ -67,7 +67,9 @@ class TextTask(Task):
             )
         name = f"{KIND}-{tokens}-{seed}"
         question = Question(CONTINUE_PROMPT, answer, KIND)
-        return Conversation(name, read(context, name).messages, (question,), PromptLayout.DOCUMENT)
+        return Conversation(
+            name, read_document(context, name).messages, (question,), PromptLayout.DOCUMENT
+        )
 
     def _text(self, seed: int, tokens: int, sources: TaskSources) -> str:
         """At least so many tokens, where the source has them."""

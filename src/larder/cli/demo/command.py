@@ -7,24 +7,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larder.cli.failing import INTERRUPTED, SCHEMA, print_document
-from larder.cli.options import Common, Output, command
-from larder.cli.showing import results, seconds, share, size, table, watched
+from larder.cli.console import (
+    format_bytes,
+    format_score,
+    format_seconds,
+    make_table,
+    progress_bar,
+    results_console,
+)
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
+from larder.cli.options import ModelOptions, OutputOptions, command
 
 if TYPE_CHECKING:
-    from larder.cli.sitting import Sitting
+    from larder.cli.question_run import QuestionRun
     from larder.core.conversation import Conversation
     from larder.engine.engine import Engine
 
 FULL = "full"
 POLICIES = ("streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache")
-SHARE = 6  # the budget is the context over this, where nothing else is asked for
+BUDGET_DIVISOR = 6  # the budget is the context over this, where nothing else is asked for
 MAX_NEW_TOKENS = 32  # the answers are names, dates and numbers
 
 
 @command
 def demo(
-    options: Output,
+    options: OutputOptions,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -38,7 +45,7 @@ def demo(
 
     Nothing is downloaded. It takes one to three minutes.
     """
-    from larder.cli.sitting import open_engine
+    from larder.cli.question_run import open_engine
     from larder.core.memory_budget import MemoryBudget
 
     if budget is not None:
@@ -46,16 +53,16 @@ def demo(
             budget, "--budget"
         )  # refused now rather than after the full cache was read
     conversation = _conversation()
-    engine = open_engine(Common())
+    engine = open_engine(ModelOptions())
     if not options.json:
-        _announce(conversation)
+        _print_introduction(conversation)
     sittings, is_whole = _run(engine, conversation, budget)
     if options.json:
-        print_document(_document(sittings))
+        print_document(_demo_document(sittings))
     else:
-        _show(sittings)
+        _print_table(sittings)
     if not is_whole:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
 def _conversation() -> Conversation:
@@ -67,15 +74,15 @@ def _conversation() -> Conversation:
 
 def _run(
     engine: Engine, conversation: Conversation, budget: str | None
-) -> tuple[dict[str, Sitting], bool]:
+) -> tuple[dict[str, QuestionRun], bool]:
     """Sit through every policy; whether all were finished before Ctrl-C."""
-    done: dict[str, Sitting] = {}
+    done: dict[str, QuestionRun] = {}
     try:
-        done[FULL] = _sit(engine.under(FULL), conversation, FULL)
+        done[FULL] = _run_policy(engine.under(FULL), conversation, FULL)
         context = done[FULL].memory.figures.context_tokens
         for name in POLICIES:
-            limited = engine.under(name, budget or str(context // SHARE))
-            done[name] = _sit(limited, conversation, name)
+            limited = engine.under(name, budget or str(context // BUDGET_DIVISOR))
+            done[name] = _run_policy(limited, conversation, name)
     except KeyboardInterrupt:
         if not done:
             raise
@@ -83,22 +90,22 @@ def _run(
     return done, True
 
 
-def _sit(engine: Engine, conversation: Conversation, name: str) -> Sitting:
+def _run_policy(engine: Engine, conversation: Conversation, name: str) -> QuestionRun:
     """Read under one policy and ask every question."""
-    from larder.cli.sitting import read
-    from larder.engine.sampling import Sampling
+    from larder.cli.question_run import prefill_run
+    from larder.engine.sampler import SamplingParams
 
-    sitting = read(engine, conversation, {}, f"{name}: reading")
+    sitting = prefill_run(engine, conversation, {}, f"{name}: reading")
     # Kernels compile at their first call, which would be charged to the first policy's answers.
     engine.ask(sitting.memory, conversation.questions[0].question, max_new_tokens=2)
-    with watched(f"{name}: answering", "questions") as watch:
+    with progress_bar(f"{name}: answering", "questions") as watch:
         for number, question in enumerate(conversation.questions, start=1):
-            sitting.ask(question, Sampling(), MAX_NEW_TOKENS)
+            sitting.ask(question, SamplingParams(), MAX_NEW_TOKENS)
             watch(number, len(conversation.questions))
     return sitting
 
 
-def _announce(conversation: Conversation) -> None:
+def _print_introduction(conversation: Conversation) -> None:
     print(
         f"A small model reads {len(conversation.messages)} messages of a life-log and answers "
         f"{len(conversation.questions)} questions about them:\nfirst with its full KV cache, then "
@@ -107,11 +114,11 @@ def _announce(conversation: Conversation) -> None:
     )
 
 
-def _show(sittings: dict[str, Sitting]) -> None:
-    from larder.cli.documents import means, summary
+def _print_table(sittings: dict[str, QuestionRun]) -> None:
+    from larder.cli.json_documents import mean_scores, summary
 
-    console = results()
-    made = table(
+    console = results_console()
+    made = make_table(
         "policy",
         "budget",
         "exact",
@@ -123,16 +130,16 @@ def _show(sittings: dict[str, Sitting]) -> None:
         "decode tok/s",
     )
     for name, sitting in sittings.items():
-        figures, scores = sitting.memory.figures, means(sitting.asked)
+        figures, scores = sitting.memory.figures, mean_scores(sitting.asked)
         made.add_row(
             name,
             f"{figures.budget_tokens:,}",
-            share(scores["exact"]),
-            share(scores["f1"]),
-            size(figures.active_kv_bytes),
-            size(figures.kv_bytes),
-            size(sitting.peak_kv_bytes),
-            seconds(figures.prefill_seconds),
+            format_score(scores["exact"]),
+            format_score(scores["f1"]),
+            format_bytes(figures.active_kv_bytes),
+            format_bytes(figures.kv_bytes),
+            format_bytes(sitting.peak_kv_bytes),
+            format_seconds(figures.prefill_seconds),
             f"{summary(sitting.asked)['decode_tokens_per_second']:.1f}",
         )
     console.print(made)
@@ -148,8 +155,8 @@ def _show(sittings: dict[str, Sitting]) -> None:
     )
 
 
-def _document(sittings: dict[str, Sitting]) -> dict[str, Any]:
-    from larder.cli.documents import document
+def _demo_document(sittings: dict[str, QuestionRun]) -> dict[str, Any]:
+    from larder.cli.json_documents import run_document
 
-    rows = [{"name": name, **document(sitting)} for name, sitting in sittings.items()]
+    rows = [{"name": name, **run_document(sitting)} for name, sitting in sittings.items()]
     return {"schema": SCHEMA, "rows": rows}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi.requests import Request as HttpRequest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 from larder.server.refusals import checked_name
 from larder.server.request import Report, Request, Turn
 from larder.server.web.desk import Desk, tenant_of
@@ -103,9 +103,9 @@ class Asked(Body):
         said = self.kv_steps
         return {} if said is None else {"": said} if isinstance(said, int) else said
 
-    def sampling(self, usual: Sampling) -> Sampling:
+    def sampling(self, usual: SamplingParams) -> SamplingParams:
         """How to draw; what is not said is as usual."""
-        return Sampling(
+        return SamplingParams(
             usual.temperature if self.temperature is None else self.temperature,
             usual.top_k if self.top_k is None else self.top_k,
             usual.top_p if self.top_p is None else self.top_p,

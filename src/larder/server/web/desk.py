@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi.requests import Request as HttpRequest
 
-from larder.engine.sampling import Sampling
+from larder.engine.sampler import SamplingParams
 from larder.server.hub import Hub, Served
 from larder.server.tenants import Principal
 from larder.server.web.archive import Archive
@@ -44,7 +44,7 @@ class Settings:
     max_connections: int = 512
     ping_seconds: float = 10.0
     session_headers: tuple[str, ...] = SESSION_HEADERS
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 256
 
 

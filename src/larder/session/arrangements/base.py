@@ -8,7 +8,7 @@ from typing import Any
 
 from larder.core.conversation import Conversation
 from larder.session.embedders.base import Embedder
-from larder.session.routing import Router
+from larder.session.episodes.routing import Router
 
 
 class Arrangement(ABC):

@@ -19,15 +19,20 @@ from jaxtyping import Float32
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
 from larder.session.arrangements.base import Arrangement
-from larder.session.clustering import COUNTS, choose_count, cluster, representatives
 from larder.session.embedders.base import Embedder
-from larder.session.exchanges import PastTurn, exchanges
-from larder.session.matching import Rule, calibrate_tau
-from larder.session.routing import Episode, NearestEpisode, Router
-from larder.session.segments import Unit, cut
-from larder.session.spelled_rows import rows_of
+from larder.session.episodes.clustering import (
+    CLUSTER_COUNTS,
+    choose_cluster_count,
+    cluster,
+    representatives,
+)
+from larder.session.episodes.embedding_json import array_from_json
+from larder.session.episodes.history_turns import HistoryTurn, history_turns
+from larder.session.episodes.matching import MatchRule, calibrate_tau
+from larder.session.episodes.routing import Episode, NearestEpisodeRouter, Router
+from larder.session.episodes.segments import SegmentUnit, cut_segments
 
-LEAST_SEGMENTS = 2  # per episode, before a chat that has grown is divided into topics
+MIN_SEGMENTS = 2  # per episode, before a chat that has grown is divided into topics
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,10 @@ class Episodes(Arrangement):
 
     count: int = 4
     segment: int = 4
-    unit: Unit = Unit.UTTERANCES
+    unit: SegmentUnit = SegmentUnit.UTTERANCES
     representatives: int = 8
     embedder: str = "minilm"
-    match: Rule = Rule.COSINE
+    match: MatchRule = MatchRule.COSINE
     tau_quantile: float = 0.05
     seed: int = 42
 
@@ -83,20 +88,20 @@ class Episodes(Arrangement):
         count: Callable[[str], int],
         said: Sequence[str] = (),
     ) -> Router:
-        segments = cut(conversation, self.unit, self.segment, count)
+        segments = cut_segments(conversation, self.unit, self.segment, count)
         loaded = embedder(self.embedder)
         texts = [*(segment.text for segment in segments), *said]
         if not texts:
-            return NearestEpisode(loaded, self.match, (), self)
+            return NearestEpisodeRouter(loaded, self.match, (), self)
         turns = [
-            *exchanges(conversation, segments),
-            *(PastTurn(text, (len(segments) + number,)) for number, text in enumerate(said)),
+            *history_turns(conversation, segments),
+            *(HistoryTurn(text, (len(segments) + number,)) for number, text in enumerate(said)),
         ]
         # What was read forms as many episodes as when it was read; turns add some as they suffice.
         formed = max(min(self._asked, len(segments)), self.fitting(len(texts)))
         former = self if formed >= self._asked else replace(self, count=formed)
         episodes = former.episodes(texts, loaded.embed_segments(texts))
-        return NearestEpisode(
+        return NearestEpisodeRouter(
             loaded, self.match, episodes, self, tuple(turns), len(episodes), len(texts)
         )
 
@@ -104,17 +109,21 @@ class Episodes(Arrangement):
         loaded = embedder(self.embedder)
         if told["embedder"] != loaded.name:
             raise ValueError(f"its texts were embedded by {told['embedder']}")
-        episodes = tuple(_episode_of(episode) for episode in told["episodes"])
-        turns = tuple(PastTurn(str(text), _numbers(places)) for text, places in told["turns"])
+        episodes = tuple(_episode_from_record(episode) for episode in told["episodes"])
+        turns = tuple(HistoryTurn(str(text), _numbers(places)) for text, places in told["turns"])
         formed, formed_of = _numbers(told["formed"])
         tau = None if told["tau"] is None else float(told["tau"])
-        return NearestEpisode(loaded, self.match, episodes, self, turns, formed, formed_of, tau)
+        return NearestEpisodeRouter(
+            loaded, self.match, episodes, self, turns, formed, formed_of, tau
+        )
 
     def episodes(
         self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]
     ) -> tuple[Episode, ...]:
         """Segments sorted into episodes, each with its representatives."""
-        clusters = cluster(rows, self.count or choose_count(rows, seed=self.seed), self.seed)
+        clusters = cluster(
+            rows, self.count or choose_cluster_count(rows, seed=self.seed), self.seed
+        )
         return tuple(
             _episode(
                 texts,
@@ -133,7 +142,7 @@ class Episodes(Arrangement):
 
     def fitting(self, segments: int) -> int:
         """How many episodes so many segments should form at least."""
-        return max(1, min(self._asked, segments // LEAST_SEGMENTS))
+        return max(1, min(self._asked, segments // MIN_SEGMENTS))
 
     def tau(
         self,
@@ -148,7 +157,7 @@ class Episodes(Arrangement):
     @property
     def _asked(self) -> int:
         """Episodes that a conversation of any length should have, at least."""
-        return self.count or COUNTS.start
+        return self.count or CLUSTER_COUNTS.start
 
 
 def _episode(
@@ -167,11 +176,11 @@ def _episode(
     )
 
 
-def _episode_of(told: Mapping[str, Any]) -> Episode:
+def _episode_from_record(told: Mapping[str, Any]) -> Episode:
     """Raises: ValueError: the numbers of its segments do not fit together."""
     episode = Episode(
-        rows_of(told["centroid"]),
-        rows_of(told["rows"]),
+        array_from_json(told["centroid"]),
+        array_from_json(told["rows"]),
         tuple(map(str, told["texts"])),
         _numbers(told["representatives"]),
         _numbers(told["places"]),

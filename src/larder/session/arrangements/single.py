@@ -12,7 +12,7 @@ from typing import Any
 from larder.core.conversation import Conversation
 from larder.session.arrangements.base import Arrangement
 from larder.session.embedders.base import Embedder
-from larder.session.routing import OneCache, Router
+from larder.session.episodes.routing import Router, SingleCacheRouter
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Single(Arrangement):
         said: Sequence[str] = (),
     ) -> Router:
         del conversation, embedder, count, said
-        return OneCache()
+        return SingleCacheRouter()
 
     def rearranged(self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]) -> Router:
         del embedder
         if told:
             raise ValueError("a single cache has no episodes")
-        return OneCache()
+        return SingleCacheRouter()
 
 
 Part = Single

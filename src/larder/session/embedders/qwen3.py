@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from larder.session.embedders._encoder import Encoder
 from larder.session.embedders.base import Embedder
-from larder.session.encoder import Encoder
 
 SMALLEST = "Qwen/Qwen3-Embedding-0.6B"
 MAX_TOKENS = 2048

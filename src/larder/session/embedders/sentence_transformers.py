@@ -11,8 +11,8 @@ from jaxtyping import Float32
 
 from larder.core.errors import DependencyError, ModelError
 from larder.models.quieting import quiet
+from larder.session.embedders._encoder import BATCH, load_failure_message, unit_rows
 from larder.session.embedders.base import Embedder
-from larder.session.encoder import BATCH, unit_rows, unloadable
 
 
 class SentenceTransformers(Embedder):
@@ -62,7 +62,7 @@ def _load(source: str, device: str) -> Any:
         with quiet():
             return SentenceTransformer(source, device=device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(unloadable(source, error)) from error
+        raise ModelError(load_failure_message(source, error)) from error
 
 
 Part = SentenceTransformers

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+from larder.session.embedders._encoder import unit_rows
 from larder.session.embedders.base import Embedder
-from larder.session.encoder import unit_rows
 
 
 class TokenTable(Embedder):

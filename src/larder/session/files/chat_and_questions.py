@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from larder.core.conversation import Conversation, Question
-from larder.session.files.chat_list import read_messages
-from larder.session.files.fields import fields_of, list_of, text_of, text_or_number_of
+from larder.session.files.chat_messages import read_messages
+from larder.session.files.json_fields import fields_of, list_of, text_of, text_or_number_of
 
-SHAPE = '{"messages": [{"role", "content", "date"?}], "qa": [{"question", "answer", "kind"?}]}'
+CHAT_WITH_QUESTIONS_SHAPE = (
+    '{"messages": [{"role", "content", "date"?}], "qa": [{"question", "answer", "kind"?}]}'
+)
 
 
-def matches(data: object) -> bool:
+def is_chat_with_questions(data: object) -> bool:
     """Whether `data` has messages under that name."""
     return isinstance(data, dict) and "messages" in data
 
 
-def read(data: object, name: str) -> Conversation:
+def read_chat_with_questions(data: object, name: str) -> Conversation:
     """The messages as a chat, with the questions under `qa`, if any."""
     fields = fields_of(data, "the file")
     entries = list_of(fields.get("qa", []), "'qa'")

@@ -10,7 +10,7 @@ from larder.core.conversation import Conversation, Message, PromptLayout
 PARAGRAPH = re.compile(r"\s*\S.*?(?:\n\s*(?:\n|\Z)|\Z)", re.DOTALL)
 
 
-def read(text: str, name: str) -> Conversation:
+def read_document(text: str, name: str) -> Conversation:
     """The document, cut at blank lines; its paragraphs joined give `text` back letter by letter."""
     messages = tuple(
         Message("user", paragraph, utterance=paragraph.strip())

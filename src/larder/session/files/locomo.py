@@ -10,15 +10,9 @@ from enum import Enum
 
 from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import InputError
-from larder.session.files import transcript
-from larder.session.files.fields import (
-    Fields,
-    fields_of,
-    list_of,
-    text_of,
-    text_or_number_of,
-)
-from larder.session.files.transcript import Session, Utterance
+from larder.session.files import dialogue
+from larder.session.files.dialogue import DialogueSession, Utterance
+from larder.session.files.json_fields import Fields, fields_of, list_of, text_of, text_or_number_of
 
 SHAPE = 'LoCoMo {"conversation": {"speaker_a", "speaker_b", "session_1", ...}, "qa"}'
 KINDS = {1: "multi_hop", 2: "temporal", 3: "open_domain", 4: "single_hop", 5: "adversarial"}
@@ -33,7 +27,7 @@ PROMPT = (
     "conversation's own words where you can. If it asks when something happened, work the answer "
     "out from the dates of the sessions.{refusal}\nQuestion: {{question}}"
 )
-REFUSING = f' If the conversation does not tell, answer "{REFUSAL}".'
+REFUSAL_INSTRUCTION = f' If the conversation does not tell, answer "{REFUSAL}".'
 
 
 class Adversarial(Enum):
@@ -53,23 +47,23 @@ def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
     fields = fields_of(data, "the file")
     talk = fields_of(fields["conversation"], "'conversation'")
     speakers = [text_of(talk, key, "'conversation'") for key in ("speaker_a", "speaker_b")]
-    numbers = transcript.session_numbers(talk)
-    refusal = REFUSING if adversarial is Adversarial.ASKED else ""
+    numbers = dialogue.session_numbers(talk)
+    refusal = REFUSAL_INSTRUCTION if adversarial is Adversarial.ASKED else ""
     return Conversation(
         name=name,
-        messages=transcript.messages(_session(talk, number) for number in numbers),
+        messages=dialogue.messages(_session(talk, number) for number in numbers),
         questions=_questions(list_of(fields.get("qa", []), "'qa'"), adversarial),
         form=PromptLayout.TRANSCRIPT,
-        opening=transcript.opening(*speakers),
+        opening=dialogue.opening(*speakers),
         question_prompt=PROMPT.format(refusal=refusal),
     )
 
 
-def _session(talk: Fields, number: int) -> Session:
+def _session(talk: Fields, number: int) -> DialogueSession:
     key = f"session_{number}"
     date = text_of(talk, f"{key}_date_time", "'conversation'")
     entries = list_of(talk[key], f"{key!r}")
-    return Session(
+    return DialogueSession(
         date, tuple(_utterance(e, f"{key}, {n}", date) for n, e in enumerate(entries, 1))
     )
 

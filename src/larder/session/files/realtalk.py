@@ -7,16 +7,10 @@ Real-World Dataset for Long-Term Conversation" (2025), arXiv 2502.13270.
 from __future__ import annotations
 
 from larder.core.conversation import Conversation, PromptLayout, Question
-from larder.session.files import transcript
-from larder.session.files.fields import (
-    Fields,
-    fields_of,
-    list_of,
-    text_of,
-    text_or_number_of,
-)
+from larder.session.files import dialogue
+from larder.session.files.dialogue import DialogueSession, Utterance
+from larder.session.files.json_fields import Fields, fields_of, list_of, text_of, text_or_number_of
 from larder.session.files.locomo import category_of
-from larder.session.files.transcript import Session, Utterance
 
 SHAPE = 'RealTalk {"name": {"speaker_1", "speaker_2"}, "session_1", ..., "qa"}'
 KINDS = {1: "multi_hop", 2: "temporal", 3: "commonsense"}
@@ -40,21 +34,21 @@ def read(data: object, name: str) -> Conversation:
     questions = list_of(fields.get("qa", []), "'qa'")
     return Conversation(
         name=name,
-        messages=transcript.messages(
-            _session(fields, number) for number in transcript.session_numbers(fields)
+        messages=dialogue.messages(
+            _session(fields, number) for number in dialogue.session_numbers(fields)
         ),
         questions=tuple(_question(entry, f"qa {n}") for n, entry in enumerate(questions, start=1)),
         form=PromptLayout.TRANSCRIPT,
-        opening=transcript.opening(*speakers),
+        opening=dialogue.opening(*speakers),
         question_prompt=PROMPT,
     )
 
 
-def _session(fields: Fields, number: int) -> Session:
+def _session(fields: Fields, number: int) -> DialogueSession:
     key = f"session_{number}"
     date = text_of(fields, f"{key}_date_time", "the file")
     entries = list_of(fields[key], f"{key!r}")
-    return Session(
+    return DialogueSession(
         date, tuple(_utterance(e, f"{key}, {n}", date) for n, e in enumerate(entries, 1))
     )
 

@@ -1,0 +1,168 @@
+"""What `larder eval` prints for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from larder.cli.console import (
+    format_bytes,
+    format_score,
+    format_seconds,
+    make_table,
+    results_console,
+)
+from larder.cli.evaluation import Evaluation, FileEvaluation
+from larder.cli.json_documents import (
+    METRICS,
+    mean_intervals,
+    mean_scores,
+    paired_differences,
+    scored_questions,
+)
+from larder.cli.question_run import QuestionOutcome, QuestionRun
+from larder.evaluation.bootstrap import Interval
+from larder.session.memory import CacheFigures, Coverage
+
+MISSING = "-"
+FILE_COLUMNS = (
+    "file",
+    "tokens",
+    "budget",
+    "questions",
+    "exact",
+    "F1",
+    "F1 stemmed",
+    "KV",
+    "in dense layers",
+    "read",
+)
+
+
+def print_evaluation(examination: Evaluation) -> None:
+    """Print an examination: one file question by question, several file by file."""
+    console = results_console()
+    if examination.wanted == 1 and examination.rival is None:
+        [only] = examination.files
+        assert only.sitting is not None  # without it the examination raised
+        _print_file(console, only.sitting)
+    else:
+        _print_files(console, examination)
+    if not examination.is_whole:
+        console.print("\ninterrupted: only what was finished is shown.")
+
+
+def _print_file(console: Console, sitting: QuestionRun) -> None:
+    questions = make_table("question", "answer", "expected", "exact", "F1", texts=3)
+    for one in sitting.asked:
+        questions.add_row(one.question.question, *_outcome_cells(one))
+    console.print(questions)
+    console.print()
+    console.print(_kinds_table(sitting.asked))
+    console.print()
+    console.print(figures_line(sitting), soft_wrap=True)
+
+
+def figures_line(sitting: QuestionRun) -> str:
+    """What the answers above were given from, and what it took."""
+    figures = sitting.memory.figures
+    return (
+        f"policy: {sitting.memory.policy}\n"
+        f"context {figures.context_tokens:,} tokens, budget {figures.budget_tokens:,} per head; "
+        f"read in {format_seconds(figures.prefill_seconds)}\n"
+        f"KV cache {format_bytes(figures.active_kv_bytes)} active, "
+        f"{format_bytes(figures.kv_bytes)} in all, "
+        f"{format_bytes(sitting.peak_kv_bytes)} at the peak, "
+        f"{format_bytes(figures.full_kv_bytes)} without a budget"
+        f"{dense_line(figures)}"
+    )
+
+
+def dense_line(figures: CacheFigures) -> str:
+    """A line on the layers that the budget does not cover; empty where there are none."""
+    dense = figures.dense
+    if not dense:
+        return ""
+    covered = [each for each in figures.layers if each.coverage is Coverage.BUDGET]
+    held = sum(each.active_kv_bytes for each in covered)
+    full = sum(each.full_kv_bytes for each in covered)
+    return (
+        f"\nthe budget does not cover layers {', '.join(str(each.layer) for each in dense)}, which "
+        f"are dense: {format_bytes(figures.dense_kv_bytes)} of the active cache; the "
+        f"{len(covered)} that "
+        f"it covers hold {format_bytes(held)} of {format_bytes(full)}"
+    )
+
+
+def _outcome_cells(one: QuestionOutcome) -> tuple[str, str, str, str]:
+    expected = one.question.answer or MISSING
+    if one.error is not None:
+        return f"error: {one.error}", expected, MISSING, MISSING
+    text = one.answer.text if one.answer is not None else MISSING
+    if one.marks is None:
+        return text, expected, MISSING, MISSING
+    return text, expected, "yes" if one.marks.exact else "no", format_score(one.marks.f1)
+
+
+def _kinds_table(asked: Sequence[QuestionOutcome]) -> object:
+    """Means by kind of question, and over all."""
+    made = make_table("kind", "questions", "exact", "F1", "F1 stemmed")
+    kinds = sorted({one.question.kind for one in asked if one.question.kind})
+    for kind in kinds:
+        of_kind = [one for one in asked if one.question.kind == kind]
+        made.add_row(kind, str(len(of_kind)), *_mean_cells(of_kind))
+    made.add_row("all", str(len(asked)), *_mean_cells(asked), style="bold")
+    return made
+
+
+def _mean_cells(asked: Sequence[QuestionOutcome]) -> list[str]:
+    found = mean_scores(asked)
+    return [format_score(found[name]) if found else MISSING for name in METRICS]
+
+
+def _print_files(console: Console, examination: Evaluation) -> None:
+    console.print(f"policy: {examination.engine.policy}\n", soft_wrap=True)
+    console.print(_files_table(examination.files))
+    asked = [one.asked for one in examination.files]
+    _print_intervals(console, "\nall questions, 95% interval", mean_intervals(asked))
+    console.print(_kinds_table([one for of_file in asked for one in of_file]))
+    if examination.rival is not None:
+        console.print(f"\nagainst: {examination.rival.policy}\n", soft_wrap=True)
+        console.print(_files_table(examination.others))
+        found = paired_differences(examination.pairs())
+        _print_intervals(console, "\ndifference in pairs, 95% interval", found)
+
+
+def _files_table(files: Sequence[FileEvaluation]) -> object:
+    made = make_table(*FILE_COLUMNS)
+    for one in files:
+        if one.sitting is None:
+            made.add_row(f"{one.path}: {one.error}", *[MISSING] * (len(FILE_COLUMNS) - 1))
+            continue
+        figures = one.sitting.memory.figures
+        made.add_row(
+            one.path.name,
+            f"{figures.context_tokens:,}",
+            f"{figures.budget_tokens:,}",
+            str(len(scored_questions(one.asked))),
+            *_mean_cells(one.asked),
+            format_bytes(figures.active_kv_bytes),
+            format_bytes(figures.dense_kv_bytes) if figures.dense else MISSING,
+            format_seconds(figures.prefill_seconds),
+        )
+    return made
+
+
+def _print_intervals(console: Console, title: str, found: dict[str, Interval]) -> None:
+    console.print(title)
+    made = make_table("score", "mean", "low", "high")
+    for name, interval in found.items():
+        made.add_row(
+            name,
+            format_score(interval.mean),
+            format_score(interval.low),
+            format_score(interval.high),
+        )
+    console.print(made)
+    console.print()

@@ -1,0 +1,149 @@
+"""From a sitting to the page that shows what its caches keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+from jaxtyping import Int
+
+from larder.cache.sequence import SequenceCache
+from larder.cli.question_run import QuestionOutcome, QuestionRun
+from larder.core.conversation import Conversation, Message, PromptLayout
+from larder.core.spelling import name_of
+from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage, token_texts
+from larder.session.episodes.keywords import episode_keywords
+from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+
+DEFAULT_EPISODE_NAME = "everything"  # of a single cache, or of episodes that no word tells apart
+
+
+def explanation(sitting: QuestionRun) -> Explanation:
+    """Everything that the page shows of a sitting, in plain data.
+
+    The shelf's caches are made active one after the other; the last one stays so.
+    """
+    memory, spec = sitting.memory, sitting.engine.loaded.decoder.spec
+    figures, recall = memory.figures, memory.policy.recall
+    return Explanation(
+        title=memory.conversation.name,
+        model=sitting.engine.loaded.name,
+        policy=str(memory.policy),
+        context_tokens=figures.context_tokens,
+        budget_tokens=figures.budget_tokens,
+        full_kv_bytes=figures.full_kv_bytes,
+        kv_bytes=figures.kv_bytes,
+        active_kv_bytes=figures.active_kv_bytes,
+        peak_kv_bytes=sitting.peak_kv_bytes,
+        messages=_messages(sitting),
+        episodes=_episodes(sitting),
+        answers=tuple(_answer(asked) for asked in sitting.asked if asked.answer is not None),
+        sliding_layers=tuple(
+            layer.index for layer in spec.layers if layer.sliding_window is not None
+        ),
+        recalled_by="" if recall is None else name_of(type(recall)),
+    )
+
+
+def _episodes(sitting: QuestionRun) -> tuple[PageEpisode, ...]:
+    memory = sitting.memory
+    prompts = memory.router.prompts() or [()]
+    words = episode_keywords([" ".join(texts) for texts in prompts])
+    return tuple(
+        _episode(memory.shelf.activate(number), memory.figures.context_tokens, texts, about)
+        for number, (texts, about) in enumerate(zip(prompts, words, strict=True))
+    )
+
+
+def _episode(
+    cache: SequenceCache, tokens: int, texts: Sequence[str], about: Sequence[str]
+) -> PageEpisode:
+    layers = [_kept_heads(cache, layer.index, tokens) for layer in cache.spec.layers]
+    return PageEpisode(
+        name=about[0] if about else DEFAULT_EPISODE_NAME,
+        kept_heads=tuple(np.sum(layers, axis=0).tolist()),
+        kept_lengths=cache.lengths(),
+        segments=tuple(texts),
+        topics=tuple(about[1:]),
+        kept_by_layer=tuple(tuple(layer.tolist()) for layer in layers),
+    )
+
+
+def _kept_heads(cache: SequenceCache, layer: int, tokens: int) -> Int[np.ndarray, " tokens"]:
+    """How many kv heads of a layer keep each token."""
+    positions = cache.entries(layer).packed_positions().cpu().numpy()
+    return np.bincount(positions, minlength=tokens)
+
+
+def _answer(asked: QuestionOutcome) -> PageAnswer:
+    answer = asked.answer
+    assert answer is not None  # the caller left failures out
+    return PageAnswer(
+        question=answer.question,
+        answer=answer.text,
+        expected=asked.question.answer,
+        episode=answer.episode or 0,
+        exact=None if asked.marks is None else asked.marks.exact,
+    )
+
+
+def _messages(sitting: QuestionRun) -> tuple[PageMessage, ...]:
+    """The transcript cut into messages; every token of the context is in one of them."""
+    conversation, transcript = sitting.memory.conversation, sitting.memory.transcript
+    text, starts = sitting.engine.scribe.text(conversation)
+    pieces = token_texts(text, starts)
+    last = transcript.spans[-1][1]
+    stops = [stop for _, stop in transcript.spans]
+    if conversation.form is PromptLayout.CHAT:
+        stops[-1] = len(pieces)  # what closes the last turn
+    cut = [pieces[start:stop] for start, stop in pairwise([0, *stops])]
+    shown = [
+        _message(m, own) for m, own in zip(_messages_with_dates(conversation), cut, strict=True)
+    ]
+    if conversation.form is not PromptLayout.CHAT and last < len(pieces):
+        shown.append(
+            _message(Message("assistant", ACKNOWLEDGEMENT, date=shown[-1].date), pieces[last:])
+        )
+    if conversation.opening:
+        shown = _with_opening(conversation, shown)
+    return tuple(shown)
+
+
+def _messages_with_dates(conversation: Conversation) -> Iterator[Message]:
+    """The messages, each with the latest date that the model was told.
+
+    Some sources date every message; a session opens only where a date stands in the text.
+    """
+    date = ""
+    for message in conversation.messages:
+        date = message.date if message.date in message.content else date
+        yield replace(message, date=date)
+
+
+def _message(message: Message, pieces: tuple[str, ...]) -> PageMessage:
+    """A message, with what the template puts around its content told apart."""
+    content, joined = message.content.strip(), "".join(pieces)
+    begin = joined.find(content)
+    lead, tail = 0, 0
+    if begin >= 0:
+        ends = list(accumulate(len(piece) for piece in pieces))
+        lead = sum(end <= begin for end in ends)
+        tail = sum(
+            end - len(p) >= begin + len(content) for end, p in zip(ends, pieces, strict=True)
+        )
+    tail = min(tail, len(pieces) - lead)
+    return PageMessage(message.role, message.speaker, message.date, pieces, lead, tail)
+
+
+def _with_opening(conversation: Conversation, shown: list[PageMessage]) -> list[PageMessage]:
+    """The opening of a transcript on its own, instead of in front of the first utterance."""
+    first = shown[0]
+    opening = Message("user", conversation.opening)
+    lead, rest = first.tokens[: first.lead_tokens], first.tokens[first.lead_tokens :]
+    return [
+        _message(opening, lead),
+        PageMessage(first.role, first.speaker, first.date, rest, 0, first.tail_tokens),
+        *shown[1:],
+    ]

@@ -1,0 +1,192 @@
+"""One conversation that was read, and the questions asked about it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from larder.cli.console import progress_bar, progress_console
+from larder.cli.options import ModelOptions
+from larder.cli.store_options import print_resume_result
+from larder.core.conversation import Conversation, Question
+from larder.core.errors import BadParameter, LarderError, UsageError
+from larder.core.memory_budget import MemoryBudget
+from larder.core.spelling import name_of
+from larder.engine.answer import Answer
+from larder.engine.engine import Engine, discard_text
+from larder.engine.generate import StoppingCriteria
+from larder.engine.persistence import ChatPersistence
+from larder.engine.prefill_cache import prefill_or_restore
+from larder.engine.sampler import SamplingParams
+from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
+from larder.models.loading import load
+from larder.session.beyond_budget import beyond_budget_line
+from larder.session.memory import ConversationMemory
+from larder.session.policy import Policy
+
+QUESTION_PROMPT = "question"  # the prompt that needs its question before reading
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """How well an answer agrees with the expected one."""
+
+    exact: bool
+    f1: float
+    f1_stemmed: float
+
+
+@dataclass(frozen=True)
+class QuestionOutcome:
+    """A question and what came of it: an answer or an error, and marks if one was expected."""
+
+    question: Question
+    answer: Answer | None = None
+    marks: AnswerScores | None = None
+    error: LarderError | None = None
+
+
+@dataclass
+class QuestionRun:
+    """A memory under questioning.
+
+    Args:
+        peak_kv_bytes: the most held at any time, while reading or answering.
+    """
+
+    engine: Engine
+    memory: ConversationMemory
+    peak_kv_bytes: int
+    asked: list[QuestionOutcome] = field(default_factory=list)
+
+    def ask(
+        self,
+        question: Question,
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        on_text: Callable[[str], None] = discard_text,
+    ) -> QuestionOutcome:
+        """Ask one question; an error of ours is its outcome, not the end."""
+        try:
+            answer = self.engine.ask(
+                self.memory, question.question, sampling, max_new_tokens, on_text=on_text
+            )
+            outcome = QuestionOutcome(question, answer, score_answer(answer.text, question))
+            self.peak_kv_bytes = max(self.peak_kv_bytes, answer.held_bytes)
+        except LarderError as error:
+            outcome = QuestionOutcome(question, error=error)
+        self.asked.append(outcome)
+        return outcome
+
+
+def score_answer(text: str, question: Question) -> AnswerScores | None:
+    """Scores of an answer; None where none was expected."""
+    expected = question.answer
+    if not expected:
+        return None
+    return AnswerScores(
+        exact_match(text, expected),
+        token_f1(text, expected),
+        stemmed_f1(text, expected, question.kind),
+    )
+
+
+def open_engine(options: ModelOptions) -> Engine:
+    """The engine that the options ask for; what can be refused early is, before a model loads.
+
+    What its policy holds beyond the budget is told on a terminal.
+    """
+    policy = check_model_options(options)
+    with progress_bar(f"Loading {options.model}"):
+        loaded = load(options.model, options.device, options.dtype)
+    engine = Engine(loaded, policy, options.budget, options.block)
+    if engine.beyond_budget:
+        progress_console().print(beyond_budget_line(engine.beyond_budget), soft_wrap=True)
+    return engine
+
+
+def check_model_options(options: ModelOptions) -> Policy:
+    """The policy; everything else that can be refused without a model is, too.
+
+    Raises:
+        LarderError: an option is not what it should be.
+    """
+    policy = parse_policy_option("--policy", options.policy)
+    _check_sizes(options)
+    _check_decoding(options)
+    return policy
+
+
+def parse_policy_option(option: str, spelling: str) -> Policy:
+    """The policy that an option spells.
+
+    Raises:
+        LarderError: it spells none; the message names the option.
+    """
+    try:
+        return Policy.parse(spelling)
+    except LarderError as error:
+        raise type(error)(f"{option}: {error}") from error
+
+
+def _check_sizes(options: ModelOptions) -> None:
+    """Raises: UsageError, BadParameter: `--budget` or `--block` is no size."""
+    if options.budget is not None:
+        MemoryBudget.parse(options.budget, "--budget")
+    if options.block is not None and options.block < 1:
+        raise BadParameter(f"--block must be at least 1 token, got {options.block}.")
+
+
+def _check_decoding(options: ModelOptions) -> None:
+    """Raises: BadParameter: an option of decoding is out of range; the message names it."""
+    try:
+        sampling_params(options)
+        StoppingCriteria(options.max_new_tokens)
+    except BadParameter as error:
+        parameter, _, rule = str(error).partition(" ")
+        raise BadParameter(f"--{parameter.replace('_', '-')} {rule}") from error
+
+
+def sampling_params(options: ModelOptions) -> SamplingParams:
+    """How the options want tokens drawn."""
+    return SamplingParams(options.temperature, options.top_k, options.top_p, options.seed)
+
+
+def prefill_run(
+    engine: Engine,
+    conversation: Conversation,
+    prompts: Mapping[str, str],
+    doing: str = "Reading",
+    keeper: ChatPersistence | None = None,
+) -> QuestionRun:
+    """Read a conversation, with a bar that says what is being done.
+
+    Args:
+        keeper: restores the reading, or keeps it; None where it is not to be kept.
+    """
+    session = name_of(type(engine.policy.session))
+    builds = "" if session == "single" else f" into {session}"
+    with progress_bar(f"{doing} {conversation.name}{builds}", "tokens") as watch:
+        if keeper is None:
+            memory, resumed = engine.read(conversation, prompts, watch), None
+        else:
+            memory, resumed = prefill_or_restore(engine, keeper, conversation, prompts, watch)
+    if resumed is not None:
+        print_resume_result(conversation.name, resumed)
+    return QuestionRun(engine, memory, memory.figures.peak_kv_bytes)
+
+
+def prompts_for(engine: Engine, questions: list[Question]) -> dict[str, str]:
+    """What a policy must know of the questions before it reads.
+
+    Raises:
+        UsageError: it keeps what one question needs, and there are several.
+    """
+    if QUESTION_PROMPT not in engine.policy.planner.scorer.wanted():
+        return {}
+    if len(questions) != 1:
+        raise UsageError(
+            f"The policy keeps what one question looks at, got {len(questions)} questions: ask one "
+            "at a time, or take another --policy."
+        )
+    return {QUESTION_PROMPT: questions[0].question}

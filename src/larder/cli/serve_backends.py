@@ -1,0 +1,141 @@
+"""What `larder serve` serves from: this process, or replicas that Ray runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from larder.core.settings import home
+
+if TYPE_CHECKING:
+    from larder.cli.serve import ServeOptions
+    from larder.server.hub import Hub
+    from larder.server.keeper import Keeper
+    from larder.server.persisting import Persisting
+    from larder.store.store import Store
+
+STORE_FOLDER = "store"  # in the home folder
+DEFAULT_REPLICAS = 2
+STORED_EPOCHS = (
+    2  # states of a session that are kept: one to fall back on, if the newest is damaged
+)
+KeeperWrapper = Callable[["Persisting"], "Keeper"]
+
+
+@contextmanager
+def local_hub(options: ServeOptions) -> Iterator[Hub]:
+    """One hub in this process."""
+    from larder.store.encryption import read_key
+
+    store = _open_store(options, store_url(options), key=read_key(options.key_file))
+    try:
+        with _local_hub(options, store, lambda keeper: keeper) as hub:
+            yield hub
+    finally:
+        store.close()
+
+
+@contextmanager
+def ray_hub(options: ServeOptions) -> Iterator[Hub]:
+    """Several in other processes, which Ray runs.
+
+    Raises:
+        DependencyError: Ray Serve is not installed.
+        UsageError: the machines have no store in common.
+        ModelError: no replica starts.
+    """
+    from larder.cli.question_run import check_model_options
+    from larder.core.ray_cluster import connect, require_ray, shutdown
+    from larder.server.cluster.hub import ClusterHub
+    from larder.server.cluster.serving import RayReplicas, Wanted, check_store
+    from larder.store.encryption import read_key
+    from larder.store.secret import store_secret
+
+    require_ray("'larder serve --ray'")
+    check_model_options(options)
+    replicas = DEFAULT_REPLICAS if options.replicas is None else options.replicas
+    wanted = Wanted(replicas, accelerators=int(options.device.startswith("cuda")))
+    secrets = store_secret(home()), read_key(options.key_file)
+    opened = partial(replica_hub, options, store_url(options), *secrets)
+    machines = connect()
+    try:
+        check_store(options.store, machines)
+        hub = ClusterHub(RayReplicas(opened, wanted))
+        try:
+            yield hub
+        finally:
+            hub.close()
+    finally:
+        shutdown()
+
+
+@contextmanager
+def replica_hub(
+    options: ServeOptions, url: str, secret: bytes, key: bytes | None = None
+) -> Iterator[Hub]:
+    """One of them, in its process; its index of the store is its machine's own.
+
+    Args:
+        url: of the store that all have in common.
+        secret, key: likewise.
+    """
+    from larder.server.sharing import Beating, Sharing
+    from larder.store.leases import SessionLeases
+
+    store = _open_store(options, url, secret, key)
+    claims = SessionLeases(store.parts)
+    beating = Beating(claims)
+
+    try:
+        with _local_hub(options, store, lambda keeper: Sharing(keeper, store, claims)) as hub:
+            yield hub
+    finally:
+        beating.close()
+        store.close()
+
+
+def store_url(options: ServeOptions) -> str:
+    """Of the store; the same from every folder of this machine."""
+    if options.store is None:
+        return str(home() / STORE_FOLDER)
+    is_path = "://" not in options.store
+    return str(Path(options.store).expanduser().absolute()) if is_path else options.store
+
+
+def _open_store(
+    options: ServeOptions, url: str, secret: bytes | None = None, key: bytes | None = None
+) -> Store:
+    from larder.cli.serve import store_budgets
+    from larder.store.eviction.base import EVICTIONS
+    from larder.store.store import Store
+
+    own = {"budgets": store_budgets(options), "kept_epochs": STORED_EPOCHS}
+    rule = EVICTIONS.load(options.eviction)()
+    return Store(url, home(), secret=secret, key=key, eviction=rule, **own)
+
+
+@contextmanager
+def _local_hub(options: ServeOptions, store: Store, kept: KeeperWrapper) -> Iterator[Hub]:
+    from larder.cli.question_run import open_engine
+    from larder.cli.serve import tier_budgets
+    from larder.engine.snapshots import ModelSnapshots
+    from larder.server.keeper import Durability
+    from larder.server.local_hub import LocalHub
+    from larder.server.persisting import Persisting
+    from larder.server.sweeping import Sweeping
+    from larder.server.vault import StoreVault
+
+    engine = open_engine(options)
+    keeper = Persisting(store, engine.loaded.decoder.spec)
+    snapshots = ModelSnapshots(store, engine.loaded, options.codec)
+    vault = StoreVault(keeper, snapshots, Durability(options.durability))
+    told = {"eviction": options.eviction, "keeper": kept(keeper), "vault": vault}
+    hub = LocalHub(engine, tier_budgets(options), **told)
+    try:
+        with Sweeping(store):
+            yield hub
+    finally:
+        hub.close()

@@ -1,0 +1,109 @@
+"""A Hugging Face text model, held to turn texts into one vector each.
+
+What the embedders share: loading, batches of texts of like length, unit rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from larder.core.errors import ModelError
+from larder.models.quieting import quiet
+
+BATCH = 32
+
+Pool = Callable[[Float[Tensor, "B S D"], Int[Tensor, "B S"]], Float[Tensor, "B D"]]
+
+
+class Encoder:
+    """A text model and its tokenizer. It is never trained and holds no state between calls.
+
+    Args:
+        source: a local folder or a Hugging Face name.
+        pool: makes one vector of the last hidden states, given the mask of real tokens.
+        max_tokens: longer texts are cut at their end.
+        padding_side: `left` or `right`; where a batch fills up its shorter texts.
+        device: where the model runs, always in float32.
+
+    Raises:
+        ModelError: the model cannot be loaded, or its weights are incomplete.
+    """
+
+    def __init__(
+        self, source: str | Path, pool: Pool, max_tokens: int, padding_side: str, device: str
+    ) -> None:
+        self._name, self._pool, self._max_tokens = str(source), pool, max_tokens
+        self._model, self._tokenizer = _load(str(source), padding_side)
+        self._model.to(device=device, dtype=torch.float32)
+        self._model.eval()
+
+    def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
+        """One unit row per text. Texts of like length share a batch, so little is padded."""
+        rows = torch.zeros(len(texts), self._model.config.hidden_size)
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        for start in range(0, len(order), BATCH):
+            batch = order[start : start + BATCH]
+            rows[batch] = self._rows([texts[i] for i in batch])
+        return unit_rows(rows, self._name)
+
+    @torch.inference_mode()
+    def _rows(self, texts: list[str]) -> Float[Tensor, "B D"]:
+        tokens = self._tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=self._max_tokens,
+            return_tensors="pt",
+        ).to(self._model.device)
+        hidden = self._model(**tokens).last_hidden_state  # [B, S, D]
+        return self._pool(hidden, tokens["attention_mask"]).cpu()
+
+
+def unit_rows(rows: Float[Tensor, "N D"], name: str) -> Float32[np.ndarray, "N D"]:
+    """Give every row length 1; a row of zeros stays.
+
+    Raises:
+        ModelError: a number is not finite.
+    """
+    if not torch.isfinite(rows).all():
+        raise ModelError(
+            f"embedder {name} gave numbers that are not finite; "
+            "its weights are damaged, take another."
+        )
+    return torch.nn.functional.normalize(rows.float(), dim=-1).cpu().numpy()
+
+
+def _load(source: str, padding_side: str) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
+    from transformers import AutoModel, AutoTokenizer
+
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(source, padding_side=padding_side)
+            model, report = AutoModel.from_pretrained(source, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(load_failure_message(source, error)) from error
+    # The pooler of BERT models plays no part in sentence embeddings.
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if missing:
+        raise ModelError(
+            f"embedder {source} lacks {len(missing)} weights, the first {missing[0]}; "
+            "every weight must be there, load a complete model."
+        )
+    return model, tokenizer
+
+
+def load_failure_message(source: str, error: Exception) -> str:
+    """The sentence for a model that does not load: the reason's first line, and the way out."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return (
+        f"embedder {source} cannot be loaded: {reason}. "
+        "Give a folder with config, tokenizer and weights, or a Hugging Face name within reach."
+    )

@@ -1,0 +1,141 @@
+"""Episodes: segments that speak of the same thing, found by k-means.
+
+Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
+Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, equations 5
+and 6. k-means is scikit-learn's: k-means++ and Lloyd on unit rows, as in the released code (seed
+42, ten starts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from larder.core.errors import BadParameter
+
+SEED = 42
+KMEANS_STARTS = 10
+CLUSTER_COUNTS = range(2, 9)
+DUPLICATE_DISTANCE = 1e-4  # equal texts of different batches are about 1e-6 apart
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentClusters:
+    """Which episode each segment belongs to. Episodes are numbered by their first segment.
+
+    Args:
+        labels: the episode of each segment.
+        centroids: the plain mean of each episode's rows, not made unit again.
+    """
+
+    labels: Int64[np.ndarray, " N"]
+    centroids: Float32[np.ndarray, "E D"]
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The segments of each episode, in order."""
+        episodes = range(len(self.centroids))
+        return tuple(tuple(np.flatnonzero(self.labels == e).tolist()) for e in episodes)
+
+
+def cluster(
+    embeddings: Float32[np.ndarray, "N D"], count: int = 4, seed: int = SEED
+) -> SegmentClusters:
+    """Sort segments into episodes.
+
+    There are never more episodes than different segments, so none is empty. Paper and released code
+    agree on this part; the code fails on fewer segments than episodes.
+
+    Args:
+        embeddings: unit rows, one per segment, at least one.
+        count: episodes wanted, at least 1.
+        seed: of the starting points.
+
+    Raises:
+        BadParameter: no segments, or `count` below 1.
+    """
+    if count < 1:
+        raise BadParameter(f"episodes.count must be at least 1, got {count}.")
+    if len(embeddings) == 0:
+        raise BadParameter("cannot form episodes of 0 segments; the conversation has no messages.")
+    return _ordered_clusters(embeddings, _labels(embeddings, count, seed))
+
+
+def choose_cluster_count(
+    embeddings: Float32[np.ndarray, "N D"], counts: range = CLUSTER_COUNTS, seed: int = SEED
+) -> int:
+    """The number of episodes whose clusters are best apart, by the silhouette.
+
+    P. Rousseeuw, "Silhouettes: a graphical aid to the interpretation and validation of cluster
+    analysis" (1987). The paper takes 4 and leaves the choice by data to future work. The smallest
+    of equals wins; 1 where the silhouette has no say (fewer than 3 segments, or all the same).
+    """
+    from sklearn.metrics import silhouette_score
+
+    rows = embeddings.astype(np.float64)
+    most = min(_distinct_rows(embeddings), len(embeddings) - 1)
+    scores = {
+        count: silhouette_score(rows, _labels(embeddings, count, seed))
+        for count in counts
+        if 2 <= count <= most
+    }
+    return max(scores, key=lambda count: (scores[count], -count), default=1)
+
+
+def representatives(
+    embeddings: Float32[np.ndarray, "N D"], clusters: SegmentClusters, episode: int, count: int
+) -> tuple[int, ...]:
+    """The segments that stand for an episode in its patched prompt, in chronological order.
+
+    They are the `count` members with the highest cosine to the centroid; of equals the earlier. The
+    paper takes 1 (equation 6), the released code 4 by default, its published scripts 8.
+
+    Raises:
+        BadParameter: no such episode, or `count` below 1.
+    """
+    if not 0 <= episode < len(clusters.centroids):
+        raise BadParameter(f"episode must be below {len(clusters.centroids)}, got {episode}.")
+    if count < 1:
+        raise BadParameter(f"representative segments must be at least 1, got {count}.")
+    members = np.flatnonzero(clusters.labels == episode)
+    # Unit rows: within one episode the centroid's length changes no order.
+    # Rounded, because equal texts of different batches differ in the last digits.
+    nearness = (embeddings[members].astype(np.float64) @ clusters.centroids[episode]).round(6)
+    nearest = np.argsort(-nearness, kind="stable")[:count]
+    return tuple(sorted(members[nearest].tolist()))
+
+
+def _labels(embeddings: Float32[np.ndarray, "N D"], count: int, seed: int) -> np.ndarray:
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
+    count = min(count, _distinct_rows(embeddings))
+    # pyright infers the type of `n_init` from its default "auto"; scikit-learn takes numbers.
+    starts: Any = KMEANS_STARTS
+    means = KMeans(n_clusters=count, n_init=starts, random_state=seed)
+    # On a few hundred rows threads cost more than they save; sums must not depend on their number.
+    with threadpool_limits(1):
+        # In float64, rows that differ by rounding alone still have a distance.
+        return means.fit_predict(embeddings.astype(np.float64))
+
+
+def _distinct_rows(embeddings: Float32[np.ndarray, "N D"]) -> int:
+    """How many different rows, where a distance within rounding is none."""
+    rows = embeddings.astype(np.float64)
+    squares = (rows * rows).sum(axis=1)
+    distances = squares[:, None] + squares[None, :] - 2 * rows @ rows.T  # [N, N], squared
+    repeats_earlier = np.tril(distances < DUPLICATE_DISTANCE**2, -1).any(axis=1)
+    return int((~repeats_earlier).sum())
+
+
+def _ordered_clusters(
+    embeddings: Float32[np.ndarray, "N D"], labels: np.ndarray
+) -> SegmentClusters:
+    _, firsts, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(firsts))
+    ordered = rank[inverse].astype(np.int64)
+    rows = [embeddings[ordered == e].mean(axis=0, dtype=np.float64) for e in range(len(firsts))]
+    return SegmentClusters(ordered, np.stack(rows).astype(np.float32))

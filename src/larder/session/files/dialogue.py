@@ -1,0 +1,96 @@
+"""How a transcript of two named people is laid before the model.
+
+    The following is ... between A and B ...         opening
+
+    DATE: 8 May 2023                                 ┐
+    CONVERSATION:                                    │ content of the first message of a session
+    A said, "Hello."                                 ┘
+    B said, "Look!"                                  ┐ content of the next message
+    and shared a photo of a dog                      ┘
+
+The header of a session belongs to the content of its first utterance. As a message of its own it
+would count as an utterance wherever a conversation is cut by utterances, and a segment could be a
+bare date; this way there are exactly as many messages as utterances, and the span of a segment
+carries the date it falls under. Contents end in their newlines: opening and contents joined with
+nothing in between are the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from larder.core.conversation import Message
+from larder.core.errors import InputError
+from larder.session.files.json_fields import Fields
+
+SESSION_KEY = re.compile(r"session_(\d+)")
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One thing said: by whom, what, when, and the line about a picture, if one was shared."""
+
+    speaker: str
+    text: str
+    date: str
+    picture: str = ""
+
+
+@dataclass(frozen=True)
+class DialogueSession:
+    """The utterances of one sitting under its date."""
+
+    date: str
+    utterances: tuple[Utterance, ...]
+
+
+def utterance_text(message: Message) -> str:
+    """What was said, without the name that `messages` puts before it."""
+    said = message.utterance.strip() or message.content
+    head = f'{message.speaker} said, "'
+    if message.speaker and said.startswith(head):
+        return said.removeprefix(head).removesuffix('"')
+    return said
+
+
+def opening(first: str, second: str) -> str:
+    """The sentence that tells the model what it reads."""
+    return (
+        f"The following is everything that {first} and {second} wrote to each other over many "
+        "sessions; the date of each session stands at its head.\n\n"
+    )
+
+
+def messages(sessions: Iterable[DialogueSession]) -> tuple[Message, ...]:
+    """One message per utterance, the session's header before the first of each."""
+    found: list[Message] = []
+    for session in sessions:
+        header = f"DATE: {session.date}\nCONVERSATION:\n"
+        if found:
+            header = "\n" + header
+        for utterance in session.utterances:
+            found.append(_message(utterance, header))
+            header = ""
+    if not found:
+        raise InputError("no session holds an utterance: the transcript has nothing to read.")
+    return tuple(found)
+
+
+def session_numbers(fields: Fields) -> list[int]:
+    """The numbers n of all fields `session_n`, ascending."""
+    return sorted(int(match[1]) for match in map(SESSION_KEY.fullmatch, fields) if match)
+
+
+def _message(utterance: Utterance, header: str) -> Message:
+    # A line break inside an utterance would look like the start of another one.
+    said = f'{utterance.speaker} said, "{" ".join(utterance.text.split())}"'
+    lines = [said, utterance.picture] if utterance.picture else [said]
+    return Message(
+        role="user",
+        content=header + "".join(f"{line}\n" for line in lines),
+        speaker=utterance.speaker,
+        date=utterance.date,
+        utterance=said,
+    )

@@ -1,0 +1,66 @@
+"""Take typed fields out of parsed JSON; each complaint says where it looked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from larder.core.errors import InputError
+
+Fields = Mapping[str, object]
+
+
+def fields_of(value: object, place: str) -> Fields:
+    """`value` as a JSON object, or a complaint that `place` must be one."""
+    if not isinstance(value, dict):
+        raise InputError(f"{place} must be an object {{...}}, got {json_type_name(value)}.")
+    return cast(Fields, value)
+
+
+def list_of(value: object, place: str) -> list[object]:
+    """`value` as a JSON list, or a complaint that `place` must be one."""
+    if not isinstance(value, list):
+        raise InputError(f"{place} must be a list [...], got {json_type_name(value)}.")
+    return cast(list[object], value)
+
+
+def text_of(fields: Fields, key: str, place: str) -> str:
+    """The text under `key`, which must be there and say something."""
+    if key not in fields:
+        raise InputError(f"{place} has no {key!r}: give it one, a text.")
+    value = fields[key]
+    if not isinstance(value, str):
+        raise InputError(f"{place}: {key!r} must be a text, got {json_type_name(value)}.")
+    if not value.strip():
+        raise InputError(f"{place}: {key!r} is blank: fill it in, or remove the entry.")
+    return valid_unicode(value, f"{place}: {key!r}")
+
+
+def text_or_number_of(fields: Fields, key: str, place: str) -> str:
+    """The text or number under `key` as text, empty if there is none."""
+    value = fields.get(key, "")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise InputError(
+            f"{place}: {key!r} must be a text or a number, got {json_type_name(value)}."
+        )
+    return valid_unicode(str(value), f"{place}: {key!r}")
+
+
+def valid_unicode(text: str, place: str) -> str:
+    """`text`, unless it holds half a character: JSON can spell one, and no tokenizer takes it."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise InputError(f"{place} holds half a surrogate pair: write the whole character.")
+    return text
+
+
+def json_type_name(value: object) -> str:
+    """What JSON calls `value`, with a short value itself."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return "a text"
+    return f"the number {value}"

@@ -1,0 +1,336 @@
+"""Sandbox that renders a model's chat template within bounds of output, memory and time.
+
+A chat template is a program that came with the model. It gets what transformers gives it (loop
+controls, `generation` blocks, `tojson`, `raise_exception`, `strftime_now`, `namespace`, `dict`) and
+renders the same text. In addition every operation that can make a value grow is checked before it
+runs, what is made lazily is counted as it comes, and every loop and macro body checks the time: a
+template that exceeds a bound, or asks for an operation without one, raises ModelError instead of
+filling memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from types import BuiltinMethodType, CodeType, GeneratorType
+from typing import Any
+
+from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from larder.core.errors import ModelError
+from larder.session.transcript.template_limits import (
+    check_number,
+    check_operation,
+    materialized,
+    output_size_bound,
+    size_of,
+)
+
+BASE_CHARS = 1 << 20  # of output and of every intermediate value, for an empty conversation
+CHARS_PER_CHAR = 8  # added for every character of the conversation
+MAX_OUTPUT_FACTOR = 16  # that all output is shown, if macros in macros hand it on
+MAX_SECONDS = 3.0  # processor time of one rendering
+
+
+def compile_template(source: str) -> CodeType:
+    """The code of a chat template, for `render_template`; compile once per template.
+
+    Raises:
+        jinja2.TemplateError: it does not parse.
+    """
+    environment = _Sandbox(BASE_CHARS, MAX_SECONDS)
+    return environment.compile(
+        _CheckInserter().visit(environment.parse(source)), filename="chat template"
+    )
+
+
+def render_template(
+    code: CodeType,
+    messages: Sequence[Mapping[str, Any]],
+    seconds: float = MAX_SECONDS,
+    **named: Any,
+) -> str:
+    """A conversation as text.
+
+    Args:
+        code: what `compile_template` returned.
+        messages: mappings with `role` and `content`.
+        seconds: processor time that the rendering may take.
+        **named: further variables of the template, such as `bos_token`.
+
+    Raises:
+        ModelError: the output, a value on the way or the time exceeds its bound.
+        jinja2.TemplateError: the template refuses the conversation.
+    """
+    chars = BASE_CHARS + CHARS_PER_CHAR * size_of(messages, 1 << 62)
+    environment = _Sandbox(chars, seconds)
+    template = Template.from_code(environment, code, environment.globals)
+    written, parts = 0, []
+    for part in template.generate(messages=messages, tools=None, documents=None, **named):
+        written += len(part)
+        environment.check_size(written)
+        parts.append(part)
+    return "".join(parts)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant writes; only its body is rendered here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(Namespace):
+    """A namespace without names that reach into Python."""
+
+    def __init__(*args: Any, **named: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **named)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        """No values: namespaces may hold each other many times."""
+        return "<Namespace>"
+
+
+class _Dict:
+    """`dict` without the attributes of a type."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*args, **named)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """What `dict.fromkeys` gives."""
+        return dict.fromkeys(*args)
+
+
+class _CheckInserter(NodeTransformer):
+    """Puts a check of the time into every body, and makes `~`, lists, tuples and mappings calls
+    that are checked."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.test is not None:
+            node.test = nodes.And(nodes.Not(_tick()), node.test, lineno=node.lineno)
+        return self._with_tick(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._with_tick(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        return self._with_tick(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        joined = nodes.EnvironmentAttribute("concatenate")
+        return nodes.Call(joined, node.nodes, [], None, None, lineno=node.lineno)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return self._collected(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self._collected(node) if node.ctx == "load" else node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self._collected(node)
+
+    def _collected(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        if all(isinstance(each, nodes.Const) for each in node.items):
+            return node
+        made = nodes.EnvironmentAttribute("collected")
+        return nodes.Call(made, [node], [], None, None, lineno=node.lineno)
+
+    def _with_tick(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_tick()).set_lineno(node.lineno, override=True))
+        return node
+
+
+def _tick() -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Environment of one rendering.
+
+    Args:
+        chars: size that no value may exceed.
+        seconds: processor time from now on.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
+
+    def __init__(self, chars: int, seconds: float) -> None:
+        self._chars, self._seconds = chars, seconds
+        self._end, self._shown = time.thread_time() + seconds, 0
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=self._finalized,
+        )
+        self.filters["tojson"] = self._to_json
+        self.filters = {name: self._bounded(name, f) for name, f in self.filters.items()}
+        self.concat = self._joined  # of the parts of a block or a macro
+        own = {"range": self._range, "namespace": _Namespace, "dict": _Dict()}
+        self.globals.update(own, raise_exception=_refuse, strftime_now=_now)
+        del self.globals["lipsum"]
+
+    def tick(self) -> str:
+        """Check the time."""
+        if time.thread_time() > self._end:
+            raise ModelError(
+                f"The chat template of this model takes more than {self._seconds:g} s for one "
+                "conversation: give a model with a plain chat template."
+            )
+        return ""
+
+    def concatenate(self, *parts: Any) -> str:
+        """What `~` gives."""
+        self.check_size(sum(map(self._sized, parts)))
+        return "".join(map(str, parts))
+
+    def collected(self, made: Any) -> Any:
+        """A list, a tuple or a mapping that the template has put together."""
+        self.check_size(self._sized(made))
+        return made
+
+    def check_size(self, size: int) -> None:
+        """Raises: ModelError: a value of so many characters is beyond the bound."""
+        if size > self._chars:
+            raise ModelError(
+                f"The chat template of this model makes a text of more than {self._chars:,} "
+                "characters out of this conversation: give a model with a plain chat template."
+            )
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.tick()
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        if numbers and operator != "+":
+            check_number(operator, left, right)
+        elif operator == "*":
+            count, other = (left, right) if isinstance(left, int) else (right, left)
+            self.check_size(self._sized(other) * int(count))
+        elif operator == "%" and isinstance(left, str):
+            self.check_size(output_size_bound(self._chars, "format", left, right))
+        elif operator == "+":
+            self.check_size(self._sized(left) + self._sized(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:  # noqa: B902, N805
+        __self.tick()
+        if isinstance(__obj, BuiltinMethodType):
+            check_operation(__obj.__name__, ())
+            if isinstance(__obj.__self__, str):
+                args = tuple(map(materialized, args))
+                own = (__obj.__self__, *args)
+                if __obj.__name__ == "join":  # as the filter has it: what is joined, by what
+                    own = own[::-1]
+                __self.check_size(output_size_bound(__self._chars, __obj.__name__, *own, **named))
+        made = super().call(__context, __obj, *args, **named)
+        return __self.collected(made) if isinstance(__obj, _Dict) else made
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **named: Any) -> str:
+            self.check_size(
+                output_size_bound(self._chars, "format", value.__self__, *args, **named)
+            )
+            return wrapped(*args, **named)
+
+        return checked
+
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter whose result is estimated before it runs."""
+
+        @functools.wraps(function)
+        def checked(*args: Any, **named: Any) -> Any:
+            self.tick()
+            args = tuple(map(materialized, args))
+            values = [
+                a for a in args if not isinstance(a, Environment | Context | nodes.EvalContext)
+            ]
+            self.check_size(output_size_bound(self._chars, name, *values, **named))
+            made = function(*args, **named)
+            return self._counted(made) if isinstance(made, GeneratorType) else made
+
+        return checked
+
+    def _counted(self, parts: Iterable[Any]) -> Iterator[Any]:
+        """The same parts, which together are no more than a value may be."""
+        total = 0
+        for part in parts:
+            self.tick()
+            total += self._sized(part)
+            self.check_size(total)
+            yield part
+
+    def _joined(self, parts: Iterable[str]) -> str:
+        parts = list(parts)
+        self.check_size(sum(map(len, parts)))
+        return "".join(parts)
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON without HTML's escapes."""
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        return "".join(self._counted(encoder.iterencode(value)))
+
+    def _range(self, *args: int) -> range:
+        """What loops may count through: no more than the bound of a text."""
+        made = range(*args)
+        self.check_size(len(made))
+        return made
+
+    def _finalized(self, value: Any) -> Any:
+        size = self._sized(value)
+        self._shown += size  # also into blocks and macros, whose parts are held until they end
+        self.check_size(max(size, self._shown // MAX_OUTPUT_FACTOR))
+        return value
+
+    def _sized(self, value: Any) -> int:
+        return size_of(value, self._chars)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"{name!r} is no name for a value in a namespace.")
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)

@@ -1,0 +1,179 @@
+"""From text to token ids: the model's chat template around a conversation, turn by turn."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from larder.core.conversation import Conversation, PromptLayout
+from larder.core.observation import Lexicon
+from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
+
+# Punctuation that ends a sentence, perhaps with a quote or bracket closed behind it; or a new line.
+SENTENCE_END = re.compile(r"""[.!?\u2026\u3002\uff01\uff1f]["')\]\u2019\u201d]*\s*$|\n""")
+ACKNOWLEDGEMENT = "I have read the text. Ask me anything about it."
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation as the model reads it.
+
+    Args:
+        ids: its tokens.
+        spans: tokens [start, stop) of each message, the header of its turn included. What the
+            template puts behind the last message belongs to none.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+class TokenizerAdapter:
+    """Writes conversations, questions and requests in the form that a model was trained on.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a bare text."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def starts(self, text: str) -> list[int]:
+        """Where in a bare text each of its tokens starts."""
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return [start for start, _ in encoded["offset_mapping"]]
+
+    def length(self, text: str) -> int:
+        """Tokens of a bare text."""
+        return len(self.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def write(self, conversation: Conversation) -> Transcript:
+        """A whole conversation. A document or a transcript becomes one user's turn, acknowledged,
+        so that whatever follows is an ordinary exchange.
+        """
+        text, ids, starts = self._encoded(conversation)
+        marked = tuple(
+            replace(message, content=_placeholder(n))
+            for n, message in enumerate(conversation.messages)
+        )
+        frame = self._template.render(
+            _template_messages(replace(conversation, messages=marked)), PromptEnd.CLOSED
+        )
+        stops = _content_stops(text, frame, [message.content for message in conversation.messages])
+        cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
+        return Transcript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
+
+    def text(self, conversation: Conversation) -> tuple[str, list[int]]:
+        """A whole conversation as `write` tokenizes it, and where in it each token starts."""
+        text, _, starts = self._encoded(conversation)
+        return text, starts
+
+    def _encoded(self, conversation: Conversation) -> tuple[str, tuple[int, ...], list[int]]:
+        text = self._template.render(_template_messages(conversation), PromptEnd.CLOSED)
+        # Not verbose: how long a text may be is not the tokenizer's to say on stderr.
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        return text, tuple(encoded["input_ids"]), starts
+
+    def lexicon(self, names: frozenset[str]) -> Lexicon:
+        """Sets of token ids by name."""
+        return {name: self._closing_tokens for name in names}
+
+    @cached_property
+    def _closing_tokens(self) -> frozenset[int]:
+        """Tokens that end a sentence: by their text, or because they are special."""
+        every = range(len(self.tokenizer))
+        texts = ((token, self.tokenizer.decode([token])) for token in every)
+        found = {token for token, text in texts if SENTENCE_END.search(text)}
+        return frozenset(found | set(self.tokenizer.all_special_ids))
+
+    def question(self, text: str) -> tuple[int, ...]:
+        """A user's turn after a finished exchange, up to where the answer begins."""
+        return self.encode(self._template.user_turn(text, PromptEnd.ANSWER))
+
+    def opening(self, text: str) -> tuple[int, ...]:
+        """A user's turn at the very start, up to where the answer begins."""
+        return self.encode(self._template.render([TemplateMessage("user", text)], PromptEnd.ANSWER))
+
+    def prompt(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
+        """A whole conversation, up to where the next answer begins."""
+        return self.encode(self._template.render(turns, PromptEnd.ANSWER))
+
+    def going_on(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
+        """What further turns add behind a finished exchange, up to where the answer begins."""
+        return self.encode(self._template.going_on(turns, PromptEnd.ANSWER))
+
+    def answer(self, text: str) -> tuple[int, ...]:
+        """An answer as it stands behind `question`, its end of turn included."""
+        return self.encode(text + self._template.closing())
+
+    def closing(self) -> tuple[int, ...]:
+        """What ends an assistant's turn."""
+        return self.encode(self._template.closing())
+
+    def message(self, role: str, text: str) -> tuple[int, ...]:
+        """A finished turn in the middle of a conversation."""
+        if role == "assistant":
+            return self.answer(text)
+        return self.encode(self._template.user_turn(text, PromptEnd.CLOSED))
+
+
+def _template_messages(conversation: Conversation) -> list[TemplateMessage]:
+    if conversation.form is PromptLayout.CHAT:
+        return [TemplateMessage(message.role, message.content) for message in conversation.messages]
+    lines = (conversation.opening, *(message.content for message in conversation.messages))
+    text = "".join(lines)
+    return [TemplateMessage("user", text), TemplateMessage("assistant", ACKNOWLEDGEMENT)]
+
+
+def _placeholder(number: int) -> str:
+    """Stands for the content of a message; no template changes it."""
+    return f"0mark{number}0"
+
+
+def _content_stops(text: str, frame: str, contents: Sequence[str]) -> list[int]:
+    """Where each content ends in the rendered text.
+
+    Args:
+        frame: the same rendering with marks for contents. What stands between two marks is stepped
+            over first, so that a short content is not found in the header of its own turn.
+    """
+    cursor, place, stops = 0, 0, []
+    for number, content in enumerate(contents):
+        mark = _placeholder(number)
+        if (found := frame.find(mark, place)) >= 0:
+            cursor = _end_of_match(text, frame[place:found], cursor)
+            cursor = _end_of_content(text, content, cursor)
+            place = found + len(mark)
+        stops.append(cursor)
+    return stops
+
+
+def _end_of_content(text: str, content: str, cursor: int) -> int:
+    """Templates may trim white space around a content."""
+    for form in (content, content.lstrip(), content.rstrip()):
+        if text.startswith(form, cursor):
+            return cursor + len(form)
+    return _end_of_match(text, content.strip(), cursor)
+
+
+def _end_of_match(text: str, part: str, cursor: int) -> int:
+    found = text.find(part, cursor)
+    return cursor if found < 0 else found + len(part)

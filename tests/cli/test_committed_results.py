@@ -1,0 +1,170 @@
+"""Committed rows are of their study, and what docs print draws the figures that docs show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from cli_results import Run
+from larder.core.errors import InputError
+from larder_bench.execution.runner import validate_study
+from larder_bench.plots.figure_selection import draw_all, load_results
+from larder_bench.reports.study_index import (
+    BEGIN,
+    END,
+    FOLDER,
+    RESULTS,
+    main,
+    pending_cells,
+    replace_table,
+    study_table,
+)
+from larder_bench.results.rows import Row, read_results
+from larder_bench.studies.study import CHECKOUT, read_study, study_names
+from result_rows import CELLS, cell, write_rows
+
+COMMITTED = sorted(RESULTS.glob("*.jsonl"))
+PAGES = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]
+FIGURES = CHECKOUT / "docs" / "figures"
+ASKED = ("study", "task", "tokens", "spelling", "budget", "matched", "measure")
+PLOT = re.compile(r"^ *(larder plot .*studies/results/.*)$", re.MULTILINE)
+ROWS = re.compile(r"studies/results/\S+")
+
+
+def asked(row: Row) -> tuple[object, ...]:
+    """A cell whatever model and seed it is of: a study can be run with others."""
+    return tuple(row[name] for name in ASKED)
+
+
+def faults(path: Path) -> Iterator[str]:
+    """What is wrong with a file of committed rows."""
+    if path.stem not in study_names():
+        yield "of no study"
+        return
+    try:
+        found = read_results([path])
+    except InputError as error:
+        yield str(error)
+        return
+    wanted = {asked(one.head({})) for one in validate_study(read_study(path.stem))}
+    if strange := [row for row in found.cells if asked(row) not in wanted]:
+        yield f"{len(strange)} cells that the study has not, the first {asked(strange[0])}"
+    missing = wanted - {asked(row) for row in found.cells}
+    if len(missing) != (told := pending_cells(RESULTS).get(path.stem, 0)):
+        yield f"{len(missing)} cells of the study are missing, and {told} are told to be"
+    if any(row.get("environment") not in found.environments for row in found.cells):
+        yield "cells whose environment is not told"
+
+
+def plots_of(pages: list[Path]) -> list[list[str]]:
+    """The words of every command of docs that draws from committed rows that are there."""
+    found = [shlex.split(line) for page in pages for line in PLOT.findall(page.read_text())]
+    return [words for words in found if all(map(Path.exists, rows_named(words)))]
+
+
+def rows_named(words: list[str]) -> list[Path]:
+    return [CHECKOUT / word for word in words if ROWS.fullmatch(word)]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_rows_are_of_their_study(path: Path) -> None:
+    assert list(faults(path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_rows_can_be_drawn(path: Path) -> None:
+    assert draw_all(*load_results([path]))
+
+
+def test_what_is_wrong_with_rows_is_found(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [cell("h2o", study="recital")])
+    assert list(faults(path)) == ["of no study"]
+    path = path.rename(tmp_path / "recital.jsonl")
+    told = " ".join(faults(path))
+    assert "1 cells that the study has not" in told and "are missing, and 0 are told to be" in told
+    path.write_text('{"schema": 0}\n')
+    assert "no row of schema 1" in next(faults(path))
+    lost = write_rows(tmp_path, [cell("h2o", study="recital", environment="x")])
+    assert "cells whose environment is not told" in list(faults(lost.rename(path)))
+
+
+def draw_again(run: Run, words: list[str], out: Path) -> None:
+    """Run `larder plot` as it stands in docs, for SVG files in another folder."""
+    named = dict(zip(rows_named(words), ROWS.findall(" ".join(words)), strict=True))
+    told = [next((p for p, name in named.items() if name == word), word) for word in words]
+    assert run(*told[1:], "--out", out, "--format", "svg").exit_code == 0
+
+
+def differing(shown: list[Path], drawn: Path) -> list[str]:
+    """Figures that no command draws, or, with the matplotlib that is pinned, draws otherwise."""
+    pins = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    is_pinned = f"matplotlib=={version('matplotlib')}" in pins
+    again = {path: drawn / path.name for path in shown}
+    return [
+        path.name
+        for path, other in again.items()
+        if not other.is_file() or (is_pinned and path.read_bytes() != other.read_bytes())
+    ]
+
+
+def test_docs_show_figures_that_their_commands_draw(run: Run, tmp_path: Path) -> None:
+    for words in plots_of(PAGES):
+        draw_again(run, words, tmp_path)
+    assert differing(sorted(FIGURES.glob("*.svg")), tmp_path) == []
+
+
+def test_a_figure_that_is_drawn_otherwise_is_found(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.CHECKOUT", tmp_path)
+    write_rows(tmp_path, CELLS).rename(place(tmp_path / "studies" / "results" / "small.jsonl"))
+    page, shown = tmp_path / "page.md", place(tmp_path / "docs" / "memory.svg")
+    line = "larder plot studies/results/{}.jsonl --figure memory --out docs/figures"
+    page.write_text(f"See:\n\n    {line.format('small')}\n    {line.format('gone')}\n")
+    [words] = plots_of([page])
+    draw_again(run, words, tmp_path / "again")
+    assert differing([shown], tmp_path) == ["memory.svg"]  # no command draws it
+    shown.write_bytes((tmp_path / "again" / "memory.svg").read_bytes())
+    assert differing([shown], tmp_path / "again") == []
+    shown.write_bytes(shown.read_bytes().replace(b"1", b"2"))
+    assert differing([shown], tmp_path / "again") == ["memory.svg"]
+
+
+def place(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def test_the_table_of_studies_is_whole(tmp_path: Path) -> None:
+    told = (CHECKOUT / FOLDER / "README.md").read_text()
+    lines = study_table(CHECKOUT / FOLDER, RESULTS)
+    assert replace_table(told, lines) == told, (
+        "run: python -m larder_bench.reports.study_index studies/README.md"
+    )
+    assert len(lines) == 2 + len(study_names())
+    path = tmp_path / "other.md"
+    path.write_text(f"before\n{BEGIN}\nstale line\n{END}\nbehind\n")
+    main(path)
+    assert path.read_text().splitlines() == ["before", BEGIN, *lines, END, "behind"]
+    with pytest.raises(InputError, match="has no <!-- studies: begin -->"):
+        replace_table("nothing", lines)
+
+
+def test_the_time_that_a_study_took_is_that_of_its_rows(tmp_path: Path) -> None:
+    path = place(tmp_path / "studies" / "small.toml")
+    path.write_text(
+        'name = "small"\nclaim = "None."\npolicies = ["h2o"]\n'
+        "[[tasks]]\nspelling = 'needles(hay=\"prose\")'\ntokens = 100\n"
+    )
+    rows = [cell("h2o", seed=seed, seconds=100.0) for seed in (0, 1)]
+    write_rows(tmp_path, rows).rename(tmp_path / "small.jsonl")
+    assert study_table(path.parent, tmp_path)[2:] == [
+        "| small | None. | `larder bench --study small --corpus FOLDER` | 3 |"
+    ]
+    assert study_table(path.parent, path.parent)[2].endswith("` |  |")

@@ -1,0 +1,46 @@
+"""`--ray`, as far as it can be told without machines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli_results import Run, complaint
+from larder.core.errors import UsageError
+from larder.server.cluster.serving import check_store, why
+
+
+@pytest.mark.parametrize(
+    "words", [["serve", "--ray", "--port", "0"], ["bench", "passkey", "--ray"]]
+)
+def test_what_is_missing_is_named(
+    run: Run, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, name, None)
+    said = complaint(run(*words), 1)
+    assert f"'larder {words[0]} --ray' needs Ray" in said and "pip install 'larder[ray]'" in said
+
+
+def test_replicas_are_of_a_cluster(run: Run) -> None:
+    said = complaint(run("serve", "--replicas", "3", "--port", "0"), 2)
+    assert said == "--replicas are Ray's: give --ray, too, or leave --replicas out."
+
+
+def test_machines_need_one_store(tmp_path: Path) -> None:
+    check_store(None, 1)
+    check_store(str(tmp_path), 2)
+    with pytest.raises(UsageError, match="2 machines, so they need one store: give --store URL"):
+        check_store(None, 2)
+
+
+def test_why_a_replica_did_not_start() -> None:
+    told = """Traceback (most recent call last):
+      File "x.py", line 3, in load
+    larder.core.errors.ModelError: The model 'x' cannot be loaded: give a local folder.
+    """
+    assert why(told) == "The model 'x' cannot be loaded: give a local folder."
+    assert why("Too few processors.\n") == "Too few processors."
+    assert why("") == "Ray does not say why."

@@ -1,0 +1,85 @@
+"""Asking leaves a memory as it was, bytes included; reading tells setting up from reading."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from chats import EPISODES, HISTORY, SINGLE, under
+from larder.core.errors import UsageError
+from larder.engine.engine import Engine
+from larder.models.loading import Loaded
+from topic_embedder import TopicEmbedder
+
+
+def test_asking_gives_the_room_of_the_answer_back(engine: Engine) -> None:
+    memory = engine.read(HISTORY)
+    memory.recall("My dog?")
+    before = memory.shelf.nbytes
+    answer = engine.ask(memory, "My dog?", max_new_tokens=8)
+    assert memory.shelf.nbytes == before
+    assert answer.held_bytes > before
+
+
+def test_a_failed_answer_gives_its_room_back_too(engine: Engine) -> None:
+    memory = engine.read(HISTORY)
+    memory.recall("My dog?")
+    before = memory.shelf.nbytes
+
+    def fail(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.ask(memory, "My dog?", max_new_tokens=8, on_text=fail)
+    assert memory.shelf.nbytes == before
+
+
+def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: Loaded) -> None:
+    engine, clock = under(loaded, EPISODES), [0.0]
+
+    def slow(name: str) -> TopicEmbedder:
+        clock[0] += 100
+        return TopicEmbedder()
+
+    with pytest.MonkeyPatch.context() as patch:
+        now = time.perf_counter
+        patch.setattr(time, "perf_counter", lambda: now() + clock[0])
+        engine.desk = replace(engine.desk, embedder=cache(slow))
+        figures = engine.read(HISTORY).figures
+        again = engine.read(HISTORY).figures
+    assert figures.setup_seconds >= 100 > figures.prefill_seconds
+    assert again.setup_seconds < 100
+
+
+def test_the_embedding_table_is_held_and_not_copied(loaded: Loaded) -> None:
+    engine = Engine(loaded)
+    embedder = engine._load_embedder("tokens")
+    table = loaded.decoder.token_table()
+    held = [value for value in vars(embedder).values() if isinstance(value, torch.Tensor)]
+    assert [tensor.data_ptr() for tensor in held] == [table.data_ptr()]
+
+
+def test_the_table_is_not_converted_either(loaded: Loaded) -> None:
+    narrow = loaded.decoder.token_table().to(torch.bfloat16)
+    engine = Engine(loaded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(loaded.decoder), "token_table", lambda self: narrow)
+        embedder = engine._load_embedder("tokens")
+    held = [value for value in vars(embedder).values() if isinstance(value, torch.Tensor)]
+    assert [tensor.dtype for tensor in held] == [torch.bfloat16]
+    assert embedder.embed_segments(["a dog"]).dtype.name == "float32"
+
+
+def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: Loaded) -> None:
+    engine = under(loaded, SINGLE.replace("keydiff()", 'patched(prompt="my_prompt")'))
+    with pytest.raises(UsageError, match=r"only guidance, repeat, summarize are known.*prompts="):
+        engine.read(HISTORY)
+    dogs, cars = (
+        engine.read(HISTORY, {"my_prompt": text}) for text in ("Which dogs?", "red car in lot 1?")
+    )
+    held = [memory.shelf.activate(0).entries(0).packed_positions() for memory in (dogs, cars)]
+    assert held[0].shape != held[1].shape or not torch.equal(*held)

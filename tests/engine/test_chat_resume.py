@@ -1,0 +1,124 @@
+"""Chats that are restored, forked and rolled back: they go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from chats import EPISODES, HISTORY, POLICIES, logits, same, states, under, within
+from larder.core.errors import BadParameter, UsageError
+from larder.engine.chat import Chat
+from larder.engine.engine import Engine
+from larder.engine.persistence import StorePersistence
+from larder.models.loading import Loaded
+from larder.session.chat_cache import ChatCache
+from larder.session.transcript.session_file import session_path
+from larder.store.store import Store
+
+pytestmark = pytest.mark.usefixtures("read_once")
+TENDED = POLICIES["single"] + " > every_step()"
+
+
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, loaded: Loaded) -> Iterator[StorePersistence]:
+    store = Store(str(tmp_path / "store"), tmp_path)
+    yield StorePersistence(store, loaded)
+    store.close()
+
+
+def equal(one: Chat, other: Chat) -> bool:
+    alike = all(same(a, b) for a, b in zip(states(one), states(other), strict=True))
+    routers = [each.memory.router.told() for each in (one, other)]
+    return alike and one.turns == other.turns and routers[0] == routers[1]
+
+
+@pytest.mark.parametrize("policy", [EPISODES, TENDED, "full"], ids=["episodes", "tended", "full"])
+def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
+    loaded: Loaded, keeper: StorePersistence, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = under(loaded, policy)
+    chat = Chat(engine, "mine", HISTORY, keeper=keeper)
+    chat.say("My dog is old.", max_new_tokens=4)
+    chat.say("A sea and a star.", max_new_tokens=4)
+    assert chat.keep() == ""
+    monkeypatch.setattr(ChatCache, "read", lambda *_: pytest.fail("read anew"))
+    back = Chat(engine, "mine", keeper=keeper)
+    assert back.resumed.tokens == chat.figures.log_tokens and equal(back, chat)
+    assert back.figures.opened == chat.figures.opened
+    del chat._logbook  # only one of the two may write the file
+    back.say("The star is far.", max_new_tokens=4)
+    again = Chat(engine, "mine", keeper=keeper)
+    assert again.turns == back.turns and len(again.episodes) == len(back.episodes)
+    for number in range(len(back.episodes)):
+        one, other = (
+            logits(engine, each.memory.shelf.activate(number), "Far?") for each in (back, again)
+        )
+        # What is decided token by token differs from what is decided for a turn at once.
+        assert policy == TENDED or torch.allclose(one, other, atol=1e-3), "the turn is read"
+
+
+def test_a_damaged_state_is_read_anew(
+    engine: Engine, keeper: StorePersistence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(engine, "mine", HISTORY, keeper=keeper)
+    chat.say("My dog is old.", max_new_tokens=4)
+    for wrong in (b"[]", b'{"schema": 1, "turns": 9}'):
+        with monkeypatch.context() as patch:
+            patch.setattr("larder.engine.persistence.told", lambda state, wrong=wrong: wrong)
+            assert chat.keep() == ""
+        back = Chat(engine, "mine", keeper=keeper)
+        assert back.resumed.reason == "damaged" and back.turns == chat.turns
+
+
+def test_a_fork_is_never_heard_of(engine: Engine) -> None:
+    chat = Chat(engine, "mine", HISTORY)
+    chat.say("My dog is old.", max_new_tokens=4)
+    before, file = states(chat), session_path("mine").read_bytes()
+    side = chat.fork()
+    assert equal(side, chat)
+    side.say("Name my dog.", max_new_tokens=4)
+    assert session_path("mine").read_bytes() == file and len(chat.turns) == 1
+    assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
+    named = side.fork("other")
+    assert Chat(engine, "other").turns == named.turns == side.turns
+    with pytest.raises(UsageError, match="'mine' already"):
+        side.fork("mine")
+
+
+@pytest.mark.parametrize(
+    "policy", [EPISODES, TENDED, POLICIES["full"]], ids=["episodes", "tended", "full"]
+)
+def test_turns_that_are_rolled_back_were_never_said(loaded: Loaded, policy: str) -> None:
+    engine = under(loaded, policy)
+    chat = Chat(engine, "mine", HISTORY)
+    chat.say("My dog is old.", max_new_tokens=4)
+    one = chat.fork()
+    chat.say("My dog is big.", max_new_tokens=4)
+    chat.say("A car is red.", max_new_tokens=4)
+    chat.roll_back(2)
+    assert chat.turns == one.turns == Chat(engine, "mine").turns
+    assert policy != "full" or equal(chat, one), "cut off, not read anew"
+    assert within(chat)
+    chat.roll_back(0)
+    assert chat.turns == one.turns
+    chat.say("My dog is big.", max_new_tokens=4)
+    assert len(Chat(engine, "mine").turns) == 2
+    with pytest.raises(BadParameter, match="0 to 2"):
+        chat.roll_back(3)
+
+
+def test_a_topic_of_its_own_is_rolled_back_too(engine: Engine) -> None:
+    chat = Chat(engine, "mine", HISTORY)
+    chat.say("A sea and a star.", max_new_tokens=4)
+    assert chat.figures.opened == 1 and len(chat.episodes) == 3
+    chat.roll_back()
+    assert len(chat.episodes) == 2 and equal(chat, Chat(engine, None, HISTORY))

@@ -1,0 +1,39 @@
+"""Exchanges look like the turns of a chat, and know which segments share their text."""
+
+from __future__ import annotations
+
+from larder.core.conversation import Conversation, Message, PromptLayout
+from larder.session.episodes.history_turns import history_turns
+from larder.session.episodes.segments import cut_segments
+from larder.session.files.dialogue import DialogueSession, Utterance, messages
+
+
+def test_a_question_goes_with_its_answer_and_the_system_prompt_with_none() -> None:
+    told = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("user", "q3")]
+    chat = Conversation("chat", tuple(Message(role, text) for role, text in told))
+    found = history_turns(chat, cut_segments(chat, size=3))
+    assert [one.text for one in found] == ["q1\na1", "q2", "q3"]
+    assert [one.places for one in found] == [(0,), (0,), (1,)]
+
+
+def test_an_exchange_across_a_border_belongs_to_both_segments() -> None:
+    chat = Conversation("chat", (Message("user", "q"), Message("assistant", "a")))
+    assert history_turns(chat, cut_segments(chat, size=1))[0].places == (0, 1)
+
+
+def test_utterances_lose_the_names_that_no_turn_of_a_chat_carries() -> None:
+    said = [Utterance("Ann", "Hello.", "May"), Utterance("Bo", 'A "hi".', "May", "and shared it")]
+    talk = Conversation(
+        "talk", messages([DialogueSession("May", (*said, said[0]))]), form=PromptLayout.TRANSCRIPT
+    )
+    found = history_turns(talk, cut_segments(talk))
+    assert [one.text for one in found] == ['Hello.\nA "hi".', "Hello."]
+    assert [one.places for one in found] == [(0,), (0,)]
+
+
+def test_a_document_is_cut_into_pairs_of_sentences() -> None:
+    text = "".join(f"This is the sentence with the number {n} in it. " for n in range(8))
+    paper = Conversation("paper", (Message("user", text),), form=PromptLayout.DOCUMENT)
+    found = history_turns(paper, cut_segments(paper))
+    assert len(found) == 4 and found[0].text.count("sentence") == 2
+    assert [one.places for one in found] == [(0,), (0,), (1,), (1,)]

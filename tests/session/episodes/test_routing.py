@@ -1,0 +1,273 @@
+"""Where finished turns belong, and what a refresh changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float32
+
+from larder.core.conversation import Conversation, Message
+from larder.core.errors import UsageError
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.session.arrangements.episodes import Episodes
+from larder.session.arrangements.single import Single
+from larder.session.budget_resolution import resolve_budget_without_context
+from larder.session.embedders.base import Embedder
+from larder.session.episodes.matching import MatchRule
+from larder.session.episodes.routing import Episode, NearestEpisodeRouter
+from larder.session.policy import Policy
+from topic_embedder import TopicEmbedder
+
+SPEC = ModelSpec(
+    (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)),
+    torch.float32,
+    torch.device("cpu"),
+)
+
+
+def topics(name: str) -> Embedder:
+    return TopicEmbedder()
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def talk(*contents: str) -> Conversation:
+    return Conversation("talk", tuple(Message("user", content) for content in contents))
+
+
+def arranged(history: Conversation, *said: str, **options: object) -> NearestEpisodeRouter:
+    part = Episodes(**{"count": 2, "segment": 1, **options})  # pyright: ignore
+    router = part.arrange(history, topics, words, said)
+    assert isinstance(router, NearestEpisodeRouter)
+    return router
+
+
+DOGS_AND_CARS = talk(*(f"my dog {n}" for n in range(6)), *(f"the car {n}" for n in range(6)))
+
+
+def test_a_turn_on_a_known_topic_grows_the_episode_that_answered() -> None:
+    router = arranged(DOGS_AND_CARS)
+    filing = router.file("a dog barks", 0)
+    grown = filing.router
+    assert isinstance(grown, NearestEpisodeRouter)
+    assert filing.number == 0 and len(grown.episodes) == 2
+    assert grown.episodes[0].texts[-1] == "a dog barks"
+    assert len(grown.episodes[0].rows) == len(router.episodes[0].rows) + 1
+    assert np.array_equal(grown.episodes[0].centroid, router.episodes[0].centroid)
+    assert grown.prompts() == router.prompts()
+
+
+def test_a_turn_on_a_new_topic_opens_an_episode() -> None:
+    router = arranged(DOGS_AND_CARS)
+    filing = router.file("the star shines", 1)
+    grown = filing.router
+    assert isinstance(grown, NearestEpisodeRouter)
+    assert filing.number == 2
+    row = TopicEmbedder().embed_segments(["the star shines"])[0]
+    assert np.array_equal(grown.episodes[2].centroid, row)
+    assert grown.episodes[2].prompt_texts == ("the star shines",)
+    assert grown.episodes[:2] == router.episodes
+
+
+def test_a_filed_turn_leaves_the_former_router_as_it_was() -> None:
+    router = arranged(DOGS_AND_CARS)
+    before = router.segments()
+    router.file("a dog barks", 0)
+    router.file("the star shines", 0)
+    assert router.segments() == before and router.tau is None
+
+
+def test_tau_is_calibrated_once_on_what_the_episodes_were_formed_of() -> None:
+    router = arranged(DOGS_AND_CARS)
+    first = router.file("a dog barks", 0).router
+    second = first.file("a strange dog", 0).router
+    assert isinstance(first, NearestEpisodeRouter) and isinstance(second, NearestEpisodeRouter)
+    rows = router.embedder.embed_segments(_texts(DOGS_AND_CARS))
+    assert router.former.tau(rows, rows, _places(rows), 2) == first.tau
+    assert second.tau == first.tau
+
+
+def test_with_too_few_segments_no_turn_is_new() -> None:
+    router = arranged(talk())
+    first = router.file("my dog", 0)
+    assert first.number == 0
+    second = first.router.file("the star shines", 0)
+    assert second.number == 0
+    assert second.router.segments() == [2]
+
+
+def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
+    rows = TopicEmbedder().embed_segments(_texts(DOGS_AND_CARS))
+    strict, loose = Episodes(count=2, tau_quantile=0.0), Episodes(count=2, tau_quantile=0.9)
+    places = _places(rows)
+    assert strict.tau(rows, rows, places, 2) < loose.tau(rows, rows, places, 2)
+
+
+def test_a_refresh_gives_one_episode_a_new_centroid_and_new_representatives() -> None:
+    router = arranged(DOGS_AND_CARS, representatives=2).file("a dog barks", 0).router
+    reform = router.reform(0)
+    after = reform.router
+    assert isinstance(router, NearestEpisodeRouter) and isinstance(after, NearestEpisodeRouter)
+    assert reform.rebuilt == (0,)
+    rows = after.episodes[0].rows.astype(np.float64)
+    assert np.allclose(after.episodes[0].centroid, rows.mean(0), atol=1e-6)
+    assert not np.allclose(after.episodes[0].centroid, router.episodes[0].centroid)
+    assert after.episodes[0].places == router.episodes[0].places
+    assert after.episodes[1] is router.episodes[1]
+    assert after.tau == router.tau
+
+
+def test_a_new_segment_can_come_to_stand_for_its_episode() -> None:
+    router = arranged(talk("the car", "dog sea", "dog star"), count=2, representatives=1)
+    number = router.route("dog").episode  # pyright: ignore
+    for text in ("dog dog", "dog a dog", "a dog dog"):
+        router = router.file(text, number).router
+    assert router.reform(number).router.prompts()[number][0] in (
+        "dog dog",
+        "dog a dog",
+        "a dog dog",
+    )
+
+
+def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns() -> None:
+    router = arranged(talk())
+    for text in ("my dog", "the car", "a dog barks", "a car stops"):
+        router = router.file(text, 0).router
+    reform = router.reform(0)
+    after = reform.router
+    assert isinstance(after, NearestEpisodeRouter)
+    assert reform.rebuilt == (0, 1)
+    assert [e.texts for e in after.episodes] == [
+        ("my dog", "a dog barks"),
+        ("the car", "a car stops"),
+    ]
+    assert after.tau is None, "tau belongs to the episodes it was calibrated on"
+
+
+def test_too_few_segments_are_not_divided() -> None:
+    router = arranged(talk()).file("my dog", 0).router.file("the car", 0).router
+    assert router.reform(0).rebuilt == (0,)
+    assert router.reform(0).router.segments() == [2]
+
+
+def test_segments_keep_their_order_through_new_episodes_and_refreshes() -> None:
+    router = arranged(DOGS_AND_CARS)
+    said = ["a dog barks", "the star shines", "a car stops"]
+    for text, number in zip(said, (0, 0, 1), strict=True):
+        router = router.file(text, number).router
+    router = router.reform(0).router
+    assert isinstance(router, NearestEpisodeRouter)
+    assert router._rows()[0] == (*_texts(DOGS_AND_CARS), *said)
+
+
+def test_what_was_said_is_arranged_with_the_history() -> None:
+    router = arranged(DOGS_AND_CARS, "a dog barks", "a car stops")
+    assert router.segments() == [7, 7]
+
+
+def test_a_short_chat_comes_back_as_one_episode() -> None:
+    assert arranged(talk(), "my dog", "the car", count=4).segments() == [2]
+    assert len(arranged(talk(), "my dog", "the car", "a dog", "a car", count=4).segments()) == 2
+
+
+def test_one_cache_files_everything_where_it_is() -> None:
+    router = Single().arrange(talk("a"), topics, words, ("b",))
+    assert router.file("anything", 0).number == 0
+    assert router.reform(0).rebuilt == (0,)
+
+
+def test_nobody_answers_before_there_are_episodes() -> None:
+    router = NearestEpisodeRouter(TopicEmbedder(), MatchRule.COSINE, (), Episodes())
+    assert router.route("dog") is None
+
+
+@pytest.mark.parametrize("given", ["20%", None])
+def test_a_chat_from_nothing_has_no_context_to_take_a_share_of(given: str | None) -> None:
+    policy = Policy.parse("pooled()" if given else "pooled(kept=0.2)")
+    with pytest.raises(UsageError, match="share of the context"):
+        resolve_budget_without_context(policy, given, SPEC)
+
+
+def test_a_chat_from_nothing_takes_a_size_of_its_own() -> None:
+    open_end = Policy.parse("pooled()")
+    assert resolve_budget_without_context(open_end, None, SPEC) == 512
+    assert resolve_budget_without_context(open_end, "96", SPEC) == 96
+    assert resolve_budget_without_context(Policy.parse("pooled(tokens=64)"), None, SPEC) == 64
+
+
+def _places(rows: np.ndarray) -> list[tuple[int, ...]]:
+    return [(place,) for place in range(len(rows))]
+
+
+def _texts(conversation: Conversation) -> tuple[str, ...]:
+    return tuple(message.content for message in conversation.messages)
+
+
+def test_too_many_episodes_are_formed_anew() -> None:
+    router = arranged(DOGS_AND_CARS)
+    row = router.episodes[0].rows[0]
+    extra = [Episode(row, row[None], (f"alone {n}",), (0,), (100 + n,)) for n in range(3)]
+    crowded = replace(router, episodes=(*router.episodes, *extra))
+    reform = crowded.reform(0)
+    assert isinstance(reform.router, NearestEpisodeRouter)
+    assert len(reform.router.episodes) == 2 and reform.rebuilt == (0, 1)
+    assert sum(len(episode.texts) for episode in reform.router.episodes) == 15
+
+
+FOUR_TOPICS = talk(*(f"{topic} {n}" for topic in ("dog", "car", "sea", "star") for n in range(6)))
+
+
+def test_tau_and_refresh_follow_the_number_of_episodes_that_silhouette_chose() -> None:
+    router = arranged(FOUR_TOPICS, count=0)
+    assert len(router.episodes) == router.formed == 4
+    filed = router.file("dog", 0).router
+    assert isinstance(filed, NearestEpisodeRouter)
+    rows = TopicEmbedder().embed_segments(_texts(FOUR_TOPICS))
+    assert filed.tau == router.former.tau(rows, rows, _places(rows), 4)
+    assert filed.tau != router.former.tau(rows, rows, _places(rows), 2)
+    row = router.episodes[0].rows[0]
+    extra = Episode(row, row[None], ("alone",), (0,), (100,))
+    crowded = replace(router, episodes=(*router.episodes, extra))
+    assert crowded.reform(0).rebuilt == (0,), "five of four formed are not too many"
+
+
+def test_fewer_topics_than_asked_for_are_not_formed_anew_at_every_refresh() -> None:
+    router = arranged(talk(*["dog", "car"] * 8), count=4)
+    assert len(router.episodes) == 2
+    assert router.reform(0).rebuilt == (0,)
+
+
+class CountingEmbedder(TopicEmbedder):
+    """Notes the texts of every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def embed_segments(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
+        self.calls.append(list(texts))
+        return super().embed_segments(texts)
+
+
+def test_tau_is_calibrated_on_exchanges_and_embeds_them_in_one_call() -> None:
+    history = Conversation(
+        "chat",
+        tuple(
+            Message(role, f"{role} speaks of dog {n}")
+            for n in range(6)
+            for role in ("user", "assistant")
+        ),
+    )
+    embedder = CountingEmbedder()
+    part = Episodes(count=2, segment=4)
+    router = part.arrange(history, lambda name: embedder, words)
+    assert len(embedder.calls) == 1, "reading does not pay for a chat"
+    router.file("my dog", 0).router.file("my car", 0)
+    [_, first, exchanges, second] = embedder.calls
+    assert (first, second) == (["my dog"], ["my car"])
+    assert exchanges == [f"user speaks of dog {n}\nassistant speaks of dog {n}" for n in range(6)]

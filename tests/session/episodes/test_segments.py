@@ -1,0 +1,248 @@
+"""Segments leave nothing out, keep the order and respect their size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from larder.core.conversation import Conversation, Message, PromptLayout
+from larder.core.errors import BadParameter
+from larder.session.episodes.segments import MessageSpan, Segment, SegmentUnit, cut_segments
+from larder.session.episodes.sentences import LONG_CHARACTERS, SHORT_CHARACTERS, sentences
+from larder.session.files import read_conversation
+from references.session.segments import slow_utterances, slow_words
+from references.session.sentences import slow_sentences
+
+# Segments per conversation with four utterances each, as counted on the published data.
+PUBLISHED = {"locomo": (93, 173), "realtalk": (103, 387)}
+
+PROSE = st.text(alphabet=list("aB I.!?…。\"') \n1é—"), max_size=60)
+LONG_PROSE = st.builds(lambda text, times: text * times, PROSE, st.integers(1, 30))
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Message:
+    said = draw(LONG_PROSE)
+    header, caption = draw(st.sampled_from([("", ""), ("DATE: May\n", ""), ("", " [a photo]")]))
+    role = draw(st.sampled_from(["system", "user", "assistant"]))
+    speaker = draw(st.sampled_from(["", "Ann"]))
+    return Message(role, header + said + caption, speaker, utterance=said)
+
+
+# Conversations are made inside the tests: the type checker draws random items of their tuples.
+MESSAGES = st.lists(messages(), max_size=8)
+FORMS = st.sampled_from(PromptLayout)
+
+
+def talk(said: list[Message], form: PromptLayout = PromptLayout.CHAT) -> Conversation:
+    return Conversation("talk", tuple(said), form=form)
+
+
+def vowels(text: str) -> int:
+    """A stand-in for a tokenizer: cheap, and unlike both words and characters."""
+    return sum(character in "aeIé" for character in text) + 1
+
+
+def transcript(*texts: str) -> Conversation:
+    said = tuple(Message("user", text, speaker="Ann") for text in texts)
+    return Conversation("talk", said, form=PromptLayout.TRANSCRIPT)
+
+
+def weight(segment: Segment, conversation: Conversation, unit: SegmentUnit) -> int:
+    """Weigh a segment again from its characters; only for messages that are all utterance."""
+    parts = [
+        conversation.messages[piece.message].content[piece.start : piece.stop]
+        for piece in segment.pieces
+        if conversation.messages[piece.message].role != "system"
+    ]
+    words = [word for part in parts for word in part.split()]
+    return len(words) if unit is SegmentUnit.WORDS else sum(map(vowels, words))
+
+
+class TestEverything:
+    @settings(max_examples=40)
+    @given(MESSAGES, FORMS, st.sampled_from(SegmentUnit), st.integers(1, 9))
+    def test_every_character_is_in_exactly_one_piece(
+        self, said: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
+    ) -> None:
+        conversation = talk(said, form)
+        segments = cut_segments(conversation, unit, size, vowels)
+        pieces = [piece for segment in segments for piece in segment.pieces]
+        for index, message in enumerate(conversation.messages):
+            own = [piece for piece in pieces if piece.message == index]
+            assert [piece.start for piece in own[1:]] == [piece.stop for piece in own[:-1]]
+            assert (own[0].start, own[-1].stop) == (0, len(message.content))
+            assert "".join(message.content[p.start : p.stop] for p in own) == message.content
+
+    @settings(max_examples=40)
+    @given(MESSAGES, FORMS, st.sampled_from(SegmentUnit), st.integers(1, 9))
+    def test_order_is_kept(
+        self, said: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
+    ) -> None:
+        segments = cut_segments(talk(said, form), unit, size, vowels)
+        pieces = [piece for segment in segments for piece in segment.pieces]
+        assert pieces == sorted(pieces, key=lambda piece: (piece.message, piece.start))
+        assert [segment.index for segment in segments] == list(range(len(segments)))
+        for segment in segments:
+            assert list(segment.messages) == [piece.message for piece in segment.pieces]
+
+    @settings(max_examples=40)
+    @given(MESSAGES, st.sampled_from([SegmentUnit.WORDS, SegmentUnit.TOKENS]), st.integers(1, 9))
+    def test_size_is_exceeded_by_single_words_alone(
+        self, said: list[Message], unit: SegmentUnit, size: int
+    ) -> None:
+        conversation = talk([Message(each.role, each.utterance) for each in said])
+        for segment in cut_segments(conversation, unit, size, vowels):
+            words = len(segment.text.split())
+            assert weight(segment, conversation, unit) <= size or words == 1 or not segment.text
+
+    @settings(max_examples=40)
+    @given(MESSAGES)
+    def test_segments_have_text_where_there_is_any(self, said: list[Message]) -> None:
+        assume(any(each.content.strip() for each in said if each.role != "system"))
+        assert "".join(segment.text for segment in cut_segments(talk(said))).strip()
+
+
+class TestUtterances:
+    @settings(max_examples=40)
+    @given(MESSAGES, st.integers(1, 6))
+    def test_equals_the_slow_grouping(self, said: list[Message], size: int) -> None:
+        expected = slow_utterances(tuple(said), size)
+        assume(expected)
+        segments = cut_segments(talk(said, PromptLayout.TRANSCRIPT), size=size)
+        assert [segment.text for segment in segments] == expected
+
+    def test_four_each_and_the_last_is_short(self) -> None:
+        segments = cut_segments(transcript(*"abcdefghij"))
+        assert [segment.messages for segment in segments] == [range(4), range(4, 8), range(8, 10)]
+        assert [segment.text for segment in segments] == ["a\nb\nc\nd", "e\nf\ng\nh", "i\nj"]
+
+    def test_a_session_header_joins_what_follows_and_is_not_embedded(self) -> None:
+        roles = ["system", "user", "assistant", "system", "user", "system"]
+        said = tuple(Message(role, f"{role} {i}") for i, role in enumerate(roles))
+        segments = cut_segments(Conversation("talk", said), size=2)
+        assert [segment.messages for segment in segments] == [range(3), range(3, 6)]
+        assert [segment.text for segment in segments] == ["user 1\nassistant 2", "user 4"]
+
+    def test_headers_alone_are_embedded_for_want_of_better(self) -> None:
+        (segment,) = cut_segments(Conversation("talk", (Message("system", "Be brief."),)))
+        assert segment.text == "Be brief."
+
+    def test_no_messages_no_segments(self) -> None:
+        assert cut_segments(Conversation("talk", ())) == ()
+
+    def test_headers_and_captions_are_covered_but_not_embedded(self) -> None:
+        message = Message("user", "DATE: May\nHello there. [a photo]", utterance="Hello there.")
+        (segment,) = cut_segments(Conversation("talk", (message,), form=PromptLayout.TRANSCRIPT))
+        assert segment == Segment(0, (MessageSpan(0, 0, len(message.content)),), "Hello there.")
+
+    def test_an_utterance_told_otherwise_stays_whole(self) -> None:
+        message = Message("assistant", "Lots of words. " * 50, utterance="A summary of them.")
+        (segment,) = cut_segments(Conversation("talk", (message,)))
+        assert segment.text == "A summary of them."
+        assert segment.pieces == (MessageSpan(0, 0, len(message.content)),)
+
+    def test_long_chat_messages_count_by_sentence_and_transcripts_do_not(self) -> None:
+        long = "This sentence goes on for a while. " * 16
+        said = (Message("user", "Tell me."), Message("assistant", long))
+        assert len(long) > LONG_CHARACTERS
+        chat = cut_segments(Conversation("talk", said))
+        assert len(chat) == 5  # 1 + 16 units
+        assert chat[0].pieces == (MessageSpan(0, 0, 8), MessageSpan(1, 0, 105))
+        assert chat[1].messages == range(1, 2)
+        assert len(cut_segments(Conversation("talk", said, form=PromptLayout.TRANSCRIPT))) == 1
+
+    def test_documents_are_cut_whatever_their_length(self) -> None:
+        text = "One sentence here.\n\nAnother paragraph. And more of it."
+        document = Conversation("talk", (Message("user", text),), form=PromptLayout.DOCUMENT)
+        assert [s.text for s in cut_segments(document, size=1)] == [
+            "One sentence here.",
+            "Another paragraph.",
+            "And more of it.",
+        ]
+
+    @pytest.mark.parametrize("kind", PUBLISHED)
+    def test_published_conversations_have_the_published_count(
+        self, kind: str, shared_data: Path
+    ) -> None:
+        files = sorted((shared_data / kind).glob("*.json"))
+        if not files:
+            pytest.skip(f"no {kind} files")
+        counts = [len(cut_segments(read_conversation(file))) for file in files]
+        assert (min(counts), max(counts)) == PUBLISHED[kind]
+
+
+class TestWordsAndTokens:
+    @settings(max_examples=40)
+    @given(MESSAGES, st.sampled_from([SegmentUnit.WORDS, SegmentUnit.TOKENS]), st.integers(1, 9))
+    def test_equals_the_slow_filling(
+        self, said: list[Message], unit: SegmentUnit, size: int
+    ) -> None:
+        expected = slow_words(
+            tuple(said), size, vowels if unit is SegmentUnit.TOKENS else lambda word: 1
+        )
+        assume(expected)
+        # An utterance of white space alone is no word, so it must weigh nothing here either.
+        segments = cut_segments(
+            talk(said), unit, size, lambda word: vowels(word) if word.strip() else 0
+        )
+        assert [segment.text.split() for segment in segments] == [
+            [word for _, word in group] for group in expected
+        ]
+
+    def test_words_cross_messages(self) -> None:
+        segments = cut_segments(transcript("one two", "three four", "five"), SegmentUnit.WORDS, 3)
+        assert [segment.text for segment in segments] == ["one two\nthree", "four\nfive"]
+        assert segments[0].pieces == (MessageSpan(0, 0, 7), MessageSpan(1, 0, 5))
+        assert segments[1].pieces == (MessageSpan(1, 5, 10), MessageSpan(2, 0, 4))
+
+    def test_a_heavy_word_stands_alone(self) -> None:
+        segments = cut_segments(
+            transcript("a bbbbbbbb c d"), SegmentUnit.TOKENS, 3, lambda text: len(text.strip())
+        )
+        assert [segment.text for segment in segments] == ["a", "bbbbbbbb", "c d"]
+
+
+class TestRefusals:
+    def test_size(self) -> None:
+        with pytest.raises(BadParameter, match="segment size must be at least 1, got 0"):
+            cut_segments(transcript("a"), size=0)
+
+    def test_tokens_without_a_tokenizer(self) -> None:
+        with pytest.raises(BadParameter, match="need `count`"):
+            cut_segments(transcript("a"), SegmentUnit.TOKENS)
+
+
+class TestSentences:
+    @given(LONG_PROSE)
+    def test_equals_the_slow_walk(self, text: str) -> None:
+        assume(text)
+        assert sentences(text) == slow_sentences(text, SHORT_CHARACTERS, LONG_CHARACTERS)
+
+    @given(st.text(max_size=200))
+    def test_spans_leave_nothing_out(self, text: str) -> None:
+        assert "".join(text[start:stop] for start, stop in sentences(text)) == text
+        long = text * 20
+        lengths = [len(long[start:stop].strip()) for start, stop in sentences(long)]
+        assert max(lengths, default=0) <= LONG_CHARACTERS
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            ["Dr. Smith said hello. ", '"Did he really?" she asked. ', "He did, indeed!"],
+            ["It costs 3.50 dollars, e.g. in Rome. ", "Add 1.5 percent."],
+            ["1. The first item\n", "2. The second item\n\n", "A new paragraph."],
+            ["So do I. The plan of J. Doe was good. "],
+            ["He waited... and waited... ", "Nobody came at all."],
+            ["今天天气很好，我们去公园散步。", "明天可能会下雨，所以带伞。"],
+            ["Yes. I said so before. ", "You heard me. ", "It is so. Right."],
+            ["x" * 500, "x" * 100],
+            ["word " * 100, "word " * 20],
+        ],
+    )
+    def test_by_hand(self, parts: list[str]) -> None:
+        text = "".join(parts)
+        assert [text[start:stop] for start, stop in sentences(text)] == parts

@@ -1,0 +1,207 @@
+"""Files of every form become conversations, and bad ones a line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from larder.core.conversation import Conversation, Message, PromptLayout, Question
+from larder.core.errors import InputError
+from larder.session.files import document, find_files, read_conversation
+
+
+def write(folder: Path, content: object, name: str = "talk.json") -> Path:
+    path = folder / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def text_of(conversation: Conversation) -> str:
+    return conversation.opening + "".join(message.content for message in conversation.messages)
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_conversation(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+class TestChats:
+    def test_messages_and_questions(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path,
+            {
+                "messages": [{"role": "user", "content": "My cat is Tom."}],
+                "qa": [
+                    {"question": "Who is Tom?", "answer": "my cat", "kind": "single"},
+                    {"question": "How many cats?", "answer": 1},
+                ],
+            },
+        )
+        assert read_conversation(path) == Conversation(
+            name="talk",
+            messages=(Message("user", "My cat is Tom."),),
+            questions=(
+                Question("Who is Tom?", "my cat", "single"),
+                Question("How many cats?", "1"),
+            ),
+        )
+
+    def test_questions_may_be_absent(self, tmp_path: Path) -> None:
+        path = write(tmp_path, {"messages": [{"role": "system", "content": "x"}]})
+        assert read_conversation(path).questions == ()
+
+    def test_list_of_messages(self, tmp_path: Path) -> None:
+        entries = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        conversation = read_conversation(write(tmp_path, entries))
+        assert conversation.form is PromptLayout.CHAT
+        assert [(m.role, m.content) for m in conversation.messages] == [
+            ("user", "a"),
+            ("assistant", "b"),
+        ]
+
+    def test_a_date_is_shown_where_it_changes_and_never_by_the_assistant(
+        self, tmp_path: Path
+    ) -> None:
+        said = [("user", "Mon"), ("assistant", "Mon"), ("assistant", "Tue"), ("user", "Tue")]
+        said += [("user", "Tue")]
+        entries = [{"role": role, "content": "x", "date": date} for role, date in said]
+        messages = read_conversation(write(tmp_path, entries)).messages
+        assert [m.content for m in messages] == ["[Mon]\nx", "x", "x", "[Tue]\nx", "x"]
+        assert [m.date for m in messages] == ["Mon", "Mon", "Tue", "Tue", "Tue"]
+        assert {m.utterance or m.content for m in messages} == {"x"}
+
+    def test_a_byte_order_mark_is_no_error(self, tmp_path: Path) -> None:
+        path = write(tmp_path, b'\xef\xbb\xbf[{"role": "user", "content": "x"}]')
+        assert read_conversation(path).messages == (Message("user", "x"),)
+
+
+class TestDocuments:
+    def test_a_paragraph_is_a_message(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "# One\n\n  two\nthree\n \n\nfour", "notes.md")
+        conversation = read_conversation(path)
+        assert (conversation.form, conversation.name) == (PromptLayout.DOCUMENT, "notes")
+        contents = [message.content for message in conversation.messages]
+        assert contents == ["# One\n\n", "  two\nthree\n \n\n", "four"]
+        assert [m.utterance for m in conversation.messages] == ["# One", "two\nthree", "four"]
+
+    @given(st.text(alphabet="a \n\r\t", min_size=1).filter(str.strip))
+    def test_paragraphs_joined_are_the_file(self, text: str) -> None:
+        conversation = document.read_document(text, "any")
+        assert text_of(conversation) == text
+        assert all(message.utterance for message in conversation.messages)
+
+
+class TestFinding:
+    def test_a_folder_stands_for_its_conversations(self, tmp_path: Path) -> None:
+        for name in ("b.json", "a.JSON", "README.md", ".hidden.json", "c.png"):
+            write(tmp_path, "x", name)
+        assert [path.name for path in find_files([tmp_path])] == ["a.JSON", "b.json"]
+
+    def test_or_for_its_documents(self, tmp_path: Path) -> None:
+        for name in ("b.txt", "a.md", "c.png"):
+            write(tmp_path, "x", name)
+        assert [path.name for path in find_files([tmp_path])] == ["a.md", "b.txt"]
+
+    def test_a_file_named_twice_is_read_once(self, tmp_path: Path) -> None:
+        paths = [write(tmp_path, "x", name) for name in ("b.json", "a.json")]
+        assert find_files([paths[0], tmp_path]) == paths
+
+    def test_a_folder_without_readable_files(self, tmp_path: Path) -> None:
+        write(tmp_path, "x", "c.png")
+        with pytest.raises(InputError, match="holds no readable file.*json, .txt, .md"):
+            find_files([tmp_path])
+
+    def test_a_missing_path(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="gone.json does not exist"):
+            find_files([tmp_path / "gone.json"])
+
+
+class TestBadInput:
+    def test_missing_file(self, tmp_path: Path) -> None:
+        assert "does not exist" in complaint(tmp_path / "gone.json")
+
+    def test_folder(self, tmp_path: Path) -> None:
+        assert "is a folder: name a file" in complaint(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("content", "name", "said"),
+        [
+            (b"", "talk.json", "is empty"),
+            (b"", "talk.md", "is empty"),
+            (b" \n\t ", "talk.json", "is blank"),
+            (b" \n\t ", "talk.txt", "is blank"),
+            (b"\xff\xfe\x00\x01", "talk.json", "byte 0 is not UTF-8"),
+            (b"a\x00b", "talk.txt", "zero bytes"),
+            (b"x", "talk.docx", "ends in '.docx': a file must end in one of .json, .txt, .md"),
+            (b"x", "talk", "ends in 'nothing'"),
+            (b'[\n  {"role": }]', "talk.json", "line 2, column 12"),
+            (b"[" * 100_000, "talk.json", "nests too deeply"),
+            (b"9" * 5000, "talk.json", "thousands of digits"),
+        ],
+    )
+    def test_bytes(self, tmp_path: Path, content: bytes, name: str, said: str) -> None:
+        assert said in complaint(write(tmp_path, content, name))
+
+    @pytest.mark.parametrize("content", [{}, {"text": "x"}, "3", '"text"', "null"])
+    def test_json_of_no_known_shape_lists_the_known(self, tmp_path: Path, content: object) -> None:
+        said = complaint(write(tmp_path, content))
+        assert all(word in said for word in ('{"messages"', "list of", "LoCoMo", "RealTalk"))
+
+    @pytest.mark.parametrize(
+        ("entry", "said"),
+        [
+            ({"role": "robot", "content": "x"}, "unknown role 'robot'.* system, user, assistant"),
+            ({"content": "x"}, "message 2 has no 'role'"),
+            ({"role": "user"}, "message 2 has no 'content'"),
+            ({"role": "user", "content": ["x"]}, "'content' must be a text, got a list"),
+            ({"role": "user", "content": None}, "'content' must be a text, got null"),
+            ({"role": "user", "content": {}}, "'content' must be a text, got an object"),
+            ({"role": "user", "content": 7}, "'content' must be a text, got the number 7"),
+            ({"role": "user", "content": " "}, "'content' is blank"),
+            ({"role": "user", "content": "\ud83d"}, "half a surrogate pair"),
+            ({"role": "user", "content": "x", "date": []}, "'date' must be a text or a number"),
+            ("x", "message 2 must be an object"),
+            ({"conversation": {}}, "a whole LoCoMo sample"),
+        ],
+    )
+    def test_message(self, tmp_path: Path, entry: object, said: str) -> None:
+        entries = [{"role": "user", "content": "fine"}, entry]
+        for content in (entries, {"messages": entries}):
+            with pytest.raises(InputError, match=said):
+                read_conversation(write(tmp_path, content))
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ({"messages": [], "qa": []}, "list of messages is empty"),
+            ([], "list of messages is empty"),
+            ({"messages": "x"}, "'messages' must be a list"),
+            ({"messages": [{"role": "user", "content": "x"}], "qa": {}}, "'qa' must be a list"),
+        ],
+    )
+    def test_lists(self, tmp_path: Path, content: object, said: str) -> None:
+        assert said in complaint(write(tmp_path, content))
+
+    @pytest.mark.parametrize(
+        ("entry", "said"),
+        [
+            ({"answer": "x"}, "qa 1 has no 'question'"),
+            ({"question": ["x"], "answer": "x"}, "qa 1: 'question' must be a text"),
+            ({"question": "x", "answer": ["x"]}, "qa 1: 'answer' must be a text or a number"),
+            ({"question": "x", "answer": True}, "must be a text or a number, got true"),
+        ],
+    )
+    def test_question(self, tmp_path: Path, entry: object, said: str) -> None:
+        content = {"messages": [{"role": "user", "content": "x"}], "qa": [entry]}
+        assert said in complaint(write(tmp_path, content))

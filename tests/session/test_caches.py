@@ -1,0 +1,80 @@
+"""How the caches of a conversation change places."""
+
+from __future__ import annotations
+
+import torch
+
+from larder.cache.sequence import CacheForm, SequenceCache
+from larder.core.plan import Plan
+from larder.core.recall import OffloadSpec
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import Mode
+from larder.recall.flat import Flat
+from larder.session.caches import SessionCaches
+
+SPEC = ModelSpec(
+    (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)),
+    torch.float32,
+    torch.device("cpu"),
+)
+
+
+def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
+    shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
+    active = shelf.activate(0)
+    grown = shelf.holding(2, _cache(7)).holding(1, _cache(9))
+    assert [holding.next_position for holding in grown.holdings()] == [3, 9, 7]
+    assert grown.activate(0) is active
+    assert [holding.next_position for holding in shelf.holdings()] == [3, 5]
+
+
+def test_what_replaces_the_active_cache_is_active_as_it_is() -> None:
+    shelf, other = SessionCaches(SPEC, [_cache(3)]), _cache(4)
+    shelf.activate(0)
+    replaced = shelf.holding(0, other)
+    assert replaced.activate(0) is other
+    assert shelf.activate(0).next_position == 3
+
+
+def test_a_shelf_at_rest_holds_everything_once() -> None:
+    shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
+    shelf.activate(1)
+    active_bytes = shelf.nbytes - shelf.parked_bytes
+    assert active_bytes == shelf.holdings()[1].nbytes
+    shelf.rest()
+    assert shelf.active is None and shelf.nbytes == shelf.parked_bytes
+    assert len(shelf) == 2
+
+
+def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
+    cache = _cache(40, OffloadSpec(Flat(tokens=8, page=4, dense=0)))
+    for layer in SPEC.layers:
+        cache.apply(layer.index, Plan(torch.tensor([0, 1, 39, 40, 41, 79]), (3, 3)))
+    shelf = SessionCaches(SPEC, [cache])
+    slots = 2 * 2 * 8 * (2 * 8 * 4 + 4)  # rows of all layers and heads, each with its bias
+    [resting] = shelf.holdings()
+    assert slots + 2 * 2 * 3 * (2 * 8 * 4 + 4) <= resting.in_use < resting.nbytes
+    own = shelf.activate(0)
+    assert resting.in_use <= shelf.in_use_bytes < resting.in_use + 512  # lengths of heads
+    assert own.fast_nbytes + slots == shelf.in_use_bytes
+    _read(own, 1, 40)
+    tables = 512  # of heads, pages and slots; room for tokens comes with the first of them
+    assert own.fast_nbytes == shelf.in_use_bytes
+    own.compact()
+    assert resting.in_use + 4 * 68 <= shelf.in_use_bytes <= resting.in_use + 4 * 68 + 2 * tables
+
+
+def _cache(tokens: int, parking: OffloadSpec | None = None) -> SequenceCache:
+    form = CacheForm.RAGGED if parking is None else CacheForm.TIERED
+    cache = SequenceCache(SPEC, form, parking=parking)
+    _read(cache, tokens, 0)
+    return cache
+
+
+def _read(cache: SequenceCache, tokens: int, start: int) -> None:
+    for layer in SPEC.layers:
+        queries = torch.randn(layer.query_heads, tokens, layer.head_dim)
+        keys = torch.randn(layer.kv_heads, tokens, layer.head_dim)
+        positions = torch.arange(start, start + tokens)
+        cache.attend(layer.index, queries, keys, keys, positions, Mode.APPEND, (tokens,))
+    cache.advance(tokens)

@@ -1,0 +1,63 @@
+"""A budget in bytes is one of all that a cache holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from larder.core.errors import BudgetError
+from larder.models.decoder import Decoder
+from larder.models.loading import adopt
+from larder.models.tiny import tiny
+from larder.prefill.meter import Meter
+from larder.session.budget_resolution import resolve_budget, resolve_budget_without_context
+from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
+
+CONTEXT = 1000
+ASKED = 96 << 10
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return adopt(tiny("qwen3", layers=2))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "sinks_and_window() > uniform()",
+        "column_mass() > uniform()",
+        "roco() > uniform()",
+        "column_mass() > pooled() > elastic()",
+        "sinks_and_window() > ladder()",
+        "novelty() > uniform()",
+        "roco() > uniform() > quantized(bits=2, group=32)",
+        "morph(window=8) > uniform()",
+    ],
+)
+def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, sentence) -> None:
+    policy = Policy.parse(sentence)
+    spec = decoder.spec
+    tokens = resolve_budget(policy, f"{ASKED // 1024}KiB", CONTEXT, spec)
+    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
+    shelf = build_caches(desk, policy.filled(tokens, None), some_ids(CONTEXT), [{}], Meter())
+    assert 0.8 * ASKED < shelf.nbytes <= ASKED
+    tail = shelf.activate(0).latest.tail
+    assert len(tail) == ("novelty" in sentence) * spec.width
+
+
+def test_what_is_remembered_can_be_all_that_a_budget_holds(decoder) -> None:
+    policy, spec = Policy.parse("column_mass() > uniform()"), decoder.spec
+    heads = sum(layer.kv_heads for layer in spec.managed)
+    least = spec.managed_bytes_per_token() + heads * (4 + 4 + 16)  # position, column; where it is
+    assert resolve_budget_without_context(policy, f"{least / 1024}KiB", spec) == 1
+    with pytest.raises(BudgetError, match=f"one takes {least} bytes"):
+        resolve_budget_without_context(policy, f"{(least - 1) / 1024}KiB", spec)
+
+
+def _nobody(name: str) -> Any:
+    raise AssertionError(name)

@@ -1,0 +1,204 @@
+"""Chats on the disk: what is kept, what is refused, and what is never overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from larder.core.conversation import Conversation, Message, PromptLayout
+from larder.core.errors import InputError
+from larder.session.transcript.chat_log import ChatLog, ChatTurn
+from larder.session.transcript.session_file import (
+    ChatIdentity,
+    SessionFile,
+    seal_session_files,
+    session_path,
+)
+from larder.store.encryption import encryption_for
+
+STAMP = ChatIdentity("seed", "abc", "single() > whole()")
+LOG = ChatLog(
+    Conversation(
+        "talk",
+        (Message("user", "«Hi» 👋", "Ann", "8 May", "Hi"), Message("assistant", "Hello.")),
+        form=PromptLayout.TRANSCRIPT,
+        opening="Below:\n",
+        question_prompt="Say: {question}",
+    ),
+    (ChatTurn("What?", "That.", (1, 2, 3)),),
+)
+
+
+def written(name: str = "mine") -> tuple[Path, dict[str, Any]]:
+    book = SessionFile(name)
+    book.save(LOG, STAMP)
+    return book.path, json.loads(book.path.read_text(encoding="utf-8"))
+
+
+def test_what_is_saved_is_loaded() -> None:
+    written()
+    kept = SessionFile("mine").load()
+    assert kept is not None and kept.log == LOG and kept.stamp == STAMP
+
+
+def test_a_new_name_has_nothing_kept_and_leaves_no_folder(larder_home: Path) -> None:
+    assert SessionFile("mine").load() is None
+    assert not larder_home.exists()
+
+
+def test_the_file_says_what_was_said_in_plain_words() -> None:
+    _, record = written()
+    assert record["schema"] == 1
+    assert record["turns"][0]["messages"] == [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "That."},
+    ]
+    assert record["model"] == {"name": "seed", "fingerprint": "abc"}
+
+
+def test_every_save_replaces_the_file_and_leaves_nothing_beside_it() -> None:
+    book = SessionFile("mine")
+    book.save(LOG, STAMP)
+    book.save(LOG.plus(ChatTurn("More?", "No.", (4,))), STAMP)
+    kept = SessionFile("mine").load()
+    assert kept is not None and len(kept.log.exchanges) == 2
+    assert [file.name for file in book.path.parent.iterdir()] == ["mine.json"]
+
+
+def test_under_a_key_the_file_is_hidden() -> None:
+    pytest.importorskip("cryptography")
+    path, _ = written()
+    before, sealing = path.read_bytes(), encryption_for(b"k" * 32, "chats")
+    with pytest.raises(InputError, match="larder cache seal"):  # anybody may have written it
+        SessionFile("mine", sealing).load()
+    assert (
+        path.read_bytes() == before
+        and seal_session_files(sealing) == 1
+        and seal_session_files(sealing) == 0
+    )
+    assert b"What?" not in path.read_bytes() and b"seed" not in path.read_bytes()
+    again = SessionFile("mine", encryption_for(b"k" * 32, "chats")).load()
+    assert again is not None and again.log == LOG
+    for key, said in ((b"o" * 32, "with this key"), (None, "give --key-file")):
+        with pytest.raises(InputError, match=said):
+            SessionFile("mine", encryption_for(key, "chats")).load()
+
+
+def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = written()
+    before = path.read_bytes()
+    book = SessionFile("mine")
+    book.load()
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fail)
+        with pytest.raises(KeyboardInterrupt):
+            book.save(LOG.plus(ChatTurn("More?", "No.", (4,))), STAMP)
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["mine.json"]
+
+
+def _without(record: dict[str, Any], *keys: str | int) -> str:
+    place: Any = record
+    for key in keys[:-1]:
+        place = place[key]
+    del place[keys[-1]]
+    return json.dumps(record)
+
+
+def _with(record: dict[str, Any], value: object, *keys: str | int) -> str:
+    place: Any = record
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    return json.dumps(record)
+
+
+DAMAGE = {
+    "empty": lambda r: "",
+    "cut": lambda r: json.dumps(r)[:-40],
+    "list": lambda r: "[1]",
+    "deep": lambda r: "[" * 100_000,
+    "no schema": lambda r: _without(r, "schema"),
+    "newer": lambda r: _with(r, 2, "schema"),
+    "no model": lambda r: _without(r, "model"),
+    "model text": lambda r: _with(r, "seed", "model"),
+    "no history": lambda r: _without(r, "history"),
+    "form": lambda r: _with(r, "poem", "history", "form"),
+    "role": lambda r: _with(r, "robot", "history", "messages", 0, "role"),
+    "content": lambda r: _with(r, 7, "history", "messages", 0, "content"),
+    "turns": lambda r: _with(r, {}, "turns"),
+    "one message": lambda r: _without(r, "turns", 0, "messages", 1),
+    "no ids": lambda r: _with(r, [], "turns", 0, "ids"),
+    "ids": lambda r: _with(r, [1, "2"], "turns", 0, "ids"),
+    "negative": lambda r: _with(r, [-1], "turns", 0, "ids"),
+    "truth": lambda r: _with(r, [True], "turns", 0, "ids"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_and_not_overwritten(damage: str) -> None:
+    path, record = written()
+    path.write_text(DAMAGE[damage](record), encoding="utf-8")
+    before = path.read_bytes()
+    book = SessionFile("mine")
+    with pytest.raises(InputError, match="session name|Larder that wrote it") as caught:
+        book.load()
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="changed by someone else"):
+        book.save(LOG, STAMP)
+    assert path.read_bytes() == before
+
+
+def test_bytes_that_are_no_text_are_damage() -> None:
+    path, _ = written()
+    path.write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(InputError, match="damaged"):
+        SessionFile("mine").load()
+
+
+def test_a_file_that_another_chat_has_changed_is_not_overwritten() -> None:
+    path, _ = written()
+    first, second = SessionFile("mine"), SessionFile("mine")
+    first.load(), second.load()
+    second.save(LOG.plus(ChatTurn("More?", "No.", (4,))), STAMP)
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="changed by someone else"):
+        first.save(LOG, STAMP)
+    assert path.read_bytes() == before
+
+
+def test_a_home_that_cannot_be_written_to_is_named(larder_home: Path) -> None:
+    larder_home.write_text("a file, not a folder")
+    with pytest.raises(InputError, match="LARDER_HOME"):
+        SessionFile("mine").save(LOG, STAMP)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a\n", " a", "a" * 256, "a\0"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(InputError, match="session's name must"):
+        session_path(name)
+
+
+def test_any_other_name_is_a_file_of_its_own(larder_home: Path) -> None:
+    names = ("a/b", "../a", "a\\b", "a b", "-a", ".a", "é", "a" * 101, "👩‍💻 notes", "~x")
+    files = {session_path(name) for name in names}
+    assert len(files) == len(names) and {file.parent for file in files} == {
+        larder_home / "sessions"
+    }
+    assert all(file.name.isascii() and len(file.name) < 100 for file in files)
+    book = SessionFile("👩‍💻 notes")
+    book.save(LOG, STAMP)
+    kept = SessionFile("👩‍💻 notes").load()
+    assert kept is not None and kept.log == LOG
+
+
+@pytest.mark.parametrize("name", ["a", "Ann_2.v1-b", "7", "a" * 100])
+def test_names_that_are_some(name: str, larder_home: Path) -> None:
+    assert session_path(name) == larder_home / "sessions" / f"{name}.json"

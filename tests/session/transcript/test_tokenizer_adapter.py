@@ -1,0 +1,46 @@
+"""Where each message stands among the tokens, whatever its text has in common with headers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from larder.core.conversation import Conversation, Message, PromptLayout
+from larder.models.loading import Loaded
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+
+@pytest.fixture
+def seed(seed_model: Loaded) -> Loaded:
+    return seed_model
+
+
+CONTENTS = ("hello there", "a", "s", "user", "assistant", " user ", "", "fine")
+
+
+def a_chat() -> Conversation:
+    roles = ("user", "assistant") * 4
+    return Conversation("chat", tuple(map(Message, roles, CONTENTS)))
+
+
+def test_a_short_message_is_not_found_in_a_header(seed: Loaded) -> None:
+    written = TokenizerAdapter(seed.tokenizer).write(a_chat())
+    shown = [seed.tokenizer.decode(list(written.ids[a:b])) for a, b in written.spans]
+    for place, (one, said) in enumerate(zip(shown, CONTENTS, strict=True)):
+        # The header of its own turn, and nothing of the next one.
+        header = "assistant" if place % 2 else "user"
+        assert one.strip().endswith(said.strip()), (place, one)
+        assert one.count("<|user|>") + one.count("<|assistant|>") == 1, (place, one)
+        assert f"<|{header}|>" in one
+
+
+def test_utterances_are_not_found_in_the_opening(seed: Loaded) -> None:
+    talk = replace(a_chat(), form=PromptLayout.TRANSCRIPT, opening="a user said a word:\n")
+    text, starts = TokenizerAdapter(seed.tokenizer).text(talk)
+    spans = TokenizerAdapter(seed.tokenizer).write(talk).spans
+    stops = [text.index(talk.opening) + len(talk.opening)]
+    for content in CONTENTS:
+        stops.append(stops[-1] + len(content))
+    for (_, stop), expected in zip(spans, stops[1:], strict=True):
+        assert expected <= starts[stop] <= expected + 12, "tokens may reach over a border"

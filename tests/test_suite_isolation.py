@@ -1,0 +1,111 @@
+"""The guards of conftest.py do guard."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import AbstractArray, Float, Float32, Int, jaxtyped
+from jaxtyping._storage import get_shape_memo
+from torch import Tensor
+
+from type_checking import ASKED, PACKAGE, UNCHECKED, checked, checked_modules, fits
+
+
+def test_the_network_is_out_of_reach() -> None:
+    with socket.socket() as out, pytest.raises(RuntimeError, match="reached for the network"):
+        out.connect(("192.0.2.1", 80))
+    with pytest.raises(RuntimeError, match="reached for the network"):
+        socket.create_connection(("example.org", 80), timeout=1)
+
+
+def test_this_machine_is_in_reach() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=5).close()
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_home_is_the_tests_own(larder_home: Path, session_home: Path, turn: int) -> None:
+    assert Path(os.environ["LARDER_HOME"]) == larder_home
+    assert larder_home.parent == session_home
+    larder_home.mkdir()  # nothing is there, of the other turn neither
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_every_test_draws_the_same_numbers(turn: int) -> None:
+    drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    assert drawn == pytest.approx((0.8444218515, 0.5488135039, 0.4962565899))
+
+
+def test_wrong_types_are_noticed() -> None:
+    from larder.core.conversation import Message
+
+    with pytest.raises(Exception, match=r"role|str"):
+        Message(role=3, content="")  # type: ignore[arg-type]
+
+
+def paired(keys: Float[Tensor, "S D"], values: Float[Tensor, "S D"]) -> Float[Tensor, " S"]:
+    return keys[:, 0] + values[: len(keys), 0]
+
+
+def cut(keys: Float[Tensor, "S D"]) -> Float[Tensor, "S D"]:
+    return keys[1:]
+
+
+def each(keys: Float[Tensor, "S D"], count: int) -> Iterator[Float[Tensor, " D"]]:
+    yield from keys[:count]
+
+
+@dataclass(frozen=True)
+class Pair:
+    keys: Float[Tensor, "S D"]
+    values: Float[Tensor, "S D"]
+
+
+def test_dimension_names_stand_for_one_size_within_a_call() -> None:
+    for target in (paired, Pair):
+        strict = checked(target)
+        strict(torch.ones(3, 2), torch.ones(3, 2))
+        strict(torch.ones(4, 5), torch.ones(4, 5))
+        for keys, values in (((3, 2), (4, 2)), ((3, 2), (3, 1)), ((3,), (3,))):
+            with pytest.raises(Exception, match=r"keys|values"):
+                strict(torch.ones(keys), torch.ones(values))
+
+
+KINDS = [Float[Tensor, "S D"], Float[Tensor, "S S"], Float[Tensor, " _"], Int[Tensor, "D _ D"]]
+MORE = [Float32[Tensor, "3 D"], Float[Tensor, "*S D"], Float[Tensor, "S+1"], Float[np.ndarray, "S"]]
+SHAPES = [(3, 2), (2, 2), (3,), (2, 5, 2), (2, 5, 3), (4,), ()]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
+def test_a_tensor_is_recognised_where_jaxtyping_recognises_it(kind: type[AbstractArray]) -> None:
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
+            told = []
+            for asked in (fits, ASKED):
+                with jaxtyped("context"):  # pyright: ignore
+                    assert fits(Float[Tensor, " S"], torch.ones(3))
+                    given = torch.ones(shape, dtype=dtype)
+                    told.append((asked(kind, given), get_shape_memo()[:2]))
+            assert told[0] == told[1]
+
+
+def test_results_and_generators_are_checked() -> None:
+    with pytest.raises(Exception, match="return"):
+        checked(cut)(torch.ones(3, 2))
+    assert len([*checked(each)(torch.ones(3, 2), 2)]) == 2
+    with pytest.raises(Exception, match="count"):
+        [*checked(each)(torch.ones(3, 2), "2")]
+
+
+def test_every_module_but_the_kernels_is_checked() -> None:
+    modules = set(checked_modules(PACKAGE, UNCHECKED))
+    assert "larder.core" in modules
+    assert not {"larder", "larder.ops", "larder.ops.cpu"} & modules
