@@ -13,9 +13,9 @@ import zstandard
 from larder.core.types import AppendKind, Mode
 from larder.engine.engine import Engine
 from larder.engine.sampler import SamplingParams
-from larder.models.passes import Row
-from larder.prefill.base import pieces
-from larder.prefill.reader import Lane
+from larder.models.forward_batch import BatchSegment
+from larder.prefill.base import split_blocks
+from larder.prefill.reader import PrefillSequence
 from larder.server.rule import Rule
 from larder.server.sitting import ID, Asked, Said
 from larder.session.prompts import common_prompts
@@ -93,10 +93,10 @@ def _logit_gap(engine: Engine, before: Sequence[Said], said: Said, answered: int
     ids = [token for each in before for part in (each.prompt, each.answer) for token in part]
     text = (*ids, *said.prompt, *said.answer[:answered])
     cache, reader = rule.empty(), rule.reader(len(text))
-    lane = Lane(cache, common_prompts(engine.scribe))
-    for block in pieces(text[:-1], rule.block):
+    lane = PrefillSequence(cache, common_prompts(engine.scribe))
+    for block in split_blocks(text[:-1], rule.block):
         reader.settle([lane], block, block, cache.next_position)
-    row = Row(cache, text[-1:], coming=AppendKind.STEP)
+    row = BatchSegment(cache, text[-1:], coming=AppendKind.STEP)
     logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, [0])[0]
     best, second = logits.float().topk(2).values.tolist()
     return best - second

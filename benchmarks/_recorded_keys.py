@@ -15,8 +15,8 @@ from larder.core.conversation import Conversation
 from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
 from larder.core.types import Mode
-from larder.models.loading import load
-from larder.models.passes import Recorded, Row
+from larder.models.forward_batch import BatchSegment, LayerActivations
+from larder.models.loader import load
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 BLOCK = 512
@@ -65,18 +65,20 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
 
     latest: dict[int, Tensor] = {}
 
-    def hear(_: int, layer: int, made: Recorded) -> None:
+    def hear(_: int, layer: int, made: LayerActivations) -> None:
         keys.setdefault(layer, []).append(made.keys.float())
         latest[layer] = made.queries.float()
 
     for start in range(0, tokens, BLOCK):
-        loaded.decoder.read([Row(cache, ids[start : start + BLOCK])], Mode.APPEND, hear)
+        loaded.decoder.read([BatchSegment(cache, ids[start : start + BLOCK])], Mode.APPEND, hear)
     for question, answer in _question_answer_ids(scribe, conversation, asked):
 
-        def listen(_: int, layer: int, made: Recorded, first: int = len(question) - 1) -> None:
+        def listen(
+            _: int, layer: int, made: LayerActivations, first: int = len(question) - 1
+        ) -> None:
             queries.setdefault(layer, []).append(made.queries[:, first:].float())
 
-        loaded.decoder.read([Row(cache, question + answer)], Mode.SCRATCH, listen)
+        loaded.decoder.read([BatchSegment(cache, question + answer)], Mode.SCRATCH, listen)
     return [
         RecordedLayer(
             layer,

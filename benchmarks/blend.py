@@ -21,24 +21,24 @@ from torch import Tensor
 
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
-from larder.models.blending import SHARE, Piece, blend
+from larder.models.cacheblend import RECOMPUTE_SHARE, ContextChunk, blend
 from larder.models.decoder import Decoder
-from larder.models.loading import load
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import load
 
 OUT = Path("results/blend.jsonl")
-SHARES = (0.0, SHARE, 0.5, 1.0)
+SHARES = (0.0, RECOMPUTE_SHARE, 0.5, 1.0)
 
 
 def read(decoder: Decoder, ids: tuple[int, ...]) -> SequenceCache:
     cache = SequenceCache(decoder.spec, CacheForm.DENSE)
-    decoder.read([Row(cache, ids)], Mode.APPEND)
+    decoder.read([BatchSegment(cache, ids)], Mode.APPEND)
     return cache
 
 
 def follow(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tensor:
     """Log-probabilities of a continuation, [N, V]."""
-    logits = decoder.predict([Row(cache, ids)], Mode.APPEND, range(len(ids)))
+    logits = decoder.predict([BatchSegment(cache, ids)], Mode.APPEND, range(len(ids)))
     return logits.double().log_softmax(-1)
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     text, continued = ids[: given.tokens], ids[given.tokens :]
     starts = range(0, len(text), given.piece)
     parts = [text[start : start + given.piece] for start in starts]
-    pieces = [Piece(part, read(decoder, part)) for part in parts]
+    pieces = [ContextChunk(part, read(decoder, part)) for part in parts]
     full, read_seconds = quickest(lambda: read(decoder, text))
     exact = follow(decoder, full, continued)
     for share in SHARES:

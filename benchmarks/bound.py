@@ -121,9 +121,9 @@ def _memory() -> None:
 def _child(policy: str, tokens: int) -> dict[str, Any]:
     from larder import Policy
     from larder.cache.sequence import CacheForm, SequenceCache
-    from larder.prefill.base import silent
-    from larder.prefill.meter import Meter
-    from larder.prefill.reader import Lane, Reader
+    from larder.prefill.base import no_progress
+    from larder.prefill.meter import PeakMemoryMeter
+    from larder.prefill.reader import PrefillReader, PrefillSequence
 
     base = Engine.load(policy="full")
     sentence = "full" if policy == "full" else f"blockwise(tokens={BLOCK}) > "
@@ -137,16 +137,19 @@ def _child(policy: str, tokens: int) -> dict[str, Any]:
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = chosen.planner.quotas(size, tokens, layers, {})
     book = {"summarize": base.scribe.question("Summarize the text.")}
-    warm = Lane(SequenceCache(decoder.spec, form), book)
+    warm = PrefillSequence(SequenceCache(decoder.spec, form), book)
     chosen.schedule.read(
-        Reader(decoder, chosen.planner, size, quotas, Meter()), [warm], ids[: 4 * BLOCK], silent
+        PrefillReader(decoder, chosen.planner, size, quotas, PeakMemoryMeter()),
+        [warm],
+        ids[: 4 * BLOCK],
+        no_progress,
     )
     del warm
     gc.collect()
     before = _resident()
-    lane = Lane(SequenceCache(decoder.spec, form), book)
-    reader = Reader(decoder, chosen.planner, size, quotas, Meter())
-    chosen.schedule.read(reader, [lane], ids, silent)
+    lane = PrefillSequence(SequenceCache(decoder.spec, form), book)
+    reader = PrefillReader(decoder, chosen.planner, size, quotas, PeakMemoryMeter())
+    chosen.schedule.read(reader, [lane], ids, no_progress)
     gc.collect()
     return {
         "policy": policy,

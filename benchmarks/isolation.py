@@ -32,7 +32,7 @@ from _timing import environment, write
 from scipy.stats import ks_2samp
 
 from larder.engine.engine import Engine
-from larder.models.loading import load
+from larder.models.loader import load
 from larder.server.local_hub import LocalHub
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Report, Request, Turn

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from larder.core.errors import LarderError
 from larder.core.spelling import name_of
-from larder.models.loading import load
+from larder.models.loader import load
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.conversation_file import conversation_json
 from larder_bench.datasets.haystack import Haystack

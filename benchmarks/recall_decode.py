@@ -36,8 +36,8 @@ from larder.cache.offload.slow_tier import OffloadBatch
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
-from larder.prefill.tending import Tending
+from larder.models.forward_batch import BatchSegment
+from larder.prefill.decode_eviction import DecodeEviction
 from larder.session.capacity import entries_per_head
 from larder_bench.profiling.step_profiler import profile_steps
 from larder_bench.profiling.synthetic_keys import (
@@ -134,7 +134,7 @@ def _full(
     def go() -> None:
         for step in range(STEPS):
             go_to(step)
-            decoder.predict([Row(cache, (7 + step,))], Mode.APPEND, [0])
+            decoder.predict([BatchSegment(cache, (7 + step,))], Mode.APPEND, [0])
         cache.truncate(tokens)
 
     go()
@@ -155,13 +155,13 @@ def _policy(
     tokens = streams[0].keys.shape[1]
     fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
-    tending = Tending(planner, fast, (quotas,), (tokens,), decoder.foresee)
+    tending = DecodeEviction(planner, fast, (quotas,), (tokens,), decoder.foresee)
     go_to, done = inject_streams([cache], streams), [0]
 
     def go() -> None:
         for _ in range(STEPS):
             go_to(done[0])
-            only = Row(cache, (7 + done[0],))
+            only = BatchSegment(cache, (7 + done[0],))
             observer = tending.observer([0], [only], [done[0]])
             decoder.predict([only], Mode.APPEND, [0], observer)
             done[0] += 1

@@ -37,9 +37,9 @@ from larder.cache.sequence import SequenceCache
 from larder.core.recall import FetchMode
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.loading import load
-from larder.models.passes import Row
-from larder.prefill.meter import Meter
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import load
+from larder.prefill.meter import PeakMemoryMeter
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
@@ -104,7 +104,7 @@ def _no_embedder(name: str) -> Any:
 def _run_variant(
     desk: ModelRuntime, policy: Policy, ids: tuple[int, ...], asked: tuple[int, ...]
 ) -> PrefetchStats:
-    cache = build_caches(desk, policy, ids, [{}], Meter()).activate(0)
+    cache = build_caches(desk, policy, ids, [{}], PeakMemoryMeter()).activate(0)
     tending = decode_planner(desk, policy, [cache])
     told = PrefetchStats()
     for step, token in enumerate(asked):
@@ -126,7 +126,7 @@ def _run_variant(
 
 
 def _read(decoder: Decoder, cache: SequenceCache, token: int, tending: Any, step: int) -> None:
-    row = Row(cache, (token,))
+    row = BatchSegment(cache, (token,))
     observer = None if tending is None else tending.observer([0], [row], [step])
     decoder.predict([row], Mode.APPEND, [0], observer)
 

@@ -28,10 +28,10 @@ from _timing import environment, write
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
-from larder.models.recompute import BLOCK_TOKENS, Recompute
-from larder.models.residuals import Residuals
-from larder.models.shape import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, Held
+from larder.models.forward_batch import BatchSegment
+from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource
+from larder.models.recompute import BLOCK_TOKENS, KVRecompute
+from larder.models.residuals import ResidualStream
 from larder_bench.profiling.timing import interleaved, percentiles
 
 OUT = Path("results/recompute.jsonl")
@@ -59,7 +59,7 @@ def main() -> None:
 
 def _costs(name: str) -> None:
     shape = SHAPES[name]
-    ways = [(held, 0) for held in Held] + [(Held.ONE, shape.layers // 2)]
+    ways = [(held, 0) for held in KVSource] + [(KVSource.ONE, shape.layers // 2)]
     for held, depth in ways:
         row = {
             "shape": name,
@@ -86,12 +86,12 @@ def _seconds(model: str, decoder: Decoder, tokens: int, rounds: int) -> None:
 
 
 def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
-    recompute, spec = Recompute(decoder), decoder.spec
+    recompute, spec = KVRecompute(decoder), decoder.spec
     ids = tuple(torch.randint(6, min(decoder.vocabulary, 4096), (tokens,)).tolist())
-    cache, residuals = SequenceCache(spec, CacheForm.DENSE), Residuals(range(len(spec.layers)))
+    cache, residuals = SequenceCache(spec, CacheForm.DENSE), ResidualStream(range(len(spec.layers)))
     starts, places = range(0, tokens, BLOCK_TOKENS), torch.arange(tokens)
     for start in starts:
-        recompute.read(Row(cache, ids[start : start + BLOCK_TOKENS]), residuals)
+        recompute.read(BatchSegment(cache, ids[start : start + BLOCK_TOKENS]), residuals)
     state, meta, half = cache.state(), cache.meta(), len(spec.layers) // 2
     held = {layer: residuals.before(layer) for layer in residuals.layers}
 
@@ -105,7 +105,7 @@ def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
     def read() -> None:
         fresh = SequenceCache(spec, CacheForm.DENSE)
         for start in starts:
-            decoder.read([Row(fresh, ids[start : start + BLOCK_TOKENS])], Mode.APPEND)
+            decoder.read([BatchSegment(fresh, ids[start : start + BLOCK_TOKENS])], Mode.APPEND)
 
     return {
         "load": lambda: SequenceCache.restore(spec, state, meta),

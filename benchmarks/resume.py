@@ -36,8 +36,8 @@ from larder.core.types import Mode
 from larder.engine.chat_opening import sized_policy
 from larder.engine.engine import Engine
 from larder.engine.persistence import StorePersistence
-from larder.models.loading import Loaded, adopt, seed_tokenizer
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import LoadedModel, seed_tokenizer, wrap_model
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import ChatState
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
@@ -101,7 +101,9 @@ class SavedSession:
         cache, _ = state.memory.recall(TEXT)
         ids = self._engine.scribe.question(TEXT)
         decoder = self._engine.loaded.decoder
-        return decoder.predict([Row(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0].log_softmax(-1)
+        return decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[
+            0
+        ].log_softmax(-1)
 
 
 def measured(
@@ -142,7 +144,7 @@ def forget(folder: Path) -> None:
                 os.close(handle)
 
 
-def model_of(name: str, layers: int | None, device: str) -> Loaded:
+def model_of(name: str, layers: int | None, device: str) -> LoadedModel:
     """A model by name, or one of random weights with fewer layers."""
     if layers is None or not name.startswith(RANDOM):
         return open_model(name, device)
@@ -150,7 +152,7 @@ def model_of(name: str, layers: int | None, device: str) -> Loaded:
     config.num_hidden_layers, config.layer_types = layers, config.layer_types[:layers]
     torch.manual_seed(0)
     module = Qwen3ForCausalLM(config).eval().to(device)
-    return Loaded(adopt(module), seed_tokenizer(), f"{name}, {layers} layers")
+    return LoadedModel(wrap_model(module), seed_tokenizer(), f"{name}, {layers} layers")
 
 
 def told_of(row: dict[str, Any]) -> str:

@@ -29,9 +29,9 @@ from larder import Policy
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
-from larder.prefill.meter import Meter
-from larder.prefill.reader import Lane, Reader
+from larder.models.forward_batch import BatchSegment
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder_bench.profiling.synthetic_cache import random_cache
 from larder_bench.profiling.timing import interleaved, percentiles
 
@@ -134,21 +134,21 @@ def _blockwise(name: str) -> Policy:
 
 def _read(
     decoder: Decoder, policy: Policy, prompts: list[tuple[int, ...]], ids: tuple[int, ...]
-) -> Meter:
+) -> PeakMemoryMeter:
     """Read ids into one cache per prompt, as a session does."""
-    planner, meter = policy.planner, Meter()
+    planner, meter = policy.planner, PeakMemoryMeter()
     tokens = policy.budget.tokens or MEAN
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = planner.quotas(tokens, len(ids), layers, {})
     form = CacheForm.DENSE if tokens > len(ids) else CacheForm.RAGGED
     lanes = [
-        Lane(
+        PrefillSequence(
             SequenceCache(decoder.spec, form, planner.ledger),
             dict.fromkeys(("episode", "summarize"), prompt) | {"repeat": prompt[:16]},
         )
         for prompt in prompts
     ]
-    policy.schedule.read(Reader(decoder, planner, tokens, quotas, meter), lanes, ids, _quiet)
+    policy.schedule.read(PrefillReader(decoder, planner, tokens, quotas, meter), lanes, ids, _quiet)
     return meter
 
 
@@ -165,7 +165,7 @@ def _ids(decoder: Decoder, count: int) -> tuple[int, ...]:
 @torch.no_grad()
 def _step(decoder: Decoder, cache: SequenceCache) -> None:
     mark = cache.next_position
-    decoder.predict([Row(cache, (7,))], Mode.APPEND, [0])
+    decoder.predict([BatchSegment(cache, (7,))], Mode.APPEND, [0])
     cache.truncate(mark)
 
 

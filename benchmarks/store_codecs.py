@@ -23,8 +23,8 @@ from torch import Tensor
 
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
-from larder.models.loading import load
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import load
 from larder.store.blobs.cache_state import decode_state, encode_state, state_nbytes
 from larder.store.blobs.container import pack_container, unpack_container
 from larder.store.codecs.base import CODECS, codec_named
@@ -90,11 +90,11 @@ def main() -> None:
     cache = SequenceCache(decoder.spec, CacheForm.DENSE)
     for start in range(0, given.tokens, BLOCK_TOKENS):
         block = ids[start : min(start + BLOCK_TOKENS, given.tokens)]
-        decoder.read([Row(cache, block)], Mode.APPEND)
+        decoder.read([BatchSegment(cache, block)], Mode.APPEND)
     rest = ids[given.tokens :]
 
     def follow(over: SequenceCache) -> Tensor:
-        logits = decoder.predict([Row(over, rest)], Mode.APPEND, range(len(rest)))
+        logits = decoder.predict([BatchSegment(over, rest)], Mode.APPEND, range(len(rest)))
         return logits.double().log_softmax(-1)
 
     rows = []

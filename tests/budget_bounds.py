@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from larder.cache.sequence import SequenceCache
-from larder.models.passes import Pass
+from larder.models.forward_batch import ForwardBatch
 from larder.session.capacity import budgeted_layers, entries_per_head
 from larder.session.policy import Policy
 
@@ -70,9 +70,9 @@ def held(cache: SequenceCache) -> int:
 @contextmanager
 def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peak]:
     """Watches every layer of every pass, whoever makes it."""
-    peak, inner = Peak(), Pass.attend
+    peak, inner = Peak(), ForwardBatch.attend
 
-    def attend(self: Pass, *told: object) -> object:
+    def attend(self: ForwardBatch, *told: object) -> object:
         for row in self.rows:
             peak.note(row.cache)
         out = inner(self, *told)  # pyright: ignore
@@ -81,7 +81,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peak]:
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pass, "attend", attend)
+        patch.setattr(ForwardBatch, "attend", attend)
         yield peak
 
 

@@ -13,9 +13,9 @@ from larder.core.conversation import Conversation, Message
 from larder.core.types import Mode
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
-from larder.models.passes import Row
-from larder.prefill.base import silent
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import LoadedModel
+from larder.prefill.base import no_progress
 from larder.session.caches import SessionCaches
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
@@ -56,10 +56,10 @@ class Library:
         source: PrefillInput,
         policy: Policy,
         prompts: Any,
-        progress: Any = silent,
+        progress: Any = no_progress,
     ) -> ConversationMemory:
         """As `larder.session.prefill.prefill_memory`; who watches or prompts has it read anew."""
-        if prompts or progress is not silent:
+        if prompts or progress is not no_progress:
             return self._gather(desk, source, policy, prompts, progress)
         key = id(desk.decoder), str(policy), source.ids, source.said
         if key not in self._read:
@@ -71,7 +71,7 @@ class Library:
         return replace(memory, conversation=source.conversation, shelf=shelf)
 
 
-def under(loaded: Loaded, policy: str) -> Engine:
+def under(loaded: LoadedModel, policy: str) -> Engine:
     limited = policy != "full"
     engine = Engine(loaded, policy, *((str(BUDGET), BLOCK) if limited else (None, None)))
     engine.desk = replace(engine.desk, embedder=lambda name: TopicEmbedder())
@@ -105,7 +105,7 @@ def states(chat: Chat) -> list[dict[str, Any]]:
 
 def logits(engine: Engine, cache: SequenceCache, text: str) -> torch.Tensor:
     ids = engine.scribe.question(text)
-    return engine.loaded.decoder.predict([Row(cache, ids)], Mode.SCRATCH, [len(ids) - 1])
+    return engine.loaded.decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])
 
 
 def raising(error: type[BaseException]) -> Callable[[str], None]:

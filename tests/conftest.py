@@ -107,7 +107,7 @@ def offline() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def seed_model() -> Any:
     """The bundled model, loaded once for all tests that leave it as it is."""
-    from larder.models.loading import load
+    from larder.models.loader import load
 
     return load()
 

@@ -7,27 +7,27 @@ from collections.abc import Sequence
 from larder.core.observation import Calibration
 from larder.core.spec import LayerSpec
 from larder.models.calibration import MEASUREMENTS
-from larder.models.measurements._needles import Needles
-from larder.models.measurements.base import Sample
+from larder.models.measurements._needles import NeedleSettings
+from larder.models.measurements.base import SampleText
 from larder.models.measurements.echo import Echo
-from larder.models.measurements.eviction_error import EvictionError
+from larder.models.measurements.eviction_error import EvictionErrorMeasurement
 from larder.models.measurements.induction import Induction
 from larder.models.measurements.reasoning import Reasoning
 from larder.models.measurements.reconstruction import Reconstruction
-from larder.models.measurements.retrieval import Retrieval
-from larder.models.measurements.squeeze import Squeeze
+from larder.models.measurements.retrieval import RetrievalMeasurement
+from larder.models.measurements.squeeze import SqueezeMeasurement
 from larder.models.measurements.streaming_error import StreamingError
 
-SMALL_NEEDLES = Needles(tokens=40, count=2, words=1)
+SMALL_NEEDLES = NeedleSettings(tokens=40, count=2, words=1)
 SMALL = {
     "echo": Echo(tokens=9, times=3),
     "induction": Induction(tokens=9, times=3),
-    "retrieval": Retrieval(SMALL_NEEDLES),
+    "retrieval": RetrievalMeasurement(SMALL_NEEDLES),
     "reasoning": Reasoning(lengths=(20, 30), depths=(0.5, 0.9)),
     "streaming_error": StreamingError(sinks=3, recent=20, needles=SMALL_NEEDLES),
-    "eviction_error": EvictionError(context=40, kept=9, window=4, following=7),
+    "eviction_error": EvictionErrorMeasurement(context=40, kept=9, window=4, following=7),
     "reconstruction": Reconstruction(tokens=12, sinks=6),
-    "squeeze": Squeeze(tokens=30),
+    "squeeze": SqueezeMeasurement(tokens=30),
 }
 
 
@@ -35,7 +35,7 @@ def encode(text: str) -> list[int]:
     return [3 + ord(letter) % 100 for letter in text]
 
 
-SAMPLE = Sample(encode)
+SAMPLE = SampleText(encode)
 
 
 def made_up(layers: Sequence[LayerSpec]) -> Calibration:

@@ -11,7 +11,7 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 
 
 def some_ids(count: int, vocabulary: int = 128, seed: int = 0) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def cuts(total: int, block: int) -> list[tuple[int, int]]:
 def read_on(decoder: Decoder, cache: SequenceCache, ids: Sequence[int], block: int) -> Tensor:
     """Logits [Q, V] of ids read block by block behind a cache."""
     parts = [
-        decoder.predict([Row(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
+        decoder.predict([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
         for a, b in cuts(len(ids), block)
     ]
     return torch.cat(parts)

@@ -8,7 +8,7 @@ from itertools import count
 from threading import Event
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded, adopt
+from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.server.core import Core
 from larder.server.keeper import Keeper
@@ -23,7 +23,7 @@ POLICIES = {"full": "full", "limited": LIMITED, "tended": TENDED}
 BUDGET, BLOCK = 32, 16
 
 
-def characters(architecture: str = "qwen3", layers: int = 2) -> Loaded:
+def characters(architecture: str = "qwen3", layers: int = 2) -> LoadedModel:
     """A random model whose tokens are characters, without a chat template."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -37,7 +37,7 @@ def characters(architecture: str = "qwen3", layers: int = 2) -> Loaded:
     tokenizer.decoder = Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    return Loaded(adopt(tiny(architecture, layers=layers)), told, "characters")
+    return LoadedModel(wrap_model(tiny(architecture, layers=layers)), told, "characters")
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Served:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         policy: str = "full",
         device: int | None = None,
         host: int | None = None,

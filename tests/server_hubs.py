@@ -12,7 +12,7 @@ import pytest
 
 from larder.core.errors import StoreError, StoreSlow
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.local_hub import LocalHub
 from larder.server.persisting import Persisting
 from larder.server.request import Request, Turn
@@ -25,12 +25,12 @@ SECRET = b"s" * 32
 SLOW = StoreSlow("The disk is slow: see to it.")
 
 
-def keeper_in(folder: Path, loaded: Loaded) -> Persisting:
+def keeper_in(folder: Path, loaded: LoadedModel) -> Persisting:
     store = Store(str(folder / "blobs"), folder / "home", secret=SECRET)
     return Persisting(store, loaded.decoder.spec)
 
 
-def flip(folder: Path, loaded: Loaded, name: str = "x") -> None:
+def flip(folder: Path, loaded: LoadedModel, name: str = "x") -> None:
     """Damage what was said."""
     told = keeper_in(folder, loaded)._store.turns.of("a")
     [record] = [each for each in told if each.name == name]
@@ -58,7 +58,7 @@ class Waiting(Client):
 
 @contextmanager
 def hub_in(
-    folder: Path, loaded: Loaded, host: int | None = None, policy: str = "full"
+    folder: Path, loaded: LoadedModel, host: int | None = None, policy: str = "full"
 ) -> Iterator[LocalHub]:
     engine = Engine(loaded, policy, *((None, None) if policy == "full" else ("32", 16)))
     budgets = ByteBudgets({} if host is None else {Tier.HOST: host})

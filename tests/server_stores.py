@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from larder.engine.snapshots import ModelSnapshots
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.keeper import Durability
 from larder.server.persisting import Persisting
 from larder.server.vault import StoreVault
@@ -23,7 +23,7 @@ class Stored:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         folder: Path,
         durability: Durability = Durability.TURN,
         codec: str = "raw",

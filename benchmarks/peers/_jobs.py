@@ -22,7 +22,7 @@ from larder.core.errors import LarderError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.spelling import name_of, spell
 from larder.engine.engine import Engine
-from larder.models.loading import SEED
+from larder.models.loader import SEED
 from larder.session.policy import Policy
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.profiling.timing import percentiles

@@ -11,7 +11,14 @@ from typing import Any
 
 from larder.core.errors import UnknownName
 from larder.core.family import unknown_name_message
-from larder.models.loading import Loaded, adopt, load, move, seed_tokenizer, torch_dtype
+from larder.models.loader import (
+    LoadedModel,
+    load,
+    move_to_device,
+    seed_tokenizer,
+    torch_dtype,
+    wrap_model,
+)
 
 RANDOM = "random:"
 _SHAPES: Mapping[str, Mapping[str, int]] = {
@@ -36,7 +43,7 @@ _SHAPES: Mapping[str, Mapping[str, int]] = {
 }
 
 
-def open_model(name: str, device: str = "cpu", dtype: str | None = None) -> Loaded:
+def open_model(name: str, device: str = "cpu", dtype: str | None = None) -> LoadedModel:
     """A model as `models.loading.load` takes it, or a shape with random weights.
 
     Raises:
@@ -46,8 +53,8 @@ def open_model(name: str, device: str = "cpu", dtype: str | None = None) -> Load
     if not name.startswith(RANDOM):
         return load(name, device, dtype)
     config = random_config(name.removeprefix(RANDOM))
-    module = move(_random(config).to(torch_dtype(dtype, device)), device)
-    return Loaded(adopt(module), seed_tokenizer(), name)
+    module = move_to_device(_random(config).to(torch_dtype(dtype, device)), device)
+    return LoadedModel(wrap_model(module), seed_tokenizer(), name)
 
 
 def random_config(shape: str) -> Any:

@@ -10,8 +10,8 @@ import torch
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.models.passes import Row as Tokens
-from larder.models.sensitivity import Profile, layer_similarities
+from larder.models.forward_batch import BatchSegment as Tokens
+from larder.models.sensitivity import SensitivityProfile, layer_similarities
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.measures.similarity import SimilarityMeasure
@@ -86,7 +86,9 @@ def test_layers_are_profiled_under_the_full_cache(bench: ModelContext, tmp_path:
         bench.engine.loaded.decoder,
         bench.engine.scribe.write(bench.conversation(_task(), 0, 260)).ids,
     )
-    true = layer_similarities(decoder, ids, Profile(len(ids), 32, -(-len(ids) // 3), 0.5))
+    true = layer_similarities(
+        decoder, ids, SensitivityProfile(len(ids), 32, -(-len(ids) // 3), 0.5)
+    )
     assert [item["similarity"] for item in row["items"]] == [round(one, 5) for one in true]
     assert [item["kind"] for item in row["items"]] == ["layer 0", "layer 1"]
     assert row["items"][1]["similarity"] < 1 == row["items"][0]["similarity"]

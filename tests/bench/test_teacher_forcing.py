@@ -8,7 +8,7 @@ import torch
 from larder.core.conversation import Conversation, Message, Question
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 from larder.session.memory import ConversationMemory
 from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers, split_by_spans
@@ -46,7 +46,7 @@ def slowly(
     given = engine.scribe.question(question.question)
     hits, likelihoods = [], []
     for token in engine.scribe.answer(question.answer)[: len(_answer(engine, question))]:
-        row = Row(cache, tuple(given))
+        row = BatchSegment(cache, tuple(given))
         logits = engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0]
         hits.append(int(logits.argmax()) == token)
         likelihoods.append(float(torch.log_softmax(logits, 0)[token]))

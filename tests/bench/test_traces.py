@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from larder.core.errors import BadParameter
-from larder.models.shape import LLAMA_3_1_8B, Held
+from larder.models.kv_cost import LLAMA_3_1_8B, KVSource
 from larder_bench.traces._builder import TraceBuilder
 from larder_bench.traces.base import (
     NONE,
@@ -22,7 +22,7 @@ from larder_bench.traces.chat import ChatWorkload
 NAMES = sorted(TRACES.own())
 CROWDS = pytest.mark.parametrize("name", NAMES)
 FORMS = pytest.mark.parametrize("form", list(StateForm))
-EACH = LLAMA_3_1_8B.bytes_per_token(Held.ENTRIES)
+EACH = LLAMA_3_1_8B.bytes_per_token(KVSource.ENTRIES)
 
 
 def made(name: str, form: StateForm = StateForm.WHOLE, seed: int = 0, events: int = 400) -> Trace:

@@ -10,14 +10,14 @@ from typer.testing import CliRunner, Result
 from cli_results import Run
 from larder.cli import question_run
 from larder.cli.main import app
-from larder.models.loading import SEED, Loaded, load
+from larder.models.loader import SEED, LoadedModel, load
 
 
 @pytest.fixture
-def run(seed_model: Loaded, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(seed_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line; the bundled model is not loaded anew each time."""
 
-    def loaded(name: str, device: str, dtype: str | None) -> Loaded:
+    def loaded(name: str, device: str, dtype: str | None) -> LoadedModel:
         return seed_model if name == SEED else load(name, device, dtype)
 
     monkeypatch.setattr(question_run, "load", loaded)

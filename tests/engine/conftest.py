@@ -6,12 +6,12 @@ import pytest
 
 from chats import EPISODES, Library, under
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.session import chat_cache, prefill
 
 
 @pytest.fixture(scope="session")
-def loaded(seed_model: Loaded) -> Loaded:
+def loaded(seed_model: LoadedModel) -> LoadedModel:
     return seed_model
 
 
@@ -28,5 +28,5 @@ def read_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def engine(loaded: Loaded) -> Engine:
+def engine(loaded: LoadedModel) -> Engine:
     return under(loaded, EPISODES)

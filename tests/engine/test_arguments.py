@@ -13,7 +13,7 @@ import torch
 from larder import Conversation, Engine, Message, read_conversation
 from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.models.loading import SEED, load, seed_tokenizer
+from larder.models.loader import SEED, load, seed_tokenizer
 from larder.models.tiny import tiny
 from larder.session.budget_resolution import resolve_budget
 from larder.session.policy import Policy

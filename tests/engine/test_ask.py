@@ -12,7 +12,7 @@ import torch
 from chats import EPISODES, HISTORY, SINGLE, under
 from larder.core.errors import UsageError
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from topic_embedder import TopicEmbedder
 
 
@@ -38,7 +38,7 @@ def test_a_failed_answer_gives_its_room_back_too(engine: Engine) -> None:
     assert memory.shelf.nbytes == before
 
 
-def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: Loaded) -> None:
+def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) -> None:
     engine, clock = under(loaded, EPISODES), [0.0]
 
     def slow(name: str) -> TopicEmbedder:
@@ -55,7 +55,7 @@ def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: Loaded) -> No
     assert again.setup_seconds < 100
 
 
-def test_the_embedding_table_is_held_and_not_copied(loaded: Loaded) -> None:
+def test_the_embedding_table_is_held_and_not_copied(loaded: LoadedModel) -> None:
     engine = Engine(loaded)
     embedder = engine._load_embedder("tokens")
     table = loaded.decoder.token_table()
@@ -63,7 +63,7 @@ def test_the_embedding_table_is_held_and_not_copied(loaded: Loaded) -> None:
     assert [tensor.data_ptr() for tensor in held] == [table.data_ptr()]
 
 
-def test_the_table_is_not_converted_either(loaded: Loaded) -> None:
+def test_the_table_is_not_converted_either(loaded: LoadedModel) -> None:
     narrow = loaded.decoder.token_table().to(torch.bfloat16)
     engine = Engine(loaded)
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ def test_the_table_is_not_converted_either(loaded: Loaded) -> None:
     assert embedder.embed_segments(["a dog"]).dtype.name == "float32"
 
 
-def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: Loaded) -> None:
+def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: LoadedModel) -> None:
     engine = under(loaded, SINGLE.replace("keydiff()", 'patched(prompt="my_prompt")'))
     with pytest.raises(UsageError, match=r"only guidance, repeat, summarize are known.*prompts="):
         engine.read(HISTORY)

@@ -28,14 +28,14 @@ from larder.core.conversation import Conversation, Message
 from larder.core.types import Mode
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import LoadedModel
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_first_turn_says_what_asking_says(loaded: Loaded, policy: str) -> None:
+def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, POLICIES[policy])
     question = "What is dog number 3 called?"
     asked = engine.ask(engine.read(HISTORY), question, max_new_tokens=12)
@@ -52,7 +52,7 @@ def test_the_whole_turn_is_read_to_its_end(engine: Engine, max_new_tokens: int) 
     closing = engine.scribe.closing()
     assert turn.ids == engine.scribe.question(answer.question) + answer.ids + closing
     cache, _ = memory.recall(answer.question)
-    engine.loaded.decoder.read([Row(cache, turn.ids)], Mode.APPEND)
+    engine.loaded.decoder.read([BatchSegment(cache, turn.ids)], Mode.APPEND)
     mine = chat.memory.shelf.activate(answer.episode or 0)
     assert mine.next_position == cache.next_position == chat.figures.log_tokens
     assert chat.episodes[answer.episode or 0].entries_per_head <= BUDGET
@@ -93,7 +93,7 @@ def test_what_was_appended_comes_back_when_the_topic_does(engine: Engine) -> Non
         assert torch.equal(logits(engine, back, text), logits(engine, left, text))
         ids = engine.scribe.question(text)
         for cache in (back, left):
-            engine.loaded.decoder.read([Row(cache, ids)], Mode.APPEND)
+            engine.loaded.decoder.read([BatchSegment(cache, ids)], Mode.APPEND)
 
 
 def test_one_cache_is_active_and_all_bytes_are_counted(engine: Engine) -> None:
@@ -136,7 +136,7 @@ def test_a_new_episode_holds_the_first_tokens_and_the_turn_as_it_was_read(engine
     answer = chat.say("A star is far away.", max_new_tokens=6)
     cache, _ = twin.recall(answer.question)
     mark = cache.next_position
-    engine.loaded.decoder.read([Row(cache, chat.turns[0].ids)], Mode.APPEND)
+    engine.loaded.decoder.read([BatchSegment(cache, chat.turns[0].ids)], Mode.APPEND)
     opened = chat.memory.shelf.activate(2)
     assert opened.next_position == mark + len(chat.turns[0].ids)
     for layer in range(len(opened.spec.layers)):
@@ -175,7 +175,7 @@ def _first(cache: SequenceCache, stop: int) -> list[list[int]]:
     ]
 
 
-def test_a_new_episode_without_sinks_begins_at_the_beginning(loaded: Loaded) -> None:
+def test_a_new_episode_without_sinks_begins_at_the_beginning(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, EPISODES.replace("sinks=4", "sinks=0")), history=HISTORY)
     answer = chat.say("A star is far away.", max_new_tokens=6)
     shelf = chat.memory.shelf

@@ -14,9 +14,9 @@ from chats import interrupt, same, states
 from larder.core.conversation import Conversation, Message
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
-from larder.prefill.meter import Meter
-from larder.prefill.reader import Lane
+from larder.models.loader import LoadedModel
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import PrefillSequence
 from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import budget_tokens
 from larder.session.prefill import prefill_reader
@@ -42,11 +42,11 @@ HISTORY = Conversation(
 
 
 @pytest.fixture(scope="module")
-def small() -> Loaded:
+def small() -> LoadedModel:
     return characters(layers=3)
 
 
-def under(loaded: Loaded, sentence: str, budget: int = BUDGET) -> Engine:
+def under(loaded: LoadedModel, sentence: str, budget: int = BUDGET) -> Engine:
     engine = Engine(loaded, sentence, str(budget), None if "whole()" in sentence else BLOCK)
     engine.desk = replace(engine.desk, embedder=lambda name: TopicEmbedder())
     return engine
@@ -76,7 +76,7 @@ def some(*quick: str) -> list[object]:
     "history", [pytest.param(None, marks=pytest.mark.slow), HISTORY], ids=["nothing", "history"]
 )
 def test_a_chat_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
-    small: Loaded, monkeypatch: pytest.MonkeyPatch, name: str, history: Conversation | None
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str, history: Conversation | None
 ) -> None:
     chat = Chat(under(small, SENTENCES[name]), history=history)
     for text, tokens in TURNS:
@@ -94,7 +94,7 @@ def test_a_chat_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
     turns=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
 )
 def test_the_bound_holds_for_any_turns(
-    small: Loaded, name: str, budget: int, turns: list[tuple[int, int]]
+    small: LoadedModel, name: str, budget: int, turns: list[tuple[int, int]]
 ) -> None:
     chat = Chat(under(small, SENTENCES[name], budget))
     for length, tokens in turns:
@@ -106,7 +106,7 @@ def test_the_bound_holds_for_any_turns(
 
 @pytest.mark.parametrize("name", some("snapkv", "h2o_while_reading", "epicache", "icecache"))
 def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
-    small: Loaded, monkeypatch: pytest.MonkeyPatch, name: str
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     engine = under(small, SENTENCES[name])
     memory = engine.read(HISTORY)
@@ -123,15 +123,15 @@ def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
     assert again.ids == answer.ids
 
 
-def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: Loaded) -> None:
+def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedModel) -> None:
     engine = under(small, SENTENCES["snapkv"])
     chat, twin = (Chat(engine, history=HISTORY) for _ in range(2))
     chat.say("Hi.", max_new_tokens=2)
     [turn], cache = chat.turns, twin.memory.shelf.activate(0)
     assert len(turn.ids) <= BLOCK
     length = cache.next_position + len(turn.ids)
-    reader = prefill_reader(engine.desk, twin.policy, length, Meter())
-    reader.settle([Lane(cache, {})], turn.ids, turn.ids, cache.next_position)
+    reader = prefill_reader(engine.desk, twin.policy, length, PeakMemoryMeter())
+    reader.settle([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
     mine = chat.memory.shelf.activate(0)
     assert mine.lengths() == cache.lengths() and mine.next_position == length
     for layer in range(len(mine.spec.layers)):
@@ -142,7 +142,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: Loaded) -
 
 
 def test_a_roll_back_reads_anew_within_the_bound(
-    small: Loaded, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
     for text, tokens in TURNS:
@@ -155,7 +155,7 @@ def test_a_roll_back_reads_anew_within_the_bound(
     assert chat.figures.peak_kv_bytes < chat.figures.full_kv_bytes
 
 
-def test_a_turn_longer_than_a_block_is_undone_as_a_whole(small: Loaded) -> None:
+def test_a_turn_longer_than_a_block_is_undone_as_a_whole(small: LoadedModel) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
     chat.say("My dog is 7.", max_new_tokens=6)
     before, said = states(chat), list[str]()
@@ -172,7 +172,7 @@ def test_a_turn_longer_than_a_block_is_undone_as_a_whole(small: Loaded) -> None:
 
 
 def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
-    small: Loaded, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
     with monkeypatch.context() as patch:
@@ -185,14 +185,16 @@ def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
     assert chat.memory.shelf.activate(0).next_position == chat.figures.log_tokens
 
 
-def test_a_full_budget_drops_nothing_in_a_chat(small: Loaded) -> None:
+def test_a_full_budget_drops_nothing_in_a_chat(small: LoadedModel) -> None:
     limited, full = Chat(under(small, KEYDIFF, 512)), Chat(Engine(small, "full"))
     for text, tokens in TURNS:
         mine, theirs = (chat.say(text, max_new_tokens=tokens) for chat in (limited, full))
         assert mine.ids == theirs.ids
 
 
-def test_more_than_the_bound_is_noticed(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_bound_is_noticed(
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat = Chat(Engine(small, "full"))
     with peaks(monkeypatch) as peak:
         chat.say("The car is red. " * 3, max_new_tokens=80)

@@ -6,7 +6,7 @@ import pytest
 
 from chats import HISTORY, active, raising, same, states, under
 from larder.engine.chat import Chat
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 
 H2O = "blockwise() > protect(sinks=2, recent=0.5) > column_mass() > uniform()"
 TENDED = {
@@ -26,7 +26,7 @@ EXCESS = {"lagged": 7}
 
 
 @pytest.mark.parametrize("name", TENDED)
-def test_the_first_turn_says_what_asking_says(loaded: Loaded, name: str) -> None:
+def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, name: str) -> None:
     engine = under(loaded, TENDED[name])
     question = "What is dog number 3 called?"
     asked = engine.ask(engine.read(HISTORY), question, max_new_tokens=12)
@@ -35,7 +35,9 @@ def test_the_first_turn_says_what_asking_says(loaded: Loaded, name: str) -> None
 
 
 @pytest.mark.parametrize("name", TENDED)
-def test_a_chat_stays_within_its_budget_and_is_never_read_anew(loaded: Loaded, name: str) -> None:
+def test_a_chat_stays_within_its_budget_and_is_never_read_anew(
+    loaded: LoadedModel, name: str
+) -> None:
     chat = Chat(under(loaded, TENDED[name]), history=HISTORY)
     for number in range(5):
         chat.say(f"My dog is {number} years old, and the car is older.", max_new_tokens=8)
@@ -50,7 +52,7 @@ def test_a_chat_stays_within_its_budget_and_is_never_read_anew(loaded: Loaded, n
 
 
 @pytest.mark.parametrize("name", ["h2o", "episodes"])
-def test_an_interrupted_turn_leaves_no_trace(loaded: Loaded, name: str) -> None:
+def test_an_interrupted_turn_leaves_no_trace(loaded: LoadedModel, name: str) -> None:
     chat = Chat(under(loaded, TENDED[name]), history=HISTORY)
     chat.say("My dog eats apples.", max_new_tokens=6)
     before, bytes_before = states(chat), chat.figures.kv_bytes
@@ -61,14 +63,14 @@ def test_an_interrupted_turn_leaves_no_trace(loaded: Loaded, name: str) -> None:
     assert chat.figures.kv_bytes == bytes_before and len(chat.turns) == 1
 
 
-def test_the_copy_is_counted_at_its_height(loaded: Loaded) -> None:
+def test_the_copy_is_counted_at_its_height(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, TENDED["h2o"]), history=HISTORY)
     answer = chat.say("My dog eats apples.", max_new_tokens=6)
     assert answer.held_bytes > 1.9 * chat.figures.kv_bytes
     assert chat.figures.peak_kv_bytes >= answer.held_bytes
 
 
-def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: Loaded) -> None:
+def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, PARKED), history=HISTORY)
     begun = chat.figures.log_tokens
     # One of 16 is the newest token's.
@@ -83,7 +85,7 @@ def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: Loaded)
         assert len(first) == 0 or int(first.max()) < 20, name
 
 
-def test_a_turn_on_a_new_topic_opens_an_episode_and_leaves_the_old_one(loaded: Loaded) -> None:
+def test_a_turn_on_a_new_topic_opens_an_episode_and_leaves_the_old_one(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, TENDED["episodes"]), history=HISTORY)
     before = states(chat)
     chat.say("A star is far away.", max_new_tokens=6)

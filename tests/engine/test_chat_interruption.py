@@ -24,7 +24,7 @@ from chats import (
 from larder.core.errors import InputError, UsageError
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded, adopt
+from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.session.episodes.routing import NearestEpisodeRouter
 from larder.session.transcript.session_file import SessionFile, session_path
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("read_once")
 
 
 @pytest.mark.parametrize("policy", ["episodes", "single"])
-def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: Loaded, policy: str) -> None:
+def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, POLICIES[policy])
     chat = Chat(engine, "mine")
     while not chat.figures.refreshes:
@@ -111,11 +111,11 @@ def test_a_turn_that_cannot_be_filed_or_kept_is_undone(
 
 
 def test_sliding_windows_come_back_whole_from_an_interrupted_turn(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tiny("gemma3", layers=3)
     module.resize_token_embeddings(len(loaded.tokenizer), mean_resizing=False)
-    engine = under(Loaded(adopt(module), loaded.tokenizer, "tiny"), EPISODES)
+    engine = under(LoadedModel(wrap_model(module), loaded.tokenizer, "tiny"), EPISODES)
     engine.stops = frozenset()
     chat, twin = Chat(engine, history=HISTORY), Chat(engine, history=HISTORY)
     for each in (chat, twin):
@@ -174,6 +174,6 @@ def test_messages_that_cannot_be_said(engine: Engine, text: str) -> None:
     assert chat.turns == () and within(chat)
 
 
-def test_a_policy_that_must_know_its_question_cannot_chat(loaded: Loaded) -> None:
+def test_a_policy_that_must_know_its_question_cannot_chat(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="question"):
         Chat(under(loaded, "exact_question"))

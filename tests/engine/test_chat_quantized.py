@@ -5,12 +5,12 @@ from __future__ import annotations
 from chats import BLOCK, BUDGET, SINGLE, under
 from larder.core.conversation import Conversation, Message
 from larder.engine.chat import Chat
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 
 BRIEF = Conversation("a word", (Message("user", "Hello."), Message("assistant", "Hello.")))
 
 
-def test_turns_do_not_outgrow_the_bytes_of_the_budget(loaded: Loaded) -> None:
+def test_turns_do_not_outgrow_the_bytes_of_the_budget(loaded: LoadedModel) -> None:
     """More entries fit than tokens at full precision, but not while they are whole."""
     chat = Chat(under(loaded, f"{SINGLE} > quantized(bits=2, group=8)"), history=BRIEF)
     allowed = loaded.decoder.spec.full_bytes(BUDGET + BLOCK)

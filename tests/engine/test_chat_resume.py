@@ -14,7 +14,7 @@ from larder.core.errors import BadParameter, UsageError
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
 from larder.engine.persistence import StorePersistence
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.session.chat_cache import ChatCache
 from larder.session.transcript.session_file import session_path
 from larder.store.store import Store
@@ -29,7 +29,7 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path, loaded: Loaded) -> Iterator[StorePersistence]:
+def keeper(tmp_path: Path, loaded: LoadedModel) -> Iterator[StorePersistence]:
     store = Store(str(tmp_path / "store"), tmp_path)
     yield StorePersistence(store, loaded)
     store.close()
@@ -43,7 +43,7 @@ def equal(one: Chat, other: Chat) -> bool:
 
 @pytest.mark.parametrize("policy", [EPISODES, TENDED, "full"], ids=["episodes", "tended", "full"])
 def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
-    loaded: Loaded, keeper: StorePersistence, policy: str, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, keeper: StorePersistence, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = under(loaded, policy)
     chat = Chat(engine, "mine", HISTORY, keeper=keeper)
@@ -97,7 +97,7 @@ def test_a_fork_is_never_heard_of(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "policy", [EPISODES, TENDED, POLICIES["full"]], ids=["episodes", "tended", "full"]
 )
-def test_turns_that_are_rolled_back_were_never_said(loaded: Loaded, policy: str) -> None:
+def test_turns_that_are_rolled_back_were_never_said(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, policy)
     chat = Chat(engine, "mine", HISTORY)
     chat.say("My dog is old.", max_new_tokens=4)

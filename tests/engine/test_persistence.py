@@ -17,8 +17,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.engine.persistence import ResumeResult, StorePersistence
-from larder.models.loading import Loaded, adopt
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.session.chat_state import ChatState
 from larder.session.memory import ConversationMemory
@@ -43,14 +43,14 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(loaded: Loaded) -> Loaded:
+def small(loaded: LoadedModel) -> LoadedModel:
     module = tiny("qwen3", layers=2)
     module.resize_token_embeddings(len(loaded.tokenizer), mean_resizing=False)
-    return Loaded(adopt(module), loaded.tokenizer, "tiny")
+    return LoadedModel(wrap_model(module), loaded.tokenizer, "tiny")
 
 
 @pytest.fixture(scope="module")
-def desk(small: Loaded) -> ModelRuntime:
+def desk(small: LoadedModel) -> ModelRuntime:
     desk = Engine(small).desk
     return replace(desk, embedder=lambda name: TopicEmbedder(), calibrate=cache(desk.calibrate))
 
@@ -64,7 +64,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
-def keeper(store: Store, small: Loaded) -> StorePersistence:
+def keeper(store: Store, small: LoadedModel) -> StorePersistence:
     return StorePersistence(store, small)
 
 
@@ -88,7 +88,7 @@ def back(
 
 def next_logits(desk: ModelRuntime, cache: SequenceCache) -> torch.Tensor:
     ids = desk.scribe.question("Which dog?")
-    return desk.decoder.predict([Row(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0]
+    return desk.decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0]
 
 
 def every_preset() -> list[Any]:
@@ -125,7 +125,7 @@ def test_15_every_policy_comes_back_to_the_bit(
 @pytest.mark.parametrize("codec", CODECS.names())
 @pytest.mark.parametrize("preset", ["epicache", "snapkv"])
 def test_15_codecs_change_the_next_token_a_little(
-    store: Store, small: Loaded, desk: ModelRuntime, preset: str, codec: str
+    store: Store, small: LoadedModel, desk: ModelRuntime, preset: str, codec: str
 ) -> None:
     keeper, saved = StorePersistence(store, small, "codecs", codec), read(desk, preset)
     keeper.save(f"{preset}-{codec}", saved)
@@ -139,7 +139,7 @@ def test_15_codecs_change_the_next_token_a_little(
 
 
 def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
-    store: Store, keeper: StorePersistence, small: Loaded, desk: ModelRuntime
+    store: Store, keeper: StorePersistence, small: LoadedModel, desk: ModelRuntime
 ) -> None:
     saved, counts = read(desk, "snapkv"), store.parts.refusals.counts
     keeper.save("mine", saved)
@@ -162,7 +162,7 @@ def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
 
 
 def test_26_reading_is_chosen_where_it_was_quicker_also_in_another_process(
-    tmp_path: Path, small: Loaded, desk: ModelRuntime
+    tmp_path: Path, small: LoadedModel, desk: ModelRuntime
 ) -> None:
     saved = read(desk, "snapkv")
     first = Store(str(tmp_path / "store"), tmp_path)

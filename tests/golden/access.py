@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from larder.cli import question_run
 from larder.cli.main import app
-from larder.models.loading import SEED, Loaded, load
+from larder.models.loader import SEED, LoadedModel, load
 from larder.store.throughput import RestorePath, ThroughputEstimates
 
 # Help and tables as every machine prints them.
@@ -39,7 +39,7 @@ class Outcome:
 
 
 @cache
-def bundled() -> Loaded:
+def bundled() -> LoadedModel:
     """The bundled model, loaded once in this process."""
     return load()
 
@@ -135,5 +135,5 @@ def _listening(application: Any) -> Iterator[str]:
         assert not thread.is_alive(), "the server did not stop"
 
 
-def _load(name: str, device: str, dtype: str | None) -> Loaded:
+def _load(name: str, device: str, dtype: str | None) -> LoadedModel:
     return bundled() if (name, device, dtype) == (SEED, "cpu", None) else load(name, device, dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.tiny import ARCHITECTURES, tiny
 
 KV_HEADS = {"multi_query": 1, "grouped": 2, "multi_head": 4}
@@ -21,7 +21,7 @@ def adopted() -> Callable[[str, int], Decoder]:
 
     @cache
     def make(architecture: str, kv_heads: int = 2) -> Decoder:
-        return adopt(tiny(architecture, kv_heads=kv_heads))
+        return wrap_model(tiny(architecture, kv_heads=kv_heads))
 
     return make
 
@@ -44,5 +44,5 @@ def kv_heads(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def three_layers() -> Iterator[Decoder]:
-    with adopt(tiny("llama", layers=3)) as held:
+    with wrap_model(tiny("llama", layers=3)) as held:
         yield held

@@ -11,7 +11,7 @@ import pytest
 from larder.core.errors import ModelError
 from larder.models import calibration
 from larder.models.calibration import MEASUREMENTS, calibrate
-from larder.models.measurements.squeeze import Squeeze
+from larder.models.measurements.squeeze import SqueezeMeasurement
 from measurements import SMALL, encode
 
 
@@ -45,7 +45,7 @@ def test_numbers_per_head_are_kept_and_used_again(
 
 def test_a_measurement_of_wrong_length_is_refused(three_layers, small, monkeypatch) -> None:
     for wrong in ((0.5,) * 4, (math.nan,) * 3):
-        monkeypatch.setattr(Squeeze, "measure", lambda self, d, s, wrong=wrong: wrong)
+        monkeypatch.setattr(SqueezeMeasurement, "measure", lambda self, d, s, wrong=wrong: wrong)
         with pytest.raises(ModelError, match=r"'squeeze' gave \d numbers where 3 finite ones"):
             calibrate(three_layers, encode, frozenset({"squeeze"}))
 
@@ -56,4 +56,4 @@ def test_layers_that_differ_in_heads_cannot_be_told_apart(three_layers, small, m
     monkeypatch.setattr(three_layers, "spec", uneven)
     with pytest.raises(ModelError, match=r"each kv_head, of which this model's layers have \[4, 2"):
         calibrate(three_layers, encode, frozenset({"echo"}))
-    assert calibration._count(three_layers, SMALL["squeeze"], "squeeze") == 3
+    assert calibration._expected_count(three_layers, SMALL["squeeze"], "squeeze") == 3

@@ -12,25 +12,27 @@ from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.models.checkpoint import Checkpoint, put_aside
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
-from larder.models.recompute import Recompute
-from larder.models.residuals import Residuals
-from larder.models.shape import Held
+from larder.models.forward_batch import BatchSegment
+from larder.models.kv_cost import KVSource
+from larder.models.recompute import KVRecompute
+from larder.models.residuals import ResidualStream
 from model_runs import cuts, read_on, some_ids
 
 READ, BLOCK = 45, 16
 IDS = some_ids(READ)
-MANNERS = {Held.IDS: (), Held.ONE: (1, 2), Held.EVERY: (0, 1, 2)}
+MANNERS = {KVSource.IDS: (), KVSource.ONE: (1, 2), KVSource.EVERY: (0, 1, 2)}
 
 
-def read(decoder: Decoder, cache: SequenceCache, layers=(0, 1, 2)) -> tuple[Recompute, Residuals]:
-    recompute, residuals = Recompute(decoder), Residuals(layers)
+def read(
+    decoder: Decoder, cache: SequenceCache, layers=(0, 1, 2)
+) -> tuple[KVRecompute, ResidualStream]:
+    recompute, residuals = KVRecompute(decoder), ResidualStream(layers)
     for start, stop in cuts(READ, BLOCK):
-        recompute.read(Row(cache, IDS[start:stop]), residuals)
+        recompute.read(BatchSegment(cache, IDS[start:stop]), residuals)
     return recompute, residuals
 
 
-def aside(decoder: Decoder, cache: SequenceCache, held: Held) -> tuple[Checkpoint, Recompute]:
+def aside(decoder: Decoder, cache: SequenceCache, held: KVSource) -> tuple[Checkpoint, KVRecompute]:
     recompute, residuals = read(decoder, cache, MANNERS[held])
     return put_aside(held, cache, IDS, residuals, recompute), recompute
 
@@ -38,11 +40,11 @@ def aside(decoder: Decoder, cache: SequenceCache, held: Held) -> tuple[Checkpoin
 def ragged_after_eviction(decoder: Decoder, ledger: Ledger) -> tuple:
     """Heads that hold different entries, evicted while more was still to be read."""
     cache = SequenceCache(decoder.spec, CacheForm.RAGGED, ledger)
-    recompute, residuals = Recompute(decoder), Residuals(range(3))
-    recompute.read(Row(cache, IDS[:32]), residuals)
+    recompute, residuals = KVRecompute(decoder), ResidualStream(range(3))
+    recompute.read(BatchSegment(cache, IDS[:32]), residuals)
     for layer in range(3):
         cache.apply(layer, a_plan([range(0, 32, 2 + layer), range(5, 29)], (32, 32)))
-    recompute.read(Row(cache, IDS[32:]), residuals)
+    recompute.read(BatchSegment(cache, IDS[32:]), residuals)
     return cache, recompute, residuals
 
 
@@ -60,17 +62,17 @@ def test_what_comes_back_is_what_was_put_aside(three_layers, held, form) -> None
     assert same_bits(checkpoint.cache(recompute, BLOCK).state(), state)
 
 
-@pytest.mark.parametrize("held", [Held.IDS, Held.EVERY])
+@pytest.mark.parametrize("held", [KVSource.IDS, KVSource.EVERY])
 def test_layers_with_windows_come_back(adopted, held) -> None:
     decoder = adopted("gemma3")
-    cache, recompute = SequenceCache(decoder.spec, CacheForm.DENSE), Recompute(decoder)
-    residuals = Residuals(range(2) if held is Held.EVERY else ())
+    cache, recompute = SequenceCache(decoder.spec, CacheForm.DENSE), KVRecompute(decoder)
+    residuals = ResidualStream(range(2) if held is KVSource.EVERY else ())
     for start, stop in cuts(READ, BLOCK):
-        recompute.read(Row(cache, IDS[start:stop]), residuals)
+        recompute.read(BatchSegment(cache, IDS[start:stop]), residuals)
     checkpoint = put_aside(held, cache, IDS, residuals, recompute)
     state, again = cache.state(), checkpoint.cache(recompute, BLOCK).state()
     assert all((state[name] - again[name]).abs().max() < 1e-5 for name in state)
-    if held is Held.EVERY:
+    if held is KVSource.EVERY:
         assert len(checkpoint.residuals[0]) == len(state["0.positions"]) < READ
 
 
@@ -78,7 +80,7 @@ def test_what_a_policy_chose_comes_back(three_layers) -> None:
     cache, recompute, residuals = ragged_after_eviction(three_layers, Ledger((LOG_COUNT,)))
     own = cache.entries(0)
     cache.note(0, {LOG_COUNT: torch.rand(len(own.keys))})
-    checkpoint = put_aside(Held.EVERY, cache, IDS, residuals, recompute)
+    checkpoint = put_aside(KVSource.EVERY, cache, IDS, residuals, recompute)
     assert len(checkpoint.residuals[2]) < READ
     state, again = cache.state(), checkpoint.cache(recompute).state()
     assert state.keys() == again.keys()
@@ -91,12 +93,12 @@ def test_bytes_are_less_only_where_the_manner_says_so(three_layers) -> None:
         cache = SequenceCache(three_layers.spec, CacheForm.DENSE)
         found[held] = aside(three_layers, cache, held)[0].nbytes
     entries, residual, position = 2 * 2 * 16 * 4, 64 * 4, 4
-    assert found[Held.IDS] == READ * 4
-    assert found[Held.ONE] == READ * (entries + residual + position)
-    assert found[Held.EVERY] == READ * 3 * (residual + position)
+    assert found[KVSource.IDS] == READ * 4
+    assert found[KVSource.ONE] == READ * (entries + residual + position)
+    assert found[KVSource.EVERY] == READ * 3 * (residual + position)
 
 
-@pytest.mark.parametrize("held", [Held.IDS, Held.ONE])
+@pytest.mark.parametrize("held", [KVSource.IDS, KVSource.ONE])
 def test_what_is_read_again_cannot_leave_out_what_was_rejected(three_layers, held) -> None:
     cache, recompute, residuals = ragged_after_eviction(three_layers, Ledger())
     with pytest.raises(CacheError, match="A policy works on this cache"):
@@ -108,7 +110,7 @@ def test_a_plan_that_kept_everything_may_have_merged(three_layers) -> None:
     recompute, residuals = read(three_layers, cache, (0,))
     cache.apply(1, a_plan([range(READ), range(READ)], (READ, READ)))
     with pytest.raises(CacheError, match="A policy works on this cache"):
-        put_aside(Held.IDS, cache, IDS, residuals, recompute)
+        put_aside(KVSource.IDS, cache, IDS, residuals, recompute)
 
 
 def test_keys_that_were_changed_are_noticed(three_layers) -> None:
@@ -116,15 +118,15 @@ def test_keys_that_were_changed_are_noticed(three_layers) -> None:
     recompute, residuals = read(three_layers, cache)
     cache.entries(1).keys[3] += 1
     with pytest.raises(CacheError, match="1.keys of this cache do not follow.*merged"):
-        put_aside(Held.EVERY, cache, IDS, residuals, recompute)
+        put_aside(KVSource.EVERY, cache, IDS, residuals, recompute)
 
 
 @pytest.mark.parametrize(
     "held, layers, ids",
     [
-        (Held.IDS, (), IDS[1:]),
-        (Held.ONE, (), IDS),
-        (Held.EVERY, (0, 2), IDS),
+        (KVSource.IDS, (), IDS[1:]),
+        (KVSource.ONE, (), IDS),
+        (KVSource.EVERY, (0, 2), IDS),
     ],
 )
 def test_what_is_lacking_is_named(three_layers, held, layers, ids) -> None:
@@ -135,7 +137,7 @@ def test_what_is_lacking_is_named(three_layers, held, layers, ids) -> None:
 
 
 @pytest.mark.parametrize(
-    "held, form", [(Held.ENTRIES, CacheForm.DENSE), (Held.EVERY, CacheForm.COMPACT)]
+    "held, form", [(KVSource.ENTRIES, CacheForm.DENSE), (KVSource.EVERY, CacheForm.COMPACT)]
 )
 def test_forms_that_cannot_be_rebuilt_are_refused(three_layers, held, form) -> None:
     cache = SequenceCache(three_layers.spec, form)

@@ -7,7 +7,7 @@ import torch
 
 from builders import tiers_of
 from larder.cache.sequence import CacheForm, SequenceCache
-from larder.models.loading import adopt, load
+from larder.models.loader import load, wrap_model
 from larder.models.tiny import ARCHITECTURES, tiny
 from model_runs import own_logits, read_on, some_ids
 
@@ -54,7 +54,7 @@ def test_blocks_of_any_size_equal_the_model(architecture, adopted, own, form, bl
 def test_bfloat16_stays_within_its_rounding(architecture, own, form) -> None:
     ids = some_ids(READ + DECODED)
     expected = own_logits(own(architecture, dtype=torch.bfloat16), ids)
-    got = through_larder(adopt(tiny(architecture, dtype=torch.bfloat16)), form, ids, 16)
+    got = through_larder(wrap_model(tiny(architecture, dtype=torch.bfloat16)), form, ids, 16)
     assert (got - expected).abs().max() < LOW_TOLERANCE * expected.std()
 
 
@@ -83,7 +83,7 @@ def test_a_model_with_only_sliding_layers_is_exact() -> None:
     module = MistralForCausalLM(config).eval()
     ids = some_ids(READ + DECODED)
     expected = own_logits(module, ids)
-    decoder = adopt(module)
+    decoder = wrap_model(module)
     assert decoder.spec.managed == ()
     for form in CacheForm:
         assert (through_larder(decoder, form, ids, 6) - expected).abs().max() < TOLERANCE

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from larder.core.errors import ModelError
-from larder.models.loading import adopt
-from larder.models.survey import Survey
+from larder.models.introspection import AttentionSurvey
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 
 TOKENS = 6
@@ -20,12 +20,12 @@ MASKS = {
 
 @pytest.mark.parametrize("dimensions", MASKS)
 def test_a_mask_is_refused(dimensions: int) -> None:
-    decoder = adopt(tiny("qwen3"))
+    decoder = wrap_model(tiny("qwen3"))
     with pytest.raises(ModelError, match=f"mask of {dimensions} dimensions.*leave the mask out"):
         decoder.module.base_model(
             input_ids=torch.arange(TOKENS)[None],
             position_ids=torch.arange(TOKENS)[None],
             attention_mask=MASKS[dimensions],
             use_cache=False,
-            larder=Survey(),
+            larder=AttentionSurvey(),
         )

@@ -13,17 +13,17 @@ from torch import Tensor
 from larder.core.errors import BadParameter, ModelError
 from larder.models.calibration import MEASUREMENTS
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
-from larder.models.measurements import _watching, reasoning
-from larder.models.measurements._needles import Needles
-from larder.models.measurements._repeats import drawn
-from larder.models.measurements.base import Grain
+from larder.models.loader import wrap_model
+from larder.models.measurements import _attention_capture, reasoning
+from larder.models.measurements._needles import NeedleSettings
+from larder.models.measurements._repeated_text import random_tokens
+from larder.models.measurements.base import Granularity
 from larder.models.measurements.echo import Echo
-from larder.models.measurements.eviction_error import EvictionError
+from larder.models.measurements.eviction_error import EvictionErrorMeasurement
 from larder.models.measurements.induction import Induction
 from larder.models.measurements.reasoning import Reasoning
 from larder.models.measurements.reconstruction import REQUEST, Reconstruction
-from larder.models.measurements.squeeze import Squeeze
+from larder.models.measurements.squeeze import SqueezeMeasurement
 from larder.models.measurements.streaming_error import StreamingError
 from larder.models.tiny import ARCHITECTURES, tiny
 from measurements import SAMPLE, SMALL, SMALL_NEEDLES, encode
@@ -33,7 +33,7 @@ from model_attention import heads_of
 @pytest.mark.parametrize(("name", "ahead"), [("echo", 0), ("induction", 1)])
 def test_repeated_text_equals_a_loop(three_layers, name, ahead) -> None:
     part, expected = SMALL[name], []
-    ids = drawn(SAMPLE.known(), part.tokens) * part.times
+    ids = random_tokens(SAMPLE.known(), part.tokens) * part.times
     for heads in heads_of(three_layers, ids):
         masses = []
         for head in range(4):
@@ -63,8 +63,8 @@ def test_the_best_seen_of_a_copied_text_equals_a_loop(three_layers) -> None:
 
 
 def test_drawn_tokens_come_once_before_any_comes_again() -> None:
-    assert sorted(drawn((3, 5, 8), 6)) == [3, 3, 5, 5, 8, 8]
-    assert sorted(drawn((3, 5, 8), 6)[:3]) == [3, 5, 8]
+    assert sorted(random_tokens((3, 5, 8), 6)) == [3, 3, 5, 5, 8, 8]
+    assert sorted(random_tokens((3, 5, 8), 6)[:3]) == [3, 5, 8]
 
 
 def test_a_passage_hides_what_it_asks_for() -> None:
@@ -93,7 +93,7 @@ def test_needle_mass_equals_a_loop(three_layers) -> None:
     assert SMALL["retrieval"].measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
-def reasoned(decoder: Decoder, riddle: reasoning.Riddle) -> tuple[list[int], list[float]]:
+def reasoned(decoder: Decoder, riddle: reasoning.ReasoningPrompt) -> tuple[list[int], list[float]]:
     """A greedy answer, and the hits of each head at every token of it, each text read anew."""
     ids, k, scores = list(riddle.ids), riddle.claim[1] - riddle.claim[0], [0.0] * 12
     for _ in riddle.answer:
@@ -189,8 +189,8 @@ def test_the_error_of_eviction_equals_a_loop(three_layers) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_attention_changes_equals_the_models_own_states(architecture) -> None:
-    with adopt(tiny(architecture)) as decoder:
-        got = Squeeze(tokens=12).measure(decoder, SAMPLE)
+    with wrap_model(tiny(architecture)) as decoder:
+        got = SqueezeMeasurement(tokens=12).measure(decoder, SAMPLE)
         expected = own_cosines(decoder, SAMPLE.ids(12))
         managed = [layer.index for layer in decoder.spec.managed]
     assert got == pytest.approx([expected[index] for index in managed], abs=1e-5)
@@ -240,10 +240,12 @@ def test_a_model_without_known_layers_cannot_be_squeezed(three_layers, monkeypat
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_measurement_counts_its_heads_and_leaves_sliding_layers_out(name) -> None:
-    with adopt(tiny("gemma3", layers=4, kv_heads=1)) as decoder:
+    with wrap_model(tiny("gemma3", layers=4, kv_heads=1)) as decoder:
         values = SMALL[name].measure(decoder, SAMPLE)
         assert len(decoder.spec.managed) == 2
-        each = {Grain.LAYER: 1, Grain.KV_HEAD: 1, Grain.QUERY_HEAD: 4}[SMALL[name].grain]
+        each = {Granularity.LAYER: 1, Granularity.KV_HEAD: 1, Granularity.QUERY_HEAD: 4}[
+            SMALL[name].grain
+        ]
     assert len(values) == 2 * each
     assert all(0 <= value <= 2 for value in values)
 
@@ -269,11 +271,11 @@ def test_every_measurement_is_known_by_its_file() -> None:
         lambda: Induction(times=1),
         lambda: Reasoning(lengths=(0,)),
         lambda: Reasoning(depths=(1.5,)),
-        lambda: Needles(count=0),
-        lambda: Needles(words=0),
+        lambda: NeedleSettings(count=0),
+        lambda: NeedleSettings(words=0),
         lambda: StreamingError(recent=0),
-        lambda: EvictionError(kept=4, window=8),
-        lambda: Squeeze(tokens=0),
+        lambda: EvictionErrorMeasurement(kept=4, window=8),
+        lambda: SqueezeMeasurement(tokens=0),
         lambda: Reconstruction(tokens=4, sinks=4),
     ],
 )
@@ -284,12 +286,14 @@ def test_parameters_out_of_range_are_refused(build) -> None:
 
 def test_no_weights_of_all_tokens_are_held(three_layers, monkeypatch) -> None:
     asked: list[int] = []
-    weights = _watching.Shown.weights
+    weights = _attention_capture.AttentionInputs.weights
     monkeypatch.setattr(
-        _watching.Shown,
+        _attention_capture.AttentionInputs,
         "weights",
         lambda self, rows: (asked.append(len(rows)), weights(self, rows))[1],
     )
     Echo(tokens=100, times=4).measure(three_layers, SAMPLE)
-    EvictionError(context=64, kept=9, window=4, following=300).measure(three_layers, SAMPLE)
-    assert 0 < max(asked) <= _watching.CHUNK_TOKENS
+    EvictionErrorMeasurement(context=64, kept=9, window=4, following=300).measure(
+        three_layers, SAMPLE
+    )
+    assert 0 < max(asked) <= _attention_capture.CHUNK_TOKENS

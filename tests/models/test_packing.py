@@ -10,7 +10,7 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 from model_runs import own_logits, read_on, some_ids
 
 MODES = (Mode.APPEND, Mode.SCRATCH)
@@ -43,11 +43,11 @@ def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form,
     decoder = adopted(architecture)
     pairs = list(zip(rows(decoder, form), prompts(), strict=True))
     packed = decoder.predict(
-        [Row(cache, ids) for cache, ids in pairs], mode, range(sum(PROMPTS))
+        [BatchSegment(cache, ids) for cache, ids in pairs], mode, range(sum(PROMPTS))
     ).split(PROMPTS)
     again = zip(rows(decoder, form), prompts(), packed, strict=True)
     for cache, ids, together in again:
-        alone = decoder.predict([Row(cache, ids)], mode, range(len(ids)))
+        alone = decoder.predict([BatchSegment(cache, ids)], mode, range(len(ids)))
         torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
 
@@ -98,8 +98,8 @@ def test_questions_packed_as_sections_each_continue_the_cache_alone(architecture
     decoder = adopted(architecture)
     cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
     read_on(decoder, cache, some_ids(25), 10)
-    packed = Row(cache, sum(prompts(), ()), PROMPTS)
+    packed = BatchSegment(cache, sum(prompts(), ()), PROMPTS)
     together = decoder.predict([packed], Mode.SCRATCH, range(sum(PROMPTS))).split(PROMPTS)
     for ids, part in zip(prompts(), together, strict=True):
-        alone = decoder.predict([Row(cache, ids)], Mode.SCRATCH, range(len(ids)))
+        alone = decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
         torch.testing.assert_close(part, alone, atol=1e-4, rtol=0)

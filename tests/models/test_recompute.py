@@ -10,10 +10,10 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
-from larder.models.recompute import Recompute
-from larder.models.residuals import Residuals
-from larder.models.stack import Stack
+from larder.models.forward_batch import BatchSegment
+from larder.models.recompute import KVRecompute
+from larder.models.residuals import ResidualStream
+from larder.models.stack import LayerStack
 from larder.models.tiny import tiny
 from model_runs import cuts, read_on, some_ids
 
@@ -21,16 +21,16 @@ READ, BLOCK = 45, 16
 TOLERANCE = 1e-5
 
 
-def read_and_kept(decoder: Decoder) -> tuple[Recompute, Residuals, SequenceCache]:
+def read_and_kept(decoder: Decoder) -> tuple[KVRecompute, ResidualStream, SequenceCache]:
     """45 tokens read by blocks of 16, with what entered every layer."""
-    recompute, layers = Recompute(decoder), range(len(decoder.spec.layers))
-    residuals, cache = Residuals(layers), SequenceCache(decoder.spec, CacheForm.DENSE)
+    recompute, layers = KVRecompute(decoder), range(len(decoder.spec.layers))
+    residuals, cache = ResidualStream(layers), SequenceCache(decoder.spec, CacheForm.DENSE)
     for start, stop in cuts(READ, BLOCK):
-        recompute.read(Row(cache, some_ids(READ)[start:stop]), residuals)
+        recompute.read(BatchSegment(cache, some_ids(READ)[start:stop]), residuals)
     return recompute, residuals, cache
 
 
-def projected(recompute: Recompute, residuals: Residuals, places: Tensor) -> dict:
+def projected(recompute: KVRecompute, residuals: ResidualStream, places: Tensor) -> dict:
     return recompute.project({i: residuals.before(i)[places] for i in residuals.layers}, places)
 
 
@@ -146,7 +146,7 @@ def test_nothing_stays_on_the_model(adopted) -> None:
     decoder = adopted("gemma3")
     before = read_on(decoder, SequenceCache(decoder.spec, CacheForm.DENSE), some_ids(20), 20)
     read_and_kept(decoder)
-    layers = Stack(decoder.module.base_model, len(decoder.spec.layers)).layers
+    layers = LayerStack(decoder.module.base_model, len(decoder.spec.layers)).layers
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
     assert not any("forward" in layer.__dict__ for layer in layers)
     after = read_on(decoder, SequenceCache(decoder.spec, CacheForm.DENSE), some_ids(20), 20)
@@ -161,7 +161,7 @@ def test_a_read_that_fails_leaves_no_residuals(three_layers) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        recompute.read(Row(cache, (5, 6)), residuals, fail)
+        recompute.read(BatchSegment(cache, (5, 6)), residuals, fail)
     assert {len(residuals.before(layer)) for layer in residuals.layers} == {READ}
     assert not any(layer._forward_pre_hooks for layer in three_layers.module.model.layers)
 
@@ -178,7 +178,7 @@ def test_a_cache_whose_rebuilding_fails_is_spoiled(three_layers) -> None:
     with pytest.raises(RuntimeError):
         recompute.reread(0, residuals.before(0)[:, :5], cache)
     with pytest.raises(CacheError, match="broken off"):
-        three_layers.read([Row(cache, (5,))], Mode.SCRATCH)
+        three_layers.read([BatchSegment(cache, (5,))], Mode.SCRATCH)
 
 
 class _Moody(nn.Module):
@@ -197,11 +197,11 @@ def test_a_model_that_cannot_be_rebuilt_is_refused() -> None:
     module = tiny("llama")
     module.model.layers[1].self_attn.v_proj = _Moody(module.model.layers[1].self_attn.v_proj)
     with Decoder(module) as decoder, pytest.raises(ModelError, match="Layer 1 of Llama"):
-        Recompute(decoder)
+        KVRecompute(decoder)
 
 
 def test_layers_that_cannot_be_told_are_refused() -> None:
     base = tiny("llama").base_model
     base.others = nn.ModuleList([nn.Identity(), nn.Identity()])
     with pytest.raises(ModelError, match="has 2 lists of 2 modules"):
-        Stack(base, 2)
+        LayerStack(base, 2)

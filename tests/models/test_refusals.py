@@ -17,8 +17,8 @@ from torch import nn
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
-from larder.models.kinds import check_kinds
-from larder.models.loading import adopt, load
+from larder.models.kinds import check_attention_kinds
+from larder.models.loader import load, wrap_model
 from larder.models.tiny import tiny
 from larder.models.verification import check_rope
 from model_runs import own_logits, some_ids
@@ -50,7 +50,7 @@ def refused(module: Any, reason: str) -> None:
     """Adopting raises in one line, and the model is left as it was."""
     former = module.config._attn_implementation
     with pytest.raises(ModelError, match=reason) as caught:
-        adopt(module)
+        wrap_model(module)
     assert "\n" not in str(caught.value)
     assert module.config._attn_implementation == former
 
@@ -125,7 +125,7 @@ def test_a_call_without_larder(architecture) -> None:
 def test_release_gives_the_model_back(architecture) -> None:
     module = tiny(architecture)
     expected, former = own_logits(module, some_ids(9)), module.config._attn_implementation
-    decoder = adopt(module)
+    decoder = wrap_model(module)
     assert module.config._attn_implementation == "larder"
     decoder.release()
     assert module.config._attn_implementation == former
@@ -166,7 +166,7 @@ def test_rope_with_fixed_frequencies_is_welcome(tmp_path, kind) -> None:
     rope = entry(rope_type=kind, factor=2.0, original_max_position_embeddings=64)
     folder = saved(tmp_path, **rope)
     module = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert adopt(module).spec.layers
+    assert wrap_model(module).spec.layers
 
 
 def test_a_base_that_this_transformers_does_not_read(tmp_path) -> None:
@@ -269,21 +269,21 @@ def test_kinds_that_the_survey_does_not_confirm(kinds, windows, reason) -> None:
     config = a_config()
     config.layer_types = kinds
     with pytest.raises(ModelError, match=reason):
-        check_kinds(config, layers_with(*windows))
+        check_attention_kinds(config, layers_with(*windows))
 
 
 def test_a_chunk_without_named_kinds() -> None:
     config = a_config()
     config.attention_chunk_size = 32
     with pytest.raises(ModelError, match="chunks of 32 tokens"):
-        check_kinds(config, layers_with(None, None))
+        check_attention_kinds(config, layers_with(None, None))
 
 
 @pytest.mark.parametrize("kinds", [None, ["sliding_attention", "full_attention"]])
 def test_kinds_that_are_confirmed_or_not_named(kinds) -> None:
     config = a_config()
     config.layer_types = kinds
-    check_kinds(config, layers_with(8, None))
+    check_attention_kinds(config, layers_with(8, None))
 
 
 def test_a_model_that_another_decoder_holds() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
-from larder.models.passes import Recorded, Row
+from larder.models.forward_batch import BatchSegment, LayerActivations
+from larder.models.loader import wrap_model
 from larder.models.tiny import QUERY_HEADS, tiny
 from larder.ops.rope import rotate
 from model_runs import own_logits, read_on, some_ids
@@ -41,10 +41,10 @@ def unturned_and_turned(decoder: Decoder, architecture: str) -> list[tuple[Tenso
     cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
     cache.advance(START)
 
-    def watch(row: int, layer: int, recorded: Recorded) -> None:
+    def watch(row: int, layer: int, recorded: LayerActivations) -> None:
         turned.append(recorded.keys)
 
-    decoder.read([Row(cache, some_ids(COUNT))], Mode.SCRATCH, watch)
+    decoder.read([BatchSegment(cache, some_ids(COUNT))], Mode.SCRATCH, watch)
     for hook in hooks:
         hook.remove()
     pairs = zip(decoder.spec.layers, outputs, turned, strict=True)
@@ -82,7 +82,7 @@ def test_layers_may_turn_by_different_bases(adopted) -> None:
 
 def test_half_precision_turns_by_what_the_model_holds(architecture) -> None:
     """The buffers of a model in bfloat16 are rounded, and so are its angles."""
-    whole, half = (adopt(tiny(architecture, dtype=t)) for t in (torch.float32, torch.bfloat16))
+    whole, half = (wrap_model(tiny(architecture, dtype=t)) for t in (torch.float32, torch.bfloat16))
     for one, other in zip(whole.spec.layers, half.spec.layers, strict=True):
         assert other.radians == pytest.approx(one.radians, rel=2**-8)
 
@@ -102,7 +102,7 @@ def test_a_part_of_the_dimensions_may_turn() -> None:
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     module = rebuilt("phi3", partial_rotary_factor=0.5, rope_parameters=rope)
     ids, expected = some_ids(20), own_logits(module, some_ids(20))
-    decoder = adopt(module)
+    decoder = wrap_model(module)
     assert [len(layer.radians) for layer in decoder.spec.layers] == [4, 4]
     assert_turns(decoder, "phi3")
     got = read_on(decoder, SequenceCache(decoder.spec, CacheForm.RAGGED), ids, 7)
@@ -124,7 +124,9 @@ def small(config: str, model: str, **options: Any) -> Decoder:
         "eos_token_id": 2,
     }
     torch.manual_seed(2)
-    return adopt(getattr(transformers, model)(getattr(transformers, config)(**common | options)))
+    return wrap_model(
+        getattr(transformers, model)(getattr(transformers, config)(**common | options))
+    )
 
 
 def test_layers_that_turn_nothing_say_so() -> None:

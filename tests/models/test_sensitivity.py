@@ -11,16 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.core.errors import BadParameter, UnknownName
 from larder.models import calibration, sensitivity
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.measurements import sensitivity as measured
-from larder.models.sensitivity import Profile, block_mask, layer_similarities
+from larder.models.sensitivity import SensitivityProfile, block_mask, layer_similarities
 from larder.models.tiny import tiny
 from model_runs import some_ids
 
-SMALL = Profile(tokens=64, sinks=5, block=16, overlap=0.5)
+SMALL = SensitivityProfile(tokens=64, sinks=5, block=16, overlap=0.5)
 
 
-def visible(token: int, other: int, profile: Profile) -> bool:
+def visible(token: int, other: int, profile: SensitivityProfile) -> bool:
     """Token i of block b sees the sinks, its own block up to i, and the end of block b - 1."""
     if other > token:
         return False
@@ -30,7 +30,9 @@ def visible(token: int, other: int, profile: Profile) -> bool:
     return other < profile.sinks or own_block or (before and in_overlap)
 
 
-@pytest.mark.parametrize("profile", [SMALL, Profile(64, 0, 10, 0.3), Profile(64, 20, 16, 1.0)])
+@pytest.mark.parametrize(
+    "profile", [SMALL, SensitivityProfile(64, 0, 10, 0.3), SensitivityProfile(64, 20, 16, 1.0)]
+)
 def test_the_mask_hides_what_the_rule_hides(profile) -> None:
     every = torch.arange(64)
     mask = block_mask(profile, every, every)
@@ -41,7 +43,7 @@ def test_the_mask_hides_what_the_rule_hides(profile) -> None:
 
 
 def test_chunks_of_any_size_give_the_same(monkeypatch) -> None:
-    decoder = adopt(tiny("gemma3", layers=4))
+    decoder = wrap_model(tiny("gemma3", layers=4))
     whole = layer_similarities(decoder, some_ids(64), SMALL)
     monkeypatch.setattr(sensitivity, "CHUNK_TOKENS", 7)
     assert layer_similarities(decoder, some_ids(64), SMALL) == pytest.approx(whole, abs=1e-6)
@@ -62,23 +64,23 @@ class Watch(TorchDispatchMode):
 
 
 def test_no_matrix_of_all_tokens_by_all_tokens_is_held(monkeypatch) -> None:
-    decoder = adopt(tiny("llama"))
+    decoder = wrap_model(tiny("llama"))
     monkeypatch.setattr(sensitivity, "CHUNK_TOKENS", 32)
     with Watch() as watch:
-        layer_similarities(decoder, some_ids(512), Profile(512, 5, 128, 0.5))
+        layer_similarities(decoder, some_ids(512), SensitivityProfile(512, 5, 128, 0.5))
     assert 0 < watch.largest < 512 * 512
 
 
 def test_the_first_layer_is_not_sensitive_and_later_ones_are() -> None:
-    decoder = adopt(tiny("llama", layers=4))
+    decoder = wrap_model(tiny("llama", layers=4))
     values = layer_similarities(decoder, some_ids(64), SMALL)
     assert values[0] == pytest.approx(1, abs=1e-6)
     assert all(0 < value < 0.9999 for value in values[1:])
 
 
 def test_a_mask_that_hides_nothing_changes_nothing() -> None:
-    decoder = adopt(tiny("qwen2", layers=3))
-    values = layer_similarities(decoder, some_ids(64), Profile(64, 0, 64, 0.0))
+    decoder = wrap_model(tiny("qwen2", layers=3))
+    values = layer_similarities(decoder, some_ids(64), SensitivityProfile(64, 0, 64, 0.0))
     assert values == pytest.approx([1, 1, 1], abs=1e-6)
 
 
@@ -86,7 +88,7 @@ def test_cosines_equal_a_loop_over_heads_and_tokens() -> None:
     """Keys under the mask come from the model's own masked attention."""
     module, ids = tiny("llama", layers=2), some_ids(64)
     expected = masked_key_cosine(module, ids)
-    decoder = adopt(module)
+    decoder = wrap_model(module)
     assert layer_similarities(decoder, ids, SMALL)[1] == pytest.approx(expected, abs=1e-5)
 
 
@@ -125,13 +127,13 @@ def masked_key_cosine(module, ids) -> float:
 
 
 def test_sliding_layers_are_not_profiled() -> None:
-    decoder = adopt(tiny("gemma3", layers=4))
+    decoder = wrap_model(tiny("gemma3", layers=4))
     assert len(layer_similarities(decoder, some_ids(64), SMALL)) == 2
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
     with pytest.raises(BadParameter, match="reads 64 tokens, but got 60"):
-        layer_similarities(adopt(tiny("llama")), some_ids(60), SMALL)
+        layer_similarities(wrap_model(tiny("llama")), some_ids(60), SMALL)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_text_that_is_too_short_is_refused() -> None:
 )
 def test_profiles_out_of_range_are_refused(wrong) -> None:
     with pytest.raises(BadParameter, match="overlap in"):
-        Profile(**wrong)
+        SensitivityProfile(**wrong)
 
 
 @pytest.fixture
@@ -160,13 +162,13 @@ def encode(text: str) -> list[int]:
 
 
 def test_a_measurement_is_kept_and_used_again(counted, larder_home) -> None:
-    decoder, names = adopt(tiny("llama")), frozenset({"sensitivity"})
+    decoder, names = wrap_model(tiny("llama")), frozenset({"sensitivity"})
     first = calibration.calibrate(decoder, encode, names)
     path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
     assert json.loads(path.read_text())["values"] == [0.5, 0.6]
     assert calibration.calibrate(decoder, encode, names) == first == {"sensitivity": (0.5, 0.6)}
     assert len(counted) == 1
-    other = adopt(tiny("llama", seed=1))
+    other = wrap_model(tiny("llama", seed=1))
     calibration.calibrate(other, encode, names)
     assert len(counted) == 2
     assert not list(larder_home.rglob("*.draft"))
@@ -177,7 +179,7 @@ def test_a_measurement_is_kept_and_used_again(counted, larder_home) -> None:
     ["", "{", "[]", '{"schema": 0}', '{"schema": 1, "profile": {}}', '"\\ud800"', "null"],
 )
 def test_a_damaged_file_is_measured_again(counted, larder_home, damage) -> None:
-    decoder, names = adopt(tiny("llama")), frozenset({"sensitivity"})
+    decoder, names = wrap_model(tiny("llama")), frozenset({"sensitivity"})
     calibration.calibrate(decoder, encode, names)
     path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
     path.write_text(damage)
@@ -188,7 +190,7 @@ def test_a_damaged_file_is_measured_again(counted, larder_home, damage) -> None:
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, "x"], [0.5, float("nan")], 7])
 def test_values_that_do_not_fit_the_model_are_measured_again(counted, larder_home, values) -> None:
-    decoder, names = adopt(tiny("llama")), frozenset({"sensitivity"})
+    decoder, names = wrap_model(tiny("llama")), frozenset({"sensitivity"})
     calibration.calibrate(decoder, encode, names)
     path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"values": values}))
@@ -200,11 +202,11 @@ def test_a_home_that_cannot_be_written_is_no_failure(counted, tmp_path, monkeypa
     blocked.write_text("")
     monkeypatch.setenv("LARDER_HOME", str(blocked))
     names = frozenset({"sensitivity"})
-    assert calibration.calibrate(adopt(tiny("llama")), encode, names)
+    assert calibration.calibrate(wrap_model(tiny("llama")), encode, names)
 
 
 def test_the_bundled_text_is_measured_for_real() -> None:
-    decoder = adopt(tiny("llama"))
+    decoder = wrap_model(tiny("llama"))
     values = calibration.calibrate(decoder, encode, frozenset({"sensitivity"}))["sensitivity"]
     assert values[0] == pytest.approx(1, abs=1e-6)
     assert 0 < values[1] < 1
@@ -212,4 +214,4 @@ def test_the_bundled_text_is_measured_for_real() -> None:
 
 def test_unknown_measurements_are_refused() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'sensitivity'"):
-        calibration.calibrate(adopt(tiny("llama")), encode, frozenset({"sensitivty"}))
+        calibration.calibrate(wrap_model(tiny("llama")), encode, frozenset({"sensitivty"}))

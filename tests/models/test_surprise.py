@@ -11,11 +11,11 @@ from torch import Tensor
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.ledger import SURPRISE, Ledger
 from larder.core.types import Mode
-from larder.models import head as head_module
+from larder.models import lm_head as head_module
 from larder.models.decoder import Decoder
-from larder.models.head import Head
-from larder.models.loading import adopt
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
+from larder.models.lm_head import LMHead
+from larder.models.loader import wrap_model
 from larder.models.tiny import ARCHITECTURES, tiny
 from model_runs import own_logits, some_ids
 from references.novelty import surprises
@@ -26,7 +26,7 @@ CUTS = [(0, 7), (7, 8), (8, 20)]
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return adopt(tiny("qwen3", layers=2))
+    return wrap_model(tiny("qwen3", layers=2))
 
 
 def following(decoder: Decoder) -> SequenceCache:
@@ -39,14 +39,14 @@ def of_the_model(module: Any, ids: tuple[int, ...]) -> list[float]:
 
 
 def weighed(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> list[float]:
-    parts = [decoder.weigh([Row(cache, ids[a:b])], Mode.APPEND)[0] for a, b in CUTS]
+    parts = [decoder.weigh([BatchSegment(cache, ids[a:b])], Mode.APPEND)[0] for a, b in CUTS]
     return torch.cat(parts).tolist()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_surprise_is_that_of_the_models_own_logits(architecture) -> None:
     expected = of_the_model(tiny(architecture, layers=2), IDS)
-    decoder = adopt(tiny(architecture, layers=2))
+    decoder = wrap_model(tiny(architecture, layers=2))
     got = weighed(decoder, following(decoder), IDS)
     assert got == pytest.approx(expected, abs=1e-3)
     assert max(got) - min(got) > 1
@@ -58,22 +58,22 @@ def test_logits_are_capped_as_the_model_caps_them() -> None:
     for each in (module, plain):
         each.config.final_logit_softcapping = 1.5
     capped = of_the_model(plain, IDS)
-    decoder = adopt(module)
+    decoder = wrap_model(module)
     assert weighed(decoder, following(decoder), IDS) == pytest.approx(capped, abs=1e-3)
     assert max(abs(a - b) for a, b in zip(expected, capped, strict=True)) > 0.1
 
 
 def test_few_logits_are_held_at_a_time(monkeypatch) -> None:
-    decoder = adopt(tiny("qwen3", layers=2))
-    whole, counts, real = weighed(decoder, following(decoder), IDS), [], Head.logits
+    decoder = wrap_model(tiny("qwen3", layers=2))
+    whole, counts, real = weighed(decoder, following(decoder), IDS), [], LMHead.logits
     del decoder._head
 
-    def counted(self: Head, hidden: Tensor) -> Tensor:
+    def counted(self: LMHead, hidden: Tensor) -> Tensor:
         counts.append(len(hidden))
         return real(self, hidden)
 
-    monkeypatch.setattr(head_module, "LOGITS_AT_ONCE", 3 * 128 + 5)
-    monkeypatch.setattr(Head, "logits", counted)
+    monkeypatch.setattr(head_module, "LOGITS_CHUNK", 3 * 128 + 5)
+    monkeypatch.setattr(LMHead, "logits", counted)
     assert weighed(decoder, following(decoder), IDS) == pytest.approx(whole, abs=1e-5)
     assert max(counts) == 3
 
@@ -82,9 +82,9 @@ def test_what_is_foreseen_is_what_comes(decoder) -> None:
     caches = [following(decoder) for _ in range(3)]
     texts = [some_ids(12, seed=4), some_ids(1, seed=5), some_ids(3, seed=6)]
     for number, cache in enumerate(caches[:2]):
-        decoder.read([Row(cache, some_ids(9, seed=number))], Mode.APPEND)
+        decoder.read([BatchSegment(cache, some_ids(9, seed=number))], Mode.APPEND)
     before = [cache.state() for cache in caches]
-    rows = [Row(cache, text) for cache, text in zip(caches, texts, strict=True)]
+    rows = [BatchSegment(cache, text) for cache, text in zip(caches, texts, strict=True)]
     seen = decoder.foresee(rows)
     for cache, state in zip(caches, before, strict=True):
         assert cache.state().keys() == state.keys()
@@ -99,7 +99,7 @@ def test_what_is_foreseen_is_what_comes(decoder) -> None:
 
 
 def test_a_single_token_without_anything_before_it_is_no_surprise(decoder) -> None:
-    assert decoder.weigh([Row(following(decoder), (5,))], Mode.APPEND)[0].tolist() == [0.0]
+    assert decoder.weigh([BatchSegment(following(decoder), (5,))], Mode.APPEND)[0].tolist() == [0.0]
 
 
 def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
@@ -108,23 +108,23 @@ def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
         *map(following, [decoder] * 2),
     )
     wanted = [2, 6]
-    expected = decoder.predict([Row(plain, IDS[:7])], Mode.APPEND, wanted)
-    got = decoder.predict([Row(one, IDS[:7])], Mode.APPEND, wanted)
+    expected = decoder.predict([BatchSegment(plain, IDS[:7])], Mode.APPEND, wanted)
+    got = decoder.predict([BatchSegment(one, IDS[:7])], Mode.APPEND, wanted)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-    decoder.read([Row(other, IDS[:7])], Mode.APPEND)
+    decoder.read([BatchSegment(other, IDS[:7])], Mode.APPEND)
     torch.testing.assert_close(one.latest.tail, other.latest.tail)
     assert not len(plain.latest.tail)
 
 
 def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     cache = following(decoder)
-    decoder.read([Row(cache, IDS[:8])], Mode.APPEND)
+    decoder.read([BatchSegment(cache, IDS[:8])], Mode.APPEND)
     tail, width = cache.latest.tail.clone(), decoder.token_table().shape[1]
     assert tail.shape == (width,)
-    decoder.read([Row(cache, IDS[8:12])], Mode.SCRATCH)
-    decoder.weigh([Row(cache, IDS[8:12])], Mode.SCRATCH)
+    decoder.read([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
+    decoder.weigh([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
     bare = SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger((SURPRISE,)))
-    decoder.read([Row(bare, IDS[:8])], Mode.APPEND)
+    decoder.read([BatchSegment(bare, IDS[:8])], Mode.APPEND)
     bare.latest.tail = torch.empty(0)
     assert cache.nbytes == bare.nbytes + 4 * width
     meta = cache.meta()

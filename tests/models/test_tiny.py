@@ -7,7 +7,7 @@ import torch
 
 from larder.core.errors import BadParameter, UnknownName
 from larder.models.fingerprint import fingerprint
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
 
@@ -26,7 +26,7 @@ def test_layers_and_heads_are_as_asked(architecture, kv_heads, adopted) -> None:
     assert [(layer.query_heads, layer.kv_heads) for layer in layers] == [(4, kv_heads)] * 2
     windows = [layer.sliding_window for layer in layers]
     assert windows == ([8, None] if architecture == "gemma3" else [None, None])
-    assert len(adopt(tiny(architecture, layers=3)).spec.layers) == 3
+    assert len(wrap_model(tiny(architecture, layers=3)).spec.layers) == 3
 
 
 def test_unknown_architectures_and_heads_are_refused() -> None:

@@ -15,7 +15,7 @@ from larder.cache.entry_merging import merge_entries
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 from larder.policy.protect import Protect
 from references.outcome import Outcome, untouched
 
@@ -125,7 +125,7 @@ def test_protection_is_by_true_position(sinks, recent, positions, length, tokens
     mask = protect.mask(torch.tensor(positions, dtype=torch.int32), length, tokens)
     assert mask.tolist() == [p < sinks or p >= length - latest for p in positions]
     if sinks + latest <= tokens:
-        assert protect.least(tokens) == Ends(sinks, latest)
+        assert protect.least(tokens) == ProtectedTokens(sinks, latest)
     else:
         with pytest.raises(BudgetError, match=f"budget of {tokens} tokens is smaller"):
             protect.least(tokens)

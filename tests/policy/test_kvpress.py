@@ -17,8 +17,8 @@ from larder.core.errors import BadParameter, DependencyError, ScoreError, Unknow
 from larder.core.ledger import LOG_COUNT
 from larder.core.needs import Need
 from larder.core.observation import Observation
-from larder.policy.ends import Ends
-from larder.policy.scorers._standin import StandIn
+from larder.policy.ends import ProtectedTokens
+from larder.policy.scorers._kvpress_module import AttentionModuleAdapter
 from larder.policy.scorers.column_mass import ColumnMass
 from larder.policy.scorers.expected import Expected
 from larder.policy.scorers.keydiff import KeyDiff
@@ -83,7 +83,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
 def test_the_stand_in_turns_queries_as_attention_did() -> None:
     """Turned again, what it projects gives the logits that attention had."""
     seen = whole(group=3)
-    standing = StandIn(seen, [0, 1])
+    standing = AttentionModuleAdapter(seen, [0, 1])
     cosine, sine = standing.position_embeddings
     flat = standing.q_proj(standing.numbers)
     queries = flat.view(TOKENS, len(standing.query_heads), -1).transpose(0, 1)
@@ -97,7 +97,7 @@ def test_the_stand_in_turns_queries_as_attention_did() -> None:
 
 def test_the_stand_in_counts_on_from_where_the_pass_ends() -> None:
     seen = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
-    standing = StandIn(seen, [0, 1])
+    standing = AttentionModuleAdapter(seen, [0, 1])
     next_of_pass = standing.rotary_emb(seen.queries, torch.tensor([[10]]))
     angles = TOKENS * torch.tensor(seen.layer.radians)
     assert next_of_pass[0][0, 0, :3].tolist() == pytest.approx(angles.cos().tolist(), abs=1e-5)
@@ -108,7 +108,7 @@ def test_the_stand_in_weighs_by_position_and_count() -> None:
     rows = torch.zeros(len(seen.entries.keys))
     rows[seen.entries.starts[1] + 4] = 50.0
     counted = replace(seen, entries=seen.entries.remembering({LOG_COUNT: rows}))
-    weights = StandIn(counted, [0, 1]).weights()[0]
+    weights = AttentionModuleAdapter(counted, [0, 1]).weights()[0]
     torch.testing.assert_close(weights.sum(-1), torch.ones(4, TOKENS))
     assert not weights.triu(1).any()
     assert weights[2:, 4:, 4].amin() > 0.99 and weights[2:, :4, 4].amax() == 0
@@ -116,9 +116,9 @@ def test_the_stand_in_weighs_by_position_and_count() -> None:
 
 @with_kvpress
 def test_windows_and_sinks_of_a_press_are_kept_from_the_budget() -> None:
-    assert Kvpress("SnapKVPress(window_size=8)").least() == Ends(last=8)
-    assert Kvpress("CompactorPress").least() == Ends(8, 4)
-    assert Kvpress("ExpectedAttentionPress(n_sink=3)").least() == Ends(3)
+    assert Kvpress("SnapKVPress(window_size=8)").least() == ProtectedTokens(last=8)
+    assert Kvpress("CompactorPress").least() == ProtectedTokens(8, 4)
+    assert Kvpress("ExpectedAttentionPress(n_sink=3)").least() == ProtectedTokens(3)
 
 
 @with_kvpress
@@ -180,7 +180,7 @@ def test_streaming_llm_keeps_the_same() -> None:
 @with_kvpress
 def test_observed_attention_is_mass_for_each_query_that_could_look() -> None:
     seen = whole()
-    standing = StandIn(seen, [0, 1])
+    standing = AttentionModuleAdapter(seen, [0, 1])
     mass = standing.weights()[0].sum(1).view(2, seen.layer.group, TOKENS).sum(1)
     entries = seen.entries.remembering({"mass": seen.entries.spread(mass.flatten())})
     ours = heads(ColumnMass().score(replace(seen, entries=entries)))

@@ -8,7 +8,7 @@ from builders import a_layer, a_view
 from larder import Engine
 from larder.core.errors import BudgetError
 from larder.core.observation import Observation
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.session.policy import Policy
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
 from larder_bench.scoring.teacher_forcing import score_answers
@@ -59,7 +59,7 @@ def test_a_budget_without_room_for_the_sinks_is_refused() -> None:
         planner.quotas(12, 100, (0,), {})
 
 
-def test_half_of_the_entries_answer_as_all_do(seed_model: Loaded) -> None:
+def test_half_of_the_entries_answer_as_all_do(seed_model: LoadedModel) -> None:
     full = Engine(seed_model, "full")
     log = lifelog_conversation(1, 1000, lambda text: len(full.scribe.encode(text)), 8)
 

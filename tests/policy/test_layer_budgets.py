@@ -14,7 +14,7 @@ from builders import a_layer, a_view
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import LayerScores, Phase
-from larder.policy.budgets._selection import evenly
+from larder.policy.budgets._selection import top_k_even
 from larder.policy.budgets.ada import Ada
 from larder.policy.budgets.base import Budget
 from larder.policy.budgets.cake import Cake
@@ -127,10 +127,10 @@ def test_a_layer_has_room_for_what_one_of_its_heads_protects() -> None:
 
 def test_heads_keep_equally_many_and_the_best_has_the_odd_one() -> None:
     layer = judged([5.0, 4.0, 3.0, 2.0], [9.0, 8.0, 1.0, 0.0], [7.0])
-    assert evenly(layer, 5).lengths == (2, 2, 1)
-    assert evenly(layer, 4).lengths == (1, 2, 1)
-    assert evenly(layer, 6).lengths == (3, 2, 1)
-    assert evenly(layer, 99).lengths == (4, 4, 1)
+    assert top_k_even(layer, 5).lengths == (2, 2, 1)
+    assert top_k_even(layer, 4).lengths == (1, 2, 1)
+    assert top_k_even(layer, 6).lengths == (3, 2, 1)
+    assert top_k_even(layer, 99).lengths == (4, 4, 1)
 
 
 HEADS = [[*range(9)], [0, 2, 3, 5, 6, 7, 8]]

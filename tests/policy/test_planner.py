@@ -16,7 +16,7 @@ from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.budgets.uniform import Uniform
 from larder.policy.compensation.drop import Drop
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
@@ -69,7 +69,7 @@ def test_scores_become_float32_and_may_be_infinite() -> None:
 
 def test_a_budget_must_hold_what_a_scorer_always_keeps() -> None:
     wide = SinksAndWindow(sinks=40)
-    assert (wide.least(), KeyDiff().least()) == (Ends(40, 1), Ends())
+    assert (wide.least(), KeyDiff().least()) == (ProtectedTokens(40, 1), ProtectedTokens())
     with pytest.raises(BudgetError, match=r"40 tokens is smaller than the 41 that") as caught:
         planner(wide).quotas(40, 100, (0, 1), {})
     assert "raise --budget" in str(caught.value) and "\n" not in str(caught.value)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName
 from larder.core.family import Family
 from larder.core.spelling import spell
+from larder.policy.attention_reduction import NoAggregation, NoHeadRule
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.compensation.recompute import Recompute
-from larder.policy.joining import Unasked, Unobserved
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.schedules.whole import Whole
-from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
+from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS, Policy
 from larder.session.policy_validation import needs_scratch_prompts
 from larder.session.presets import PRESETS
 
@@ -78,7 +78,7 @@ def test_any_policy_round_trips(slots) -> None:
         except BadParameter:
             parts[slot] = kind()
     if parts["scorer"].published() is None:
-        parts |= {"aggregation": Unobserved(), "heads": Unasked()}
+        parts |= {"aggregation": NoAggregation(), "heads": NoHeadRule()}
         parts["values"] = KeysAlone()
     if needs_scratch_prompts(parts["scorer"]):
         parts["timing"] = PrefillOnly()
@@ -102,17 +102,17 @@ def test_any_policy_round_trips(slots) -> None:
 @pytest.mark.parametrize("slot", SLOTS)
 def test_every_part_round_trips(slot) -> None:
     for kind in parts_of(slot):
-        before = {"recall": "park() > ", **dict.fromkeys(JOINING, "snapkv() > ")}
+        before = {"recall": "park() > ", **dict.fromkeys(REDUCTION_SLOTS, "snapkv() > ")}
         sentence = before.get(slot, "") + spell(kind())
         assert getattr(Policy.parse(sentence), slot) == kind()
 
 
-@pytest.mark.parametrize("slot", JOINING)
+@pytest.mark.parametrize("slot", REDUCTION_SLOTS)
 def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
     for kind in parts_of(slot):
         policy = Policy.parse(f"snapkv() > {spell(kind())}")
         assert spell(kind()) in str(policy)
-        other = next(name for name in JOINING if name != slot)
+        other = next(name for name in REDUCTION_SLOTS if name != slot)
         assert getattr(policy, other) == getattr(Policy.parse("snapkv"), other)
 
 

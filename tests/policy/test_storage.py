@@ -18,14 +18,14 @@ from larder.core.inspected import StorageStatistics
 from larder.core.observation import Entries, LayerScores, Observation
 from larder.core.plan import Folds
 from larder.core.spelling import name_of
-from larder.policy.storage._tiers import lowered
+from larder.policy.storage._mixed_precision import demote_groups
 from larder.policy.storage.arkv import ARKV
 from larder.policy.storage.exact import Exact
-from larder.policy.storage.mikv import MiKV, peaks
+from larder.policy.storage.mikv import MiKV, channel_balance
 from larder.policy.storage.minicache import MiniCache
 from larder.policy.storage.qaq import QAQ, needed_bits
 from larder.policy.storage.quantized import Quantized
-from larder.policy.storage.think import ThinK, energies
+from larder.policy.storage.think import ThinK, channel_energies
 from larder.session.policy import FAMILIES
 
 PARTS = (
@@ -81,10 +81,10 @@ def test_grades_are_those_of_the_loop(
 def test_the_worst_go_down_in_whole_groups_and_of_equals_the_earlier() -> None:
     ranked = torch.tensor([3.0, 1.0, 1.0, 1.0, 5.0, 0.5])
     held = torch.zeros(6, dtype=torch.int8)
-    assert lowered(ranked, held, [5], [2]).tolist() == [0, 1, 0, 0, 0, 1]
-    assert lowered(ranked, held, [3], [2]).tolist() == [0, 1, 1, 1, 0, 1]
-    assert lowered(ranked, held, [2, 1], [2, 1]).tolist() == [0, 2, 2, 1, 0, 2]
-    assert lowered(ranked, held, [6], [4]).tolist() == [0] * 6
+    assert demote_groups(ranked, held, [5], [2]).tolist() == [0, 1, 0, 0, 0, 1]
+    assert demote_groups(ranked, held, [3], [2]).tolist() == [0, 1, 1, 1, 0, 1]
+    assert demote_groups(ranked, held, [2, 1], [2, 1]).tolist() == [0, 2, 2, 1, 0, 2]
+    assert demote_groups(ranked, held, [6], [4]).tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.codecs], ids=str)
@@ -193,7 +193,7 @@ def test_what_is_looked_at_is_that_of_the_loop() -> None:
 
 def test_channels_by_energy_and_by_peak() -> None:
     seen = a_view(a_layer(2, 2), POSITIONS[:2], queries=5, seed=1)
-    energy, peak = energies(seen, 3), peaks(seen, 3)
+    energy, peak = channel_energies(seen, 3), channel_balance(seen, 3)
     for head in range(2):
         keys = seen.entries.head_keys(head)
         queries = seen.queries[2 * head : 2 * head + 2, -3:]

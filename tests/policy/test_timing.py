@@ -12,7 +12,7 @@ from builders import a_layer, a_plan, a_spec, draw
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
-from larder.models.passes import Recorded, Row
+from larder.models.forward_batch import BatchSegment, LayerActivations
 from larder.policy.budgets.base import Budget
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.budgets.uniform import Uniform
@@ -24,7 +24,7 @@ from larder.policy.timing.base import Timing
 from larder.policy.timing.fixed_slot import FixedSlot
 from larder.policy.timing.lagged import Lagged
 from larder.policy.timing.split import Split, Strategy
-from larder.prefill.tending import Tending
+from larder.prefill.decode_eviction import DecodeEviction
 from larder.session.policy import Policy
 
 LAYERS = (a_layer(2, 1), a_layer(2, 2, window=6, index=1), a_layer(2, 2, index=2))
@@ -48,13 +48,13 @@ class Growing:
             kept = a_plan([range(min(prompt, reading))] * 2, [prompt] * 2)
             self.cache.apply(index, kept)
         quotas = planner.quotas(reading, prompt, MANAGED, {})
-        self.tending = Tending(planner, TOKENS, (quotas,), (prompt,))
+        self.tending = DecodeEviction(planner, TOKENS, (quotas,), (prompt,))
 
     def go_on(self, passes: list[int]) -> list[list[tuple[int, ...]]]:
         """Entries of each head of the managed layers, after each pass."""
         out = []
         for step, count in enumerate(passes):
-            row = Row(self.cache, tuple(range(count)))
+            row = BatchSegment(self.cache, tuple(range(count)))
             self._read(count, self.tending.observer([0], [row], [step]))
             out.append([self.cache.lengths()[index] for index in MANAGED])
         return out
@@ -69,7 +69,7 @@ class Growing:
             states = (new.queries, new.keys, new.values, new.positions)
             self.cache.attend(layer.index, *states, Mode.APPEND, (count,))
             if watch is not None:
-                watch(0, layer.index, Recorded(*states))
+                watch(0, layer.index, LayerActivations(*states))
         self.cache.advance(count)
 
 

@@ -12,12 +12,12 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.spelling import name_of
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
-from larder.models.passes import Recorded, Row
+from larder.models.forward_batch import BatchSegment, LayerActivations
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.policy.planner import Planner
-from larder.prefill.meter import Meter
-from larder.prefill.reader import Lane, Reader
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import PrefillReader, PrefillSequence
 from measurements import made_up
 from model_runs import some_ids
 
@@ -28,7 +28,7 @@ SIGMA = (1.0, 0.8, 0.9, 0.7)
 SHARED_POOL = ("global", "inverse_variance", "prefixkv", "dynamic", "cake", "composite")
 
 
-class Witness(Meter):
+class Witness(PeakMemoryMeter):
     """A meter that remembers the highest of each cache, layer by layer of every pass."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Watched(Decoder):
     """A decoder that remembers every key and value that was appended, by its true position."""
 
     def _run(self, module: Any, rows: Any, mode: Mode, observer: Any, **options: Any) -> Any:
-        def watch(row: int, layer: int, recorded: Recorded) -> None:
+        def watch(row: int, layer: int, recorded: LayerActivations) -> None:
             if mode is Mode.APPEND:
                 self.remember(rows[row], layer, recorded)
             if observer is not None:
@@ -52,7 +52,7 @@ class Watched(Decoder):
 
         return super()._run(module, rows, mode, watch, **options)
 
-    def remember(self, row: Row, layer: int, recorded: Recorded) -> None:
+    def remember(self, row: BatchSegment, layer: int, recorded: LayerActivations) -> None:
         told = self.told.setdefault(id(row.cache), {})
         keys, values = recorded.keys.clone().unbind(1), recorded.values.clone().unbind(1)
         for q, position in enumerate(recorded.positions.tolist()):
@@ -60,7 +60,7 @@ class Watched(Decoder):
 
 
 @dataclass(frozen=True)
-class Checked(Reader):
+class Checked(PrefillReader):
     """A reader that checks the sum of survivors after every settlement."""
 
     wrong: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Checked(Reader):
 @pytest.fixture(scope="session")
 def watched() -> Watched:
     """Three layers of two kv heads."""
-    decoder = adopt(tiny("qwen3", layers=3))
+    decoder = wrap_model(tiny("qwen3", layers=3))
     decoder.__class__ = Watched
     decoder.told = {}
     return decoder
@@ -100,13 +100,15 @@ def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> C
     return Checked(decoder, planner.under(facts, layers), tokens, quotas, Witness())
 
 
-def a_lane(decoder: Decoder, planner: Planner | None = None, **prompts: Any) -> Lane:
+def a_lane(decoder: Decoder, planner: Planner | None = None, **prompts: Any) -> PrefillSequence:
     """A lane whose cache remembers what the planner asks for."""
     if planner is None:
-        return Lane(SequenceCache(decoder.spec, CacheForm.RAGGED), BOOK | prompts)
+        return PrefillSequence(SequenceCache(decoder.spec, CacheForm.RAGGED), BOOK | prompts)
     storage = planner.storage
     kept = planner.ledger, storage.codecs, storage.pairing
-    return Lane(SequenceCache(decoder.spec, CacheForm(storage.form), *kept), BOOK | prompts)
+    return PrefillSequence(
+        SequenceCache(decoder.spec, CacheForm(storage.form), *kept), BOOK | prompts
+    )
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,11 @@ from larder.core.spelling import spell
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
-from larder.models.passes import Recorded
+from larder.models.forward_batch import LayerActivations
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.meter import Meter
-from larder.prefill.tending import Tending
+from larder.prefill.decode_eviction import DecodeEviction
+from larder.prefill.meter import PeakMemoryMeter
 from larder.session.policy import FAMILIES, Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
@@ -37,7 +37,7 @@ STORE_BYTES = 400  # of a layer's bookkeeping
 class Counting:
     """Hands a policy's observers on, and finds the most that is held after a pass."""
 
-    tending: Tending
+    tending: DecodeEviction
     most: int
     over: list[int] = field(default_factory=list)
     passes: int = 0
@@ -47,7 +47,7 @@ class Counting:
         inner = self.tending.observer(numbers, rows, steps)
         self.passes += 1
 
-        def watch(row: int, layer: int, recorded: Recorded) -> None:
+        def watch(row: int, layer: int, recorded: LayerActivations) -> None:
             inner(row, layer, recorded)
             if layer < LAYERS - 1:
                 return
@@ -66,7 +66,7 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return adopt(tiny("qwen3", layers=LAYERS))
+    return wrap_model(tiny("qwen3", layers=LAYERS))
 
 
 @dataclass
@@ -93,7 +93,7 @@ def generated(
     facts = made_up(decoder.spec.managed)
     desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: facts)
     book = dict.fromkeys(policy.scorer.wanted(), some_ids(3, seed=7))
-    cache = build_caches(desk, policy, some_ids(context), [book], Meter()).activate(0)
+    cache = build_caches(desk, policy, some_ids(context), [book], PeakMemoryMeter()).activate(0)
     tending = decode_planner(desk, policy, [cache])
     assert tending is not None
     counting = counter(tending, (tokens + (policy.timing.excess() or 0)) * HEADS * LAYERS)
@@ -192,7 +192,7 @@ def test_more_than_the_bound_is_noticed(decoder) -> None:
         Policy.parse(sentence).filled(20, None),
         some_ids(30),
         [{}],
-        Meter(),
+        PeakMemoryMeter(),
     ).activate(0)
     generate(
         decoder,

@@ -16,7 +16,7 @@ from larder.core.needs import Need
 from larder.core.observation import Observation
 from larder.core.recall import OffloadSpec
 from larder.core.types import Packed
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.policy.budgets.uniform import Uniform
 from larder.policy.compensation.drop import Drop
@@ -24,8 +24,8 @@ from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
 from larder.policy.scorers.kvpress import Kvpress
-from larder.prefill.base import silent
-from larder.prefill.reader import Lane
+from larder.prefill.base import no_progress
+from larder.prefill.reader import PrefillSequence
 from larder.prefill.schedules import whole as whole_module
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
@@ -67,9 +67,9 @@ def by_kvpress(architecture: str, press: str) -> list[torch.Tensor]:
     """Keys that its own hooks leave, for each layer [K, S, D]."""
     from transformers import DynamicCache
 
-    from larder.policy.scorers.kvpress import _call, _make
+    from larder.policy.scorers.kvpress import _build_press, _parse_press
 
-    made, module, cache = _make(_call(press)), tiny(architecture), DynamicCache()
+    made, module, cache = _build_press(_parse_press(press)), tiny(architecture), DynamicCache()
     made.compression_ratio = 1 - KEPT / CONTEXT
     module.set_attn_implementation("eager" if "Observed" in press else "sdpa")
     with torch.no_grad(), made(module):
@@ -81,10 +81,10 @@ def by_kvpress(architecture: str, press: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("press", PRESSES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_press_keeps_here_what_it_keeps_there(architecture, press, reader_for, lane_for) -> None:
-    decoder = adopt(tiny(architecture))
+    decoder = wrap_model(tiny(architecture))
     planner = Planner(Protect(0, 0), Kvpress(press), Uniform(), Drop())
     reader, lane = reader_for(decoder, planner, KEPT, CONTEXT), lane_for(decoder, planner)
-    Whole().read(reader, [lane], IDS, silent)
+    Whole().read(reader, [lane], IDS, no_progress)
     for layer, theirs in enumerate(by_kvpress(architecture, press)):
         entries = lane.cache.entries(layer)
         for head, keys in enumerate(theirs):
@@ -114,10 +114,10 @@ def test_presses_go_with_budgets_folding_and_recall(
     reader, lane = reader_for(watched, planner, KEPT, CONTEXT), lane_for(watched, planner)
     if "park" in rest:
         parking = OffloadSpec(Flat(tokens=8, page=4, dense=0))
-        lane = Lane(
+        lane = PrefillSequence(
             SequenceCache(watched.spec, CacheForm.TIERED, planner.ledger, parking=parking), {}
         )
-    Blockwise(16).read(reader, [lane], IDS, silent)
+    Blockwise(16).read(reader, [lane], IDS, no_progress)
     assert reader.wrong == []
     assert 0 < lane.cache.managed_entries <= 3 * 2 * KEPT
 
@@ -143,7 +143,7 @@ def looked(
     scorer = Curious(frozenset(asked))
     planner = Planner(Protect(0, 0), scorer, Uniform(), Drop())
     reader = reader_for(decoder, planner, KEPT, CONTEXT)
-    Whole().read(reader, [lane_for(decoder, planner) for _ in range(lanes)], IDS, silent)
+    Whole().read(reader, [lane_for(decoder, planner) for _ in range(lanes)], IDS, no_progress)
     return scorer.saw
 
 
@@ -162,7 +162,7 @@ def entered(module: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
 
 @pytest.mark.parametrize("architecture", ["qwen3", "phi3"])
 def test_a_scorer_that_asks_sees_the_hidden_states(architecture, reader_for, lane_for) -> None:
-    decoder = adopt(tiny(architecture))
+    decoder = wrap_model(tiny(architecture))
     found, stop = entered(decoder.module)
     saw = looked(reader_for, lane_for, decoder, Need.STATES)
     stop()

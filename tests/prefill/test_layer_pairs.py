@@ -7,9 +7,9 @@ import pytest
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.meter import Meter
+from larder.prefill.meter import PeakMemoryMeter
 from larder.recall.mpcache import MPCache
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
@@ -21,7 +21,7 @@ LAYERS, TOKENS = 6, 160
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return adopt(tiny("qwen3", layers=LAYERS))
+    return wrap_model(tiny("qwen3", layers=LAYERS))
 
 
 def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
@@ -29,7 +29,7 @@ def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     desk = ModelRuntime(
         decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
     )
-    cache = build_caches(desk, policy, some_ids(400), [{}], Meter()).activate(0)
+    cache = build_caches(desk, policy, some_ids(400), [{}], PeakMemoryMeter()).activate(0)
     tiers = cache.tiers
     leaders = [None if tier.leader is None else tiers.index(tier.leader) for tier in tiers]
     assert leaders == [None, None, None, 2, None, 4]

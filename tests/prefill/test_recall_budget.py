@@ -14,9 +14,9 @@ from larder.core.types import AppendKind
 from larder.engine.generate import StoppingCriteria, generate, keep_generating
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.meter import Meter
+from larder.prefill.meter import PeakMemoryMeter
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.presets import PRESETS
@@ -34,7 +34,7 @@ RECALLS = [
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return adopt(tiny("qwen3"))
+    return wrap_model(tiny("qwen3"))
 
 
 def desk(decoder: Decoder) -> ModelRuntime:
@@ -65,7 +65,9 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TieredLayer, "_attention", noting)
-        cache = build_caches(desk(decoder), wanted, some_ids(context), [{}], Meter()).activate(0)
+        cache = build_caches(
+            desk(decoder), wanted, some_ids(context), [{}], PeakMemoryMeter()
+        ).activate(0)
         tending = decode_planner(desk(decoder), wanted, [cache])
         assert tending is not None
         told = (
@@ -122,7 +124,7 @@ def test_slots_of_query_heads_are_counted(decoder) -> None:
             Policy.parse(sentence.format(n)).filled(64, None),
             some_ids(96),
             [{}],
-            Meter(),
+            PeakMemoryMeter(),
         )
         for n in names
     ]

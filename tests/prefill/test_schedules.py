@@ -12,15 +12,15 @@ import torch
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import Mode
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.tiny import WINDOW_TOKENS, tiny
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.compensation.drop import Drop
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.snapkv import SnapKV
-from larder.prefill.base import pieces, silent
+from larder.prefill.base import no_progress, split_blocks
 from larder.prefill.schedules import whole as whole_module
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
@@ -71,7 +71,7 @@ def test_blockwise_and_episodic_build_the_same_caches(
         books = [some_ids(3 + n, seed=n) for n in range(3)]
         lanes = [lane_for(watched, planner, episode=ids) for ids in books]
         reader = reader_for(watched, planner, 14, 50)
-        schedule.read(reader, lanes, some_ids(50), silent)
+        schedule.read(reader, lanes, some_ids(50), no_progress)
         built.append(lanes)
     for one, other in zip(*built, strict=True):
         assert_same(one.cache, other.cache)
@@ -87,7 +87,7 @@ def test_a_budget_that_holds_everything_is_exact(
     decoder, expected = adopted(architecture), own_logits(own(architecture), ids)
     for sentence in ('patched(prompt="episode") > sensitivity()', "snapkv(window=4) > global()"):
         reader, lane = reader_for(decoder, planner_of(sentence), 45, 45), lane_for(decoder)
-        SCHEDULES[schedule].read(reader, [lane], ids[:45], silent)
+        SCHEDULES[schedule].read(reader, [lane], ids[:45], no_progress)
         got = read_on(decoder, lane.cache, ids[45:], 1)
         assert (got - expected[45:]).abs().max() < 1e-4
 
@@ -99,7 +99,7 @@ def own() -> Any:
 
 @pytest.fixture(scope="module")
 def adopted() -> Any:
-    return cache(lambda architecture: adopt(tiny(architecture, layers=3)))
+    return cache(lambda architecture: wrap_model(tiny(architecture, layers=3)))
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"])
@@ -117,7 +117,7 @@ def test_whole_reads_any_pieces_alike_and_decides_once(
         planner = planner_of(sentence)
         lane, reader = lane_for(watched, planner), reader_for(watched, planner, 14, 50)
         watched.told.clear()
-        Whole().read(reader, [lane], some_ids(50), silent)
+        Whole().read(reader, [lane], some_ids(50), no_progress)
         true_entries(watched, lane.cache)
         assert lane.cache.managed_entries == 14 * 2 * 3
         assert lane.cache.next_position == 50
@@ -150,8 +150,8 @@ def test_two_conversations_do_not_leak_into_one_another(
     alone, mixed, other = (lane_for(watched, planner) for _ in range(3))
     reader = reader_for(watched, planner, 14, 40)
     before = copy.deepcopy(planner)
-    Blockwise(8).read(reader, [alone], first, silent)
-    for one, two in zip(pieces(first, 8), pieces(second, 8), strict=True):
+    Blockwise(8).read(reader, [alone], first, no_progress)
+    for one, two in zip(split_blocks(first, 8), split_blocks(second, 8), strict=True):
         reader.settle([mixed], one, one, mixed.cache.next_position)
         reader.settle([other], two, two, other.cache.next_position)
     mixed.cache.compact()
@@ -163,7 +163,7 @@ def test_two_conversations_do_not_leak_into_one_another(
 @pytest.mark.parametrize("total, size", [(17, 16), (40, 8), (5, 9), (100, 33), (1, 1), (0, 4)])
 def test_pieces_are_of_nearly_the_same_length(total, size) -> None:
     ids = some_ids(total)
-    parts = pieces(ids, size)
+    parts = split_blocks(ids, size)
     assert sum(parts, ()) == ids
     assert len(parts) == -(-total // size)
     lengths = [len(part) for part in parts]
@@ -174,8 +174,8 @@ def test_pieces_are_of_nearly_the_same_length(total, size) -> None:
 class Voters(SnapKV):
     """SnapKV that says how many voters it keeps."""
 
-    def least(self) -> Ends:
-        return Ends(last=self.window)
+    def least(self) -> ProtectedTokens:
+        return ProtectedTokens(last=self.window)
 
 
 def test_a_scorer_that_judges_by_more_than_a_piece_is_served(
@@ -186,7 +186,7 @@ def test_a_scorer_that_judges_by_more_than_a_piece_is_served(
     for piece in (11, 1024):
         monkeypatch.setattr(whole_module, "PIECE_TOKENS", piece)
         lane, reader = lane_for(watched), reader_for(watched, planner, 25, 60)
-        Whole().read(reader, [lane], some_ids(60), silent)
+        Whole().read(reader, [lane], some_ids(60), no_progress)
         caches.append(lane.cache)
     assert_same(*caches)
 
@@ -194,14 +194,14 @@ def test_a_scorer_that_judges_by_more_than_a_piece_is_served(
 def test_a_short_last_chunk_does_not_outrank_the_others(watched, reader_for, lane_for) -> None:
     planner = planner_of("protect(sinks=0, recent=0) > reconstruct(chunk=32) > global()")
     reader, lane = reader_for(watched, planner, 26, 130), lane_for(watched)
-    Whole().read(reader, [lane], some_ids(130), silent)
+    Whole().read(reader, [lane], some_ids(130), no_progress)
     kept = [position for head in positions(lane.cache) for position in head]
     assert sum(position >= 128 for position in kept) < 0.9 * 2 * len(positions(lane.cache))
 
 
 def test_a_whole_text_leaves_windows_as_wide_as_they_are(reader_for, lane_for, monkeypatch) -> None:
     monkeypatch.setattr(whole_module, "PIECE_TOKENS", 16)
-    decoder = adopt(tiny("gemma3", layers=4))
+    decoder = wrap_model(tiny("gemma3", layers=4))
     reader = reader_for(decoder, planner_of("snapkv(window=4) > unlimited()"), 1 << 62, 200)
     lane, widest = lane_for(decoder), []
     attend = SequenceCache.attend
@@ -212,7 +212,7 @@ def test_a_whole_text_leaves_windows_as_wide_as_they_are(reader_for, lane_for, m
         return out
 
     monkeypatch.setattr(SequenceCache, "attend", spy)
-    Whole().read(reader, [lane], some_ids(200), silent)
+    Whole().read(reader, [lane], some_ids(200), no_progress)
     assert max(widest) <= WINDOW_TOKENS + 16
     handed_over = lane.cache.largest_layer_bytes  # is held twice
     assert reader.meter.peak_bytes - handed_over < 1.2 * decoder.spec.full_bytes(200)
@@ -222,11 +222,13 @@ def test_later_positions_are_true_ones(watched, reader_for, lane_for) -> None:
     """What was dropped does not move what comes after: only kept entries differ from the full."""
     reader = reader_for(watched, planner_of("keydiff() > uniform()"), 14, 40)
     lane = lane_for(watched)
-    Blockwise(8).read(reader, [lane], some_ids(40), silent)
+    Blockwise(8).read(reader, [lane], some_ids(40), no_progress)
     told = []
-    from larder.models.passes import Row
+    from larder.models.forward_batch import BatchSegment
 
-    watched.read([Row(lane.cache, (7, 8))], Mode.SCRATCH, lambda r, layer, rec: told.append(rec))
+    watched.read(
+        [BatchSegment(lane.cache, (7, 8))], Mode.SCRATCH, lambda r, layer, rec: told.append(rec)
+    )
     assert all(rec.positions.tolist() == [40, 41] for rec in told)
 
 
@@ -247,7 +249,7 @@ def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
     tokens = room if policy.budget.tokens is None else policy.budget.tokens
     reader = reader_for(watched, policy.planner, tokens, 60)
     lane = lane_for(watched, policy.planner)
-    policy.filled(tokens, None).schedule.read(reader, [lane], some_ids(60), silent)
+    policy.filled(tokens, None).schedule.read(reader, [lane], some_ids(60), no_progress)
     assert lane.cache.managed_entries == min(tokens, 60) * 2 * 3
 
 

@@ -12,11 +12,11 @@ from larder.core.ledger import SURPRISE
 from larder.core.types import Mode
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
-from larder.models.passes import Row
-from larder.prefill.base import pieces, silent
+from larder.models.forward_batch import BatchSegment
+from larder.prefill.base import no_progress, split_blocks
+from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
-from larder.prefill.tending import Tending
 from larder.session.policy import Policy
 from model_runs import some_ids
 from references.novelty import surprises
@@ -38,7 +38,7 @@ def told(cache: SequenceCache) -> list[dict[int, float]]:
 
 
 def likelihoods(decoder: Any, cache: SequenceCache, ids: tuple[int, ...]) -> list[list[float]]:
-    logits = decoder.predict([Row(cache, ids)], Mode.SCRATCH, range(len(ids)))
+    logits = decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
     return logits.log_softmax(-1).tolist()
 
 
@@ -47,13 +47,13 @@ def test_the_most_surprising_of_every_block_stay(watched, reader_for, lane_for) 
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
     ids, expected, before = some_ids(LENGTH), dict[int, float](), list[float]()
     held = set[int]()
-    for block in pieces(ids, BLOCK):
+    for block in split_blocks(ids, BLOCK):
         start = lane.cache.next_position
         rows = likelihoods(watched, lane.cache, block)
         fresh = surprises(rows, list(block), before)
         expected |= {start + place: value for place, value in enumerate(fresh)}
         before, stop = rows[-1], start + len(block)
-        Blockwise(BLOCK).read(reader, [lane], block, silent)
+        Blockwise(BLOCK).read(reader, [lane], block, no_progress)
         held |= {*range(start, stop)}
         if len(held) > M:
             ranked = sorted(
@@ -73,7 +73,7 @@ def test_read_whole_nothing_was_missing_when_a_token_came(watched, reader_for, l
     fresh = SequenceCache(watched.spec, lane.cache.makeup.form)
     rows = likelihoods(watched, fresh, some_ids(LENGTH))
     expected = surprises(rows, list(some_ids(LENGTH)), [])
-    Whole().read(reader, [lane], some_ids(LENGTH), silent)
+    Whole().read(reader, [lane], some_ids(LENGTH), no_progress)
     for head in told(lane.cache):
         assert len(head) == M
         assert head == pytest.approx({at: expected[at] for at in head}, abs=1e-3)
@@ -83,11 +83,11 @@ def test_read_whole_nothing_was_missing_when_a_token_came(watched, reader_for, l
 def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing) -> None:
     planner = Policy.parse(f"blockwise(tokens=8) > {NOVELTY} > {timing}").planner
     reader, lane = reader_for(watched, planner, M, 16), lane_for(watched, planner)
-    Blockwise(BLOCK).read(reader, [lane], some_ids(16), silent)
+    Blockwise(BLOCK).read(reader, [lane], some_ids(16), no_progress)
     cache, question = lane.cache, some_ids(5, seed=3)
-    fresh = watched.weigh([Row(cache, question)], Mode.SCRATCH)[0].tolist()
+    fresh = watched.weigh([BatchSegment(cache, question)], Mode.SCRATCH)[0].tolist()
     expected = dict(enumerate(fresh, start=16))
-    tending = Tending(planner, M, (reader.quotas,), (16,), watched.foresee)
+    tending = DecodeEviction(planner, M, (reader.quotas,), (16,), watched.foresee)
     logits, real = [], watched.predict
 
     def overheard(*given: Any) -> Any:
@@ -127,7 +127,7 @@ def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatc
         monkeypatch.setattr(type(watched), name, refuse, raising=False)
     planner = Policy.parse("blockwise(tokens=8) > protect(sinks=1, recent=2) > keydiff()").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
-    Blockwise(BLOCK).read(reader, [lane], some_ids(LENGTH), silent)
+    Blockwise(BLOCK).read(reader, [lane], some_ids(LENGTH), no_progress)
     assert not len(lane.cache.latest.tail)
 
 

@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.store.throughput import RestorePath, ThroughputEstimates
 from server_core import characters
 
 
 @pytest.fixture(scope="session")
-def small() -> Loaded:
+def small() -> LoadedModel:
     return characters()
 
 

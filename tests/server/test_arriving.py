@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.store.ledger import Tier
 from server_chats import asked
 from server_core import answered, told
@@ -32,7 +32,7 @@ def has_only_logs(stored: Stored) -> bool:
 @pytest.mark.parametrize("failure", [RuntimeError, MemoryError, TypeError])
 @pytest.mark.parametrize("kind", HELD)
 def test_the_room_of_what_could_not_be_taken_in_is_given_back(
-    small: Loaded,
+    small: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,

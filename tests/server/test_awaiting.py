@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.awaiting import Awaited
 from larder.server.local_hub import LocalHub
 from server_core import told
@@ -45,7 +45,7 @@ def crowded(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_asked_for_does_not_leave_before_it_is_used(
-    small: Loaded,
+    small: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     act: Callable[[LocalHub], object],
@@ -61,7 +61,9 @@ def test_what_is_asked_for_does_not_leave_before_it_is_used(
         assert act(hub) == expected
 
 
-def test_no_branch_takes_the_name_of_one_that_cannot_be_had(small: Loaded, tmp_path: Path) -> None:
+def test_no_branch_takes_the_name_of_one_that_cannot_be_had(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     with hub_in(tmp_path, small) as hub:
         assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
     flip(tmp_path, small, "x~2")
@@ -69,7 +71,9 @@ def test_no_branch_takes_the_name_of_one_that_cannot_be_had(small: Loaded, tmp_p
         assert ask(hub, told(3), "x").told.session == "x~3"
 
 
-def test_who_is_awaited_twice_is_awaited_until_both_are_done(small: Loaded, tmp_path: Path) -> None:
+def test_who_is_awaited_twice_is_awaited_until_both_are_done(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     awaited = Awaited()
     with hub_in(tmp_path, small) as hub:
         ask(hub, told(1), "x")

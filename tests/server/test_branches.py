@@ -9,7 +9,7 @@ import pytest
 
 from larder.core.errors import StoreSlow
 from larder.core.session_name import root_name
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.local_hub import LocalHub
 from larder.server.persisting import MOST_NAMES, Persisting
 from larder.server.request import Refusal, Request, Turn
@@ -23,7 +23,7 @@ def names(hub: LocalHub) -> set[str]:
     return {view.name for view in hub.sessions("a")}
 
 
-def branched(folder: Path, loaded: Loaded, count: int = 3) -> None:
+def branched(folder: Path, loaded: LoadedModel, count: int = 3) -> None:
     with hub_in(folder, loaded) as hub:
         made = [ask(hub, told(number), "x").told.session for number in range(1, count + 1)]
         assert made == ["x", *(f"x~{number}" for number in range(2, count + 1))]
@@ -31,7 +31,7 @@ def branched(folder: Path, loaded: Loaded, count: int = 3) -> None:
 
 @pytest.mark.parametrize("gone", ["x", "x~2"])
 def test_a_branch_behind_one_that_is_gone_is_gone_on_with(
-    small: Loaded, tmp_path: Path, gone: str
+    small: LoadedModel, tmp_path: Path, gone: str
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
@@ -46,7 +46,9 @@ def test_a_branch_behind_one_that_is_gone_is_gone_on_with(
         assert ask(hub, told(3), "x").told.session == "x~3"
 
 
-def test_a_branch_that_was_asked_for_first_hides_no_other(small: Loaded, tmp_path: Path) -> None:
+def test_a_branch_that_was_asked_for_first_hides_no_other(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
         hub.session("a", "x~2")
@@ -58,7 +60,7 @@ def test_a_branch_that_was_asked_for_first_hides_no_other(small: Loaded, tmp_pat
 
 @pytest.mark.parametrize("damaged", ["x", "x~2"])
 def test_branches_that_cannot_be_read_go_as_well(
-    small: Loaded, tmp_path: Path, damaged: str
+    small: LoadedModel, tmp_path: Path, damaged: str
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
@@ -73,7 +75,7 @@ def test_branches_that_cannot_be_read_go_as_well(
 
 
 def test_branches_that_stay_are_told_though_they_cannot_be_read(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     branched(tmp_path, small)
     flip(tmp_path, small, "x~2")
@@ -87,7 +89,7 @@ def test_branches_that_stay_are_told_though_they_cannot_be_read(
 
 
 def test_a_branch_of_a_session_that_is_in_memory_takes_no_name_that_is_kept(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
@@ -98,7 +100,7 @@ def test_a_branch_of_a_session_that_is_in_memory_takes_no_name_that_is_kept(
 
 
 def test_a_branch_that_nobody_has_named_takes_no_name_that_is_kept(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
         first = answered(told(1), ask(hub, told(1), "x"), "Why?")
@@ -115,7 +117,9 @@ def ask_exactly(hub: LocalHub, turns: list[Turn], name: str) -> str:
     return client.told.session
 
 
-def test_a_branch_under_another_rule_has_a_name_of_its_own(small: Loaded, tmp_path: Path) -> None:
+def test_a_branch_under_another_rule_has_a_name_of_its_own(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     with hub_in(tmp_path, small, policy=LIMITED) as hub:
         first = ask(hub, told(1), "x")
         for number, more in enumerate(("Why?", "How?"), start=2):
@@ -127,7 +131,7 @@ def test_a_branch_under_another_rule_has_a_name_of_its_own(small: Loaded, tmp_pa
 
 
 def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
         first = ask(hub, told(1))
@@ -143,7 +147,7 @@ def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
 
 
 def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
         first = ask(hub, told(1))
@@ -161,7 +165,7 @@ def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
 
 @pytest.mark.parametrize("damaged", ["x~2", "x~4"])
 def test_a_fork_is_not_named_as_one_that_cannot_be_read(
-    small: Loaded, tmp_path: Path, damaged: str
+    small: LoadedModel, tmp_path: Path, damaged: str
 ) -> None:
     branched(tmp_path, small, 4)
     flip(tmp_path, small, damaged)
@@ -173,7 +177,9 @@ def test_a_fork_is_not_named_as_one_that_cannot_be_read(
         assert hub.session("a", name).turns == hub.session("a", "x").turns
 
 
-def test_who_deletes_branches_hears_that_they_cannot_be_told(small: Loaded, tmp_path: Path) -> None:
+def test_who_deletes_branches_hears_that_they_cannot_be_told(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub._keeper, Persisting)
@@ -202,7 +208,7 @@ def calls(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_requests_wait_for_no_more_steps_than_they_must(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub_in(tmp_path, small) as hub:
         first = ask(hub, told(1), "x")
@@ -219,7 +225,7 @@ def test_requests_wait_for_no_more_steps_than_they_must(
 
 
 def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     branched(tmp_path, small, count=14)
     with hub_in(tmp_path, small) as hub:
@@ -228,7 +234,7 @@ def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
         assert ask(hub, told(12), "x").told.session == "x~12"
 
 
-def test_branches_go_though_what_they_began_as_is_gone(small: Loaded, tmp_path: Path) -> None:
+def test_branches_go_though_what_they_began_as_is_gone(small: LoadedModel, tmp_path: Path) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
         assert hub.remove("a", "x") == ("x~2", "x~3")
@@ -239,7 +245,7 @@ def test_branches_go_though_what_they_began_as_is_gone(small: Loaded, tmp_path: 
 
 
 def test_a_removal_that_fails_ends_once_all_of_it_has(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.request import Turn
 from larder.server.views import view_of
 from larder.server.web.sessions import shown
@@ -25,11 +25,11 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def deep() -> Loaded:
+def deep() -> LoadedModel:
     return characters(layers=3)
 
 
-def serving(loaded: Loaded, sentence: str) -> Served:
+def serving(loaded: LoadedModel, sentence: str) -> Served:
     block = None if "whole()" in sentence else BLOCK
     return Served(loaded, sentence, tokens=BUDGET, block=block, embedder=TopicEmbedder())
 
@@ -51,7 +51,7 @@ def check_rest(served: Served, name: str) -> tuple[int, int]:
     [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SENTENCES],
 )
 def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
-    deep: Loaded, monkeypatch: pytest.MonkeyPatch, name: str
+    deep: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     served, turns = serving(deep, SENTENCES[name]), list[Turn]()
     long = "whole()" in SENTENCES[name]  # which reads a message beyond the budget as a whole
@@ -66,7 +66,7 @@ def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
 
 
 def test_a_cache_that_is_read_again_stays_within_the_bound(
-    deep: Loaded, monkeypatch: pytest.MonkeyPatch
+    deep: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, lost = (serving(deep, KEYDIFF) for _ in range(2))
     turns = [user(SAID[0])]
@@ -82,7 +82,7 @@ def test_a_cache_that_is_read_again_stays_within_the_bound(
 
 
 def test_a_branch_and_an_edit_stay_within_the_bound(
-    deep: Loaded, monkeypatch: pytest.MonkeyPatch
+    deep: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serving(deep, KEYDIFF)
     first = [user(SAID[0])]
@@ -94,7 +94,7 @@ def test_a_branch_and_an_edit_stay_within_the_bound(
     assert client.told.session != "x" and peak.entries <= running
 
 
-def test_a_session_tells_what_it_holds_of_its_budget(deep: Loaded) -> None:
+def test_a_session_tells_what_it_holds_of_its_budget(deep: LoadedModel) -> None:
     served = serving(deep, KEYDIFF)
     served.ask([user(SAID[1])], "x", max_new_tokens=40)
     view = shown(view_of(served.core.sessions.find("a", "x")))

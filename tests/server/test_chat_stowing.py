@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.chat_needs import chat_need
 from larder.server.keeper import Durability
 from larder.server.request import Turn
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("unflushed", "loads")
 
 
 @pytest.fixture(scope="session")
-def deep() -> Loaded:
+def deep() -> LoadedModel:
     """So many layers that presets which leave the first two alone park something."""
     return characters(layers=3)
 
 
 def stored(
-    loaded: Loaded,
+    loaded: LoadedModel,
     folder: Path,
     kind: str,
     durability: Durability = Durability.TURN,
@@ -35,7 +35,7 @@ def stored(
     return Stored(loaded, folder, durability, **asked(kind, tokens), **options)  # pyright: ignore
 
 
-def unstored(loaded: Loaded, kind: str, tokens: int = TOKENS) -> Served:
+def unstored(loaded: LoadedModel, kind: str, tokens: int = TOKENS) -> Served:
     return Served(loaded, **asked(kind, tokens))  # pyright: ignore
 
 
@@ -56,7 +56,7 @@ def blocks(served: Served, turns: list[Turn]) -> tuple[str, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restarted_server_goes_on_from_the_restored_caches(
-    deep: Loaded, tmp_path: Path, kind: str
+    deep: LoadedModel, tmp_path: Path, kind: str
 ) -> None:
     first, never = stored(deep, tmp_path, kind), unstored(deep, kind)
     turns = talk(first)
@@ -80,7 +80,7 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
 
 
 @pytest.mark.parametrize("name", ways(each for each in PRESETS if each not in REFUSED))
-def test_the_caches_of_every_preset_come_back(deep: Loaded, tmp_path: Path, name: str) -> None:
+def test_the_caches_of_every_preset_come_back(deep: LoadedModel, tmp_path: Path, name: str) -> None:
     tokens = 192 if name in WIDE else TOKENS
     first, never = (stored(deep, tmp_path, name, tokens=tokens), unstored(deep, name, tokens))
     turns, other = (talk(each, said=SAID[:2]) for each in (first, never))
@@ -106,7 +106,7 @@ def flip(folder: Path, holding: bytes) -> None:
 
 @pytest.mark.parametrize("part", [b"session_snapshot", b'"base"'])
 def test_a_flipped_bit_has_the_text_be_read_again(
-    small: Loaded, tmp_path: Path, part: bytes
+    small: LoadedModel, tmp_path: Path, part: bytes
 ) -> None:
     first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(first)
@@ -127,7 +127,7 @@ def test_a_flipped_bit_has_the_text_be_read_again(
 
 
 def test_what_stands_beside_the_caches_must_fit_them(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record that is whole, and yet of another chat."""
     first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
@@ -144,7 +144,7 @@ def test_what_stands_beside_the_caches_must_fit_them(
 
 @pytest.mark.parametrize("tier", ["disk", "device"])
 def test_turns_that_were_said_later_are_heard_again(
-    small: Loaded, tmp_path: Path, tier: str
+    small: LoadedModel, tmp_path: Path, tier: str
 ) -> None:
     killed, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(killed, said=SAID[:3])
@@ -167,7 +167,7 @@ def test_turns_that_were_said_later_are_heard_again(
     assert again.ask(more, "x").text == never.ask(more, "x").text
 
 
-def test_the_strongest_durability_keeps_the_caches_too(small: Loaded, tmp_path: Path) -> None:
+def test_the_strongest_durability_keeps_the_caches_too(small: LoadedModel, tmp_path: Path) -> None:
     killed = stored(small, tmp_path, "epicache", Durability.SNAPSHOT)
     never = unstored(small, "epicache")
     turns = talk(killed)
@@ -179,7 +179,7 @@ def test_the_strongest_durability_keeps_the_caches_too(small: Loaded, tmp_path: 
     assert last.told.restored_tokens > 0
 
 
-def test_many_chats_take_turns_in_little_memory(small: Loaded, tmp_path: Path) -> None:
+def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Path) -> None:
     measured = unstored(small, "epicache")
     talk(measured)
     [sitting] = measured.core.sessions
@@ -199,7 +199,7 @@ def test_many_chats_take_turns_in_little_memory(small: Loaded, tmp_path: Path) -
 
 
 def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     measured = unstored(small, "epicache")
     turns = talk(measured)
@@ -230,7 +230,7 @@ def host_need(served: Served) -> int:
     return chat_need(sitting.rule, sitting.tokens + 64, 32, 5, 4).host
 
 
-def test_a_session_is_let_go_and_had_back(small: Loaded, tmp_path: Path) -> None:
+def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(own)
     talk(never)
@@ -247,7 +247,7 @@ def test_a_session_is_let_go_and_had_back(small: Loaded, tmp_path: Path) -> None
 
 
 def test_who_asks_while_its_caches_are_written_gets_its_answer(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     """What is written meanwhile is what was there before, to the bit."""
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")

@@ -10,7 +10,7 @@ from larder.core.conversation import Conversation, Message
 from larder.core.errors import UsageError
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.request import Turn
 from larder.server.views import kept_of, view_of
 from larder.store.ledger import Tier
@@ -23,18 +23,20 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-def serving(loaded: Loaded, policy: str, tokens: int = TOKENS, **options: int | None) -> Served:
+def serving(
+    loaded: LoadedModel, policy: str, tokens: int = TOKENS, **options: int | None
+) -> Served:
     return Served(loaded, **asked(policy, tokens), **options)  # pyright: ignore
 
 
 @pytest.fixture(scope="session")
-def deep() -> Loaded:
+def deep() -> LoadedModel:
     """So many layers that presets which leave the first two alone park something."""
     return characters(layers=3)
 
 
 @pytest.mark.parametrize("name", ways())
-def test_every_preset_is_served_or_refused_at_the_start(deep: Loaded, name: str) -> None:
+def test_every_preset_is_served_or_refused_at_the_start(deep: LoadedModel, name: str) -> None:
     if name in REFUSED:
         with pytest.raises(UsageError, match=REFUSED[name]) as refused:
             serving(deep, name)
@@ -62,7 +64,7 @@ def talked(served: Served, name: str, history: list[Turn], said: list[str]) -> l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_a_chat(deep: Loaded, kind: str) -> None:
+def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     served = serving(deep, kind, device=None)
     engine = Engine(deep, KINDS[kind], str(TOKENS))
     engine.desk = served.core.engine.desk
@@ -78,7 +80,7 @@ def test_answers_are_those_of_a_chat(deep: Loaded, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["d2o", "epicache", "snapkv"])
-def test_caches_that_were_given_up_are_built_again(small: Loaded, kind: str) -> None:
+def test_caches_that_were_given_up_are_built_again(small: LoadedModel, kind: str) -> None:
     kept, lost = serving(small, kind), serving(small, kind)
     turns = [*HISTORY[:2], user(SAID[0])]
     for more in [*SAID[1:3], ""]:
@@ -91,7 +93,9 @@ def test_caches_that_were_given_up_are_built_again(small: Loaded, kind: str) -> 
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("epicache", 1), ("epicache", 9), ("d2o", 6)])
-def test_a_cancelled_turn_leaves_chats_as_they_were(small: Loaded, kind: str, steps: int) -> None:
+def test_a_cancelled_turn_leaves_chats_as_they_were(
+    small: LoadedModel, kind: str, steps: int
+) -> None:
     served, other = serving(small, kind), serving(small, kind)
     before = [*HISTORY[:4], user(SAID[0])]
     said = answered(before, served.ask(before, "x"), SAID[1])
@@ -110,7 +114,7 @@ def test_a_cancelled_turn_leaves_chats_as_they_were(small: Loaded, kind: str, st
     assert served.ask(said, "x").text == other.ask(said, "x").text
 
 
-def test_a_message_longer_than_the_budget_is_read_in_blocks(small: Loaded) -> None:
+def test_a_message_longer_than_the_budget_is_read_in_blocks(small: LoadedModel) -> None:
     served = serving(small, "icecache")
     short, _ = served.submit(told(1, 1), max_new_tokens=24)
     while not short.text:
@@ -123,7 +127,7 @@ def test_a_message_longer_than_the_budget_is_read_in_blocks(small: Loaded) -> No
     assert served.core.ledger.used(Tier.HOST) > 0
 
 
-def test_an_edited_message_goes_on_from_before_it(small: Loaded) -> None:
+def test_an_edited_message_goes_on_from_before_it(small: LoadedModel) -> None:
     served, alone = serving(small, "epicache"), serving(small, "epicache")
     first = [*HISTORY[:4], user(SAID[0])]
     said = answered(first, served.ask(first, "x"), SAID[1])
@@ -142,7 +146,7 @@ def test_an_edited_message_goes_on_from_before_it(small: Loaded) -> None:
     assert roomy.ask(edited, "x").told.cached_tokens > 0, "the latest turn is cut off a copy"
 
 
-def test_the_map_shows_episodes_and_what_is_parked(small: Loaded) -> None:
+def test_the_map_shows_episodes_and_what_is_parked(small: LoadedModel) -> None:
     served = serving(small, "epicache")
     talked(served, "x", HISTORY, SAID[:2])
     sitting = served.core.sessions.find("a", "x")

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.request import Refusal, Turn
@@ -80,7 +80,7 @@ def talk(served: Stored | Served) -> list[Turn]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_1_one_flipped_bit_locks_no_session(small: Loaded, tmp_path: Path, kind: str) -> None:
+def test_1_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, kind: str) -> None:
     policy = asked("epicache") if kind == "beside" else {}
     first, never = Stored(small, tmp_path, **policy), Served(small, **policy)  # pyright: ignore
     turns = talk(first)
@@ -110,7 +110,7 @@ def test_1_one_flipped_bit_locks_no_session(small: Loaded, tmp_path: Path, kind:
 
 
 def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
         first = ask(hub, told(1), "x")
@@ -132,7 +132,7 @@ def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
 
 
 def test_1_a_session_that_another_server_has_mended_is_not_begun_again(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     first = Served(small, keeper=keeper_in(tmp_path, small))
     turns = answered(told(1), first.ask(told(1), "x"), "Why?")
@@ -146,7 +146,9 @@ def test_1_a_session_that_another_server_has_mended_is_not_begun_again(
     assert late.ask(turns, "x", max_new_tokens=3).text == mended.text
 
 
-def test_1_a_conversation_goes_on_from_what_the_archive_has(small: Loaded, tmp_path: Path) -> None:
+def test_1_a_conversation_goes_on_from_what_the_archive_has(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     keeper = keeper_in(tmp_path, small)
     hub = LocalHub(Engine(small, "full"), keeper=keeper)
     app = create_app(

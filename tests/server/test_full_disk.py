@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.keeper import Durability
 from larder.server.local_hub import LocalHub
 from larder.server.request import Refusal, Request
@@ -69,7 +69,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 
 
 def chats(
-    loaded: Loaded, folder: Path, place: FileSystem, durability: Durability
+    loaded: LoadedModel, folder: Path, place: FileSystem, durability: Durability
 ) -> Iterator[object]:
     """Answers as they are told: the session, the text, and whether the turn is durable; `None` for
     one that is refused."""
@@ -128,7 +128,7 @@ def check(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("durability", [Durability.TURN, Durability.STRICT])
 def test_4_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
-    small: Loaded, tmp_path: Path, durability: Durability
+    small: LoadedModel, tmp_path: Path, durability: Durability
 ) -> None:
     place = Small(tmp_path / "blobs", BLOB_BYTES)
     heard = killed(lambda: chats(small, tmp_path, place, durability))
@@ -141,7 +141,7 @@ def test_4_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("durability", [Durability.TURN, Durability.STRICT])
 def test_4_the_same_on_a_file_system_that_is_full(
-    small: Loaded, mounted: Path, tmp_path: Path, durability: Durability
+    small: LoadedModel, mounted: Path, tmp_path: Path, durability: Durability
 ) -> None:
     heard = killed(
         lambda: chats(small, mounted, open_file_system(str(mounted / "blobs")), durability)

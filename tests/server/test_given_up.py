@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreError, StoreFull
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Turn
 from larder.server.sharing import Sharing
@@ -27,7 +27,7 @@ def begun(served: Served | Stored) -> list[Turn]:
     return answered(told(1), served.ask(told(1), "x"), "Why?")
 
 
-def said_in(folder: Path, loaded: Loaded) -> list[object]:
+def said_in(folder: Path, loaded: LoadedModel) -> list[object]:
     return list(Served(loaded, keeper=keeper_in(folder, loaded)).core.find("a", "x").said)
 
 
@@ -40,18 +40,18 @@ def pin(served: Served, keeper: Persisting) -> None:
 
 
 @pytest.fixture
-def keeper(small: Loaded, tmp_path: Path) -> Persisting:
+def keeper(small: LoadedModel, tmp_path: Path) -> Persisting:
     return keeper_in(tmp_path, small)
 
 
 @pytest.fixture
-def served(small: Loaded, keeper: Persisting) -> Served:
+def served(small: LoadedModel, keeper: Persisting) -> Served:
     return Served(small, keeper=keeper)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_what_is_said_next_goes_on_from_it(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served, turns: int
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served, turns: int
 ) -> None:
     text = begun(served) if turns == 2 else told(1)
     with unheard(keeper):
@@ -63,7 +63,7 @@ def test_what_is_said_next_goes_on_from_it(
 
 
 def test_one_of_several_that_were_given_up_came_about(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served
 ) -> None:
     text = begun(served)
     with unheard(keeper):
@@ -79,7 +79,7 @@ def test_one_of_several_that_were_given_up_came_about(
 @pytest.mark.parametrize("method", ["append", "label"])
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_session_can_be_pinned_behind_it(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served, method: str, turns: int
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served, method: str, turns: int
 ) -> None:
     text = told(1) if turns == 1 else begun(served)
     if method == "label":
@@ -96,7 +96,7 @@ def test_a_session_can_be_pinned_behind_it(
 
 @pytest.mark.usefixtures("loads")
 @pytest.mark.parametrize("method", ["attach", "label"])
-def test_a_cache_is_attached_behind_it(small: Loaded, tmp_path: Path, method: str) -> None:
+def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, method: str) -> None:
     stored = Stored(small, tmp_path)
     begun(stored)
     sitting = stored.core.find("a", "x")
@@ -120,7 +120,7 @@ def test_a_cache_is_attached_behind_it(small: Loaded, tmp_path: Path, method: st
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_21_a_session_that_is_deleted_does_not_come_back(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served, turns: int
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served, turns: int
 ) -> None:
     text = begun(served) if turns == 2 else told(1)
     with unheard(keeper):
@@ -152,7 +152,7 @@ class Late(Faulty):
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_21_a_session_stays_deleted_whose_writing_goes_on(
-    small: Loaded, tmp_path: Path, turns: int
+    small: LoadedModel, tmp_path: Path, turns: int
 ) -> None:
     place = Late(open_file_system(str(tmp_path / "blobs")))
     store = Store(place, tmp_path / "home")
@@ -195,7 +195,7 @@ def test_who_deletes_what_the_store_may_have_hears_that_it_is_slow(
 
 
 def test_20_what_another_has_gone_back_to_supersedes(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served
 ) -> None:
     text = begun(served)
     text = answered(text, served.ask(text, "x"), "Really?")
@@ -208,7 +208,7 @@ def test_20_what_another_has_gone_back_to_supersedes(
 
 
 def test_20_what_was_begun_anew_elsewhere_supersedes(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served
 ) -> None:
     text = begun(served)
     text = answered(text, served.ask(text, "x"), "Really?")
@@ -223,7 +223,7 @@ def test_20_what_was_begun_anew_elsewhere_supersedes(
 
 
 def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served
 ) -> None:
     text = begun(served)
     with unheard(keeper):
@@ -236,7 +236,7 @@ def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
 
 
 def test_20_what_another_has_made_of_what_was_given_up_supersedes(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served
 ) -> None:
     text = begun(served)
     with unheard(keeper):
@@ -250,7 +250,7 @@ def test_20_what_another_has_made_of_what_was_given_up_supersedes(
 
 
 def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
-    small: Loaded, tmp_path: Path, keeper: Persisting, served: Served
+    small: LoadedModel, tmp_path: Path, keeper: Persisting, served: Served
 ) -> None:
     text = begun(served)
     with unheard(keeper):
@@ -263,7 +263,7 @@ def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
 
 
 def test_it_is_nobody_elses_to_who_shares_the_store(
-    small: Loaded, tmp_path: Path, keeper: Persisting
+    small: LoadedModel, tmp_path: Path, keeper: Persisting
 ) -> None:
     store = keeper._store
     served = Served(small, keeper=Sharing(keeper, store, SessionLeases(store.parts)))
@@ -274,7 +274,7 @@ def test_it_is_nobody_elses_to_who_shares_the_store(
     assert len(said_in(tmp_path, small)) == 3
 
 
-def test_a_hub_forgets_and_pins_as_well(small: Loaded, tmp_path: Path) -> None:
+def test_a_hub_forgets_and_pins_as_well(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub._keeper, Persisting)
         with unheard(hub._keeper):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.request import Refusal, Turn
 from larder.server.web.gauges import Gauges
 from server_core import Served, answered, characters, told
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.usefixtures("unflushed")
 
 
 @pytest.fixture(scope="module")
-def other() -> Loaded:
+def other() -> LoadedModel:
     """Another model, whose tokens are the same."""
     return characters(layers=3)
 
 
-def talk(loaded: Loaded, folder: Path) -> list[Turn]:
+def talk(loaded: LoadedModel, folder: Path) -> list[Turn]:
     """A conversation that is kept, and what would be said next."""
     served = Served(loaded, keeper=keeper_in(folder, loaded))
     turns = answered(told(1), served.ask(told(1), "x"), "Why?")
@@ -29,7 +29,7 @@ def talk(loaded: Loaded, folder: Path) -> list[Turn]:
 
 
 def test_sessions_of_another_model_are_not_meant(
-    small: Loaded, other: Loaded, tmp_path: Path
+    small: LoadedModel, other: LoadedModel, tmp_path: Path
 ) -> None:
     turns = talk(small, tmp_path)
     with hub_in(tmp_path, other) as hub:
@@ -43,7 +43,11 @@ def test_sessions_of_another_model_are_not_meant(
 
 @pytest.mark.parametrize("reason", ["invalid_request", "session_unreadable", "kv_budget_exceeded"])
 def test_what_was_only_guessed_refuses_no_request(
-    small: Loaded, other: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+    small: LoadedModel,
+    other: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -69,7 +73,7 @@ def test_what_was_only_guessed_refuses_no_request(
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_what_cannot_be_read_can_be_removed(
-    small: Loaded, other: Loaded, tmp_path: Path, is_damaged: bool
+    small: LoadedModel, other: LoadedModel, tmp_path: Path, is_damaged: bool
 ) -> None:
     talk(small, tmp_path)
     if is_damaged:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Turn
 from larder.server.sitting import Sitting
@@ -22,7 +22,7 @@ SECRETS = {tenant: str(ord(tenant) * 7919 % 9000 + 1000) for tenant in TENANTS}
 SYSTEM = Turn("system", "You count coins in boxes, and you say so at once. " * 2)
 
 
-def kept_in(folder: Path, loaded: Loaded) -> Persisting:
+def kept_in(folder: Path, loaded: LoadedModel) -> Persisting:
     return Persisting(Store(str(folder / "blobs"), folder / "home"), loaded.decoder.spec)
 
 
@@ -32,7 +32,7 @@ def text(number: int) -> list[Turn]:
 
 @pytest.mark.parametrize("tier", ["device", "host", "restart"])
 def test_27_the_same_text_hits_for_its_tenant_and_for_no_other(
-    small: Loaded, tmp_path: Path, tier: str
+    small: LoadedModel, tmp_path: Path, tier: str
 ) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     first = served.ask(text(1), "x")
@@ -71,7 +71,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def test_27_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     served.ask(text(1), "x")
@@ -91,7 +91,7 @@ def test_27_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
 
 
 def test_29_a_session_of_another_takes_the_work_of_none(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     served.ask(text(1), "x")
@@ -104,7 +104,7 @@ def test_29_a_session_of_another_takes_the_work_of_none(
     assert told[0] == told[1] and told[0][0] == 404
 
 
-def canary(loaded: Loaded, folder: Path) -> tuple[int, dict[str, str]]:
+def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:
     """Tenants with a secret each, all at once on a budget for two, and a restart between turns.
 
     Returns:
@@ -127,13 +127,13 @@ def canary(loaded: Loaded, folder: Path) -> tuple[int, dict[str, str]]:
     return left, {t: client.text for t, client in own.items()}
 
 
-def test_28_no_answer_holds_the_secret_of_another(small: Loaded, tmp_path: Path) -> None:
+def test_28_no_answer_holds_the_secret_of_another(small: LoadedModel, tmp_path: Path) -> None:
     assert canary(small, tmp_path)[0] > 0
 
 
 @pytest.mark.slow
 def test_28_a_model_that_recites_says_its_own_secret_alone(
-    seed_model: Loaded, tmp_path: Path
+    seed_model: LoadedModel, tmp_path: Path
 ) -> None:
     left, said = canary(seed_model, tmp_path)
     assert left > 0 and all(SECRETS[tenant] in said[tenant] for tenant in TENANTS)

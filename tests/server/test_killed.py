@@ -19,7 +19,7 @@ import torch
 
 from larder.engine.engine import Engine
 from larder.engine.snapshots import ModelSnapshots
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.keeper import Durability
 from larder.server.local_hub import LocalHub
@@ -44,7 +44,7 @@ def store_in(folder: Path) -> Store:
     return Store(str(folder / "blobs"), folder / "home", secret=SECRET, kept_epochs=2)
 
 
-def serve(loaded: Loaded, folder: Path, durability: Durability, port: Connection) -> None:
+def serve(loaded: LoadedModel, folder: Path, durability: Durability, port: Connection) -> None:
     """The life of a server, up to its death."""
     import uvicorn
 
@@ -103,7 +103,9 @@ class Talk:
                 self.heard += 1
 
 
-def expected(loaded: Loaded, turns: list[dict[str, str]], served: Served, name: str) -> list[str]:
+def expected(
+    loaded: LoadedModel, turns: list[dict[str, str]], served: Served, name: str
+) -> list[str]:
     """What a server that was never killed says to the same questions."""
     said = []
     for turn in turns[::2]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreSlow
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.persisting import Persisting
 from larder.store.sessions.records import Record
 from larder.store.store import Store
@@ -24,7 +24,7 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 class Index:
     """A keeper of the sessions `a/x` and `b/x`, whose index can be made to wait or to fail."""
 
-    def __init__(self, loaded: Loaded, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, loaded: LoadedModel, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.asked, self.opened, self.slow = threading.Event(), threading.Event(), ""
         self.reads = list[str]()
         self.error: StoreSlow | None = None
@@ -36,7 +36,7 @@ class Index:
         self._of = self.keeper._store.turns.of
         patch.setattr(self.keeper._store.turns, "of", self.of)
 
-    def _keeper(self, loaded: Loaded, folder: Path) -> Persisting:
+    def _keeper(self, loaded: LoadedModel, folder: Path) -> Persisting:
         return Persisting(Store(str(folder / "blobs"), folder / "home"), loaded.decoder.spec)
 
     def of(self, tenant: str) -> list[Record]:
@@ -54,7 +54,7 @@ class Index:
 
 
 @pytest.fixture
-def index(small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+def index(small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     return Index(small, tmp_path, monkeypatch)
 
 

@@ -11,7 +11,7 @@ from threading import Event
 import pytest
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.local_hub import LocalHub
 from larder.server.request import Request
 from server_core import Client, Served, answered, told
@@ -19,7 +19,9 @@ from server_stores import Stored
 
 
 @pytest.mark.parametrize(("eviction", "leaves"), [("kvflow", "late"), ("lru", "soon")])
-def test_who_is_asked_again_last_leaves_first(small: Loaded, eviction: str, leaves: str) -> None:
+def test_who_is_asked_again_last_leaves_first(
+    small: LoadedModel, eviction: str, leaves: str
+) -> None:
     probe = Served(small)
     probe.ask(told(1), "x")
     size = probe.core.sessions.find("a", "x").nbytes
@@ -50,7 +52,7 @@ def ask(hub: LocalHub, name: str, tenant: str, steps: Mapping[str, int]) -> None
     assert client.over.wait(30)
 
 
-def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: Loaded) -> None:
+def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel) -> None:
     with closing(LocalHub(Engine(small, "full"), eviction="kvflow")) as hub:
         for tenant in "ab":
             ask(hub, "planner", tenant, {"": 2})
@@ -63,7 +65,7 @@ def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: Loaded) -> 
 
 
 def test_pauses_between_answers_are_seen_and_outlive_the_server(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     first = Stored(small, tmp_path)
     turns, ends = told(1), list[float]()

@@ -11,7 +11,7 @@ import pytest
 
 from larder.core.errors import StoreFull
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server import archive
 from larder.server.local_hub import LocalHub
 from larder.server.persisting import Persisting
@@ -47,7 +47,7 @@ class Waiting:
 
 
 @pytest.fixture
-def hub(small: Loaded) -> Iterator[LocalHub]:
+def hub(small: LoadedModel) -> Iterator[LocalHub]:
     served = LocalHub(Engine(small, "full"), ByteBudgets({Tier.DEVICE: 2_000_000}))
     yield served
     served.close()
@@ -78,7 +78,7 @@ def test_clients_of_many_threads_are_answered(hub: LocalHub) -> None:
 
 
 def test_a_pin_that_is_not_written_is_none(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*told: object) -> None:
         raise StoreFull("The disk is full: remove something.")
@@ -216,7 +216,7 @@ def test_a_hub_that_is_closed_takes_nothing_and_leaves_nobody_waiting(hub: Local
 
 
 def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = list[tuple[str, str]]()
 

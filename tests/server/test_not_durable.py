@@ -13,7 +13,7 @@ import pytest
 
 from larder.core.errors import BudgetError, Damaged, LarderError, StoreError, StoreFull, StoreSlow
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.keeper import Durability
 from larder.server.local_hub import LocalHub
@@ -45,7 +45,7 @@ def never(stored: Stored, error: LarderError) -> Any:
 
 @pytest.mark.parametrize("reason", ERRORS)
 def test_4_a_turn_that_is_not_written_says_so_and_is_written_later(
-    small: Loaded, tmp_path: Path, reason: str
+    small: LoadedModel, tmp_path: Path, reason: str
 ) -> None:
     stored = Stored(small, tmp_path)
     unwritten = stored.core.unwritten
@@ -69,7 +69,7 @@ def test_4_a_turn_that_is_not_written_says_so_and_is_written_later(
 
 @pytest.mark.parametrize("reason", ERRORS)
 def test_4_nothing_is_answered_strictly_that_the_store_does_not_take(
-    small: Loaded, tmp_path: Path, reason: str
+    small: LoadedModel, tmp_path: Path, reason: str
 ) -> None:
     stored = Stored(small, tmp_path, Durability.STRICT)
     first = stored.ask(told(1), "x")
@@ -97,7 +97,7 @@ def test_4_nothing_is_answered_strictly_that_the_store_does_not_take(
 
 
 def test_4_what_only_memory_has_is_written_when_the_server_stops(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path)
     with never(stored, ERRORS["full"]):
@@ -107,7 +107,7 @@ def test_4_what_only_memory_has_is_written_when_the_server_stops(
 
 
 def test_4_a_turn_that_nobody_waits_for_degrades_all_the_same(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path, Durability.NONE)
     with never(stored, ERRORS["full"]):
@@ -115,7 +115,7 @@ def test_4_a_turn_that_nobody_waits_for_degrades_all_the_same(
     assert stored.core.unwritten.is_degraded and stored.core.unwritten.counts == {"full": 1}
 
 
-def test_4_a_session_that_is_removed_degrades_nothing(small: Loaded, tmp_path: Path) -> None:
+def test_4_a_session_that_is_removed_degrades_nothing(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path)
     with never(stored, ERRORS["full"]):
         stored.ask(told(1), "x")
@@ -139,7 +139,7 @@ class Disk:
 
 @contextmanager
 def serving(
-    loaded: Loaded, folder: Path, durability: Durability
+    loaded: LoadedModel, folder: Path, durability: Durability
 ) -> Iterator[tuple[httpx2.Client, Disk]]:
     disk = Disk(folder)
     stored = Stored(loaded, folder, durability, place=disk.place)
@@ -163,7 +163,7 @@ def numbers(client: httpx2.Client) -> list[str]:
     return client.get("/metrics").text.splitlines()
 
 
-def test_4_a_full_disk_is_told_to_every_client(small: Loaded, tmp_path: Path) -> None:
+def test_4_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.TURN) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True
         assert client.get("/health").json() == {"status": "ok"}
@@ -186,7 +186,7 @@ def test_4_a_full_disk_is_told_to_every_client(small: Loaded, tmp_path: Path) ->
         disk.is_full = False
 
 
-def test_4_a_full_disk_is_a_503_where_turns_are_strict(small: Loaded, tmp_path: Path) -> None:
+def test_4_a_full_disk_is_a_503_where_turns_are_strict(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.STRICT) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True
         disk.is_full = True

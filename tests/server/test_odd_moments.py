@@ -9,7 +9,7 @@ import pytest
 from torch import Generator, Tensor
 
 from larder.engine.sampler import SamplingParams
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.keeper import Keeper
 from larder.server.persisting import Persisting
 from larder.server.refusals import superseded
@@ -20,7 +20,7 @@ from larder.store.store import Store
 from server_core import Served, answered, told, user
 
 
-def test_24_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: Loaded) -> None:
+def test_24_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: LoadedModel) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
     first = served.ask(told(1), "x")
     ends, ticket = served.submit(answered(told(1), first, "Why?"), "x")
@@ -48,7 +48,7 @@ class Failing(SamplingParams):
         return super().choose(logits, source)
 
 
-def test_a_draw_that_fails_changes_no_other_answer(small: Loaded) -> None:
+def test_a_draw_that_fails_changes_no_other_answer(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     good = [served.submit(told(number), max_new_tokens=9)[0] for number in range(2)]
     bad, _ = served.submit(told(2), max_new_tokens=9, sampling=Failing())
@@ -58,7 +58,7 @@ def test_a_draw_that_fails_changes_no_other_answer(small: Loaded) -> None:
         assert client.text == alone.ask(told(number), max_new_tokens=9).text
 
 
-def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: Loaded) -> None:
+def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedModel) -> None:
     alone = Served(small)
     alone.ask(told(1), "x")
     need, held = alone.core.purse.peak, alone.core.sessions.find("a", "x").nbytes
@@ -71,7 +71,7 @@ def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: Loaded) -
     served.check()
 
 
-def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: Loaded) -> None:
+def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small)
     turns = told(1, 5)
     for name in ("x", None):
@@ -83,13 +83,13 @@ def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: Loaded) 
         assert served.core.scheduler.steps == steps
 
 
-def test_18_an_answer_that_is_repeated_has_as_many_tokens(small: Loaded) -> None:
+def test_18_an_answer_that_is_repeated_has_as_many_tokens(small: LoadedModel) -> None:
     served = Served(small)
     first, again = served.ask(told(1), "x").told, served.ask(told(1), "x").told
     assert (again.new_tokens, again.prompt_tokens) == (first.new_tokens, first.prompt_tokens)
 
 
-def test_a_fork_goes_on_under_the_name_that_its_client_was_told(small: Loaded) -> None:
+def test_a_fork_goes_on_under_the_name_that_its_client_was_told(small: LoadedModel) -> None:
     served = Served(small)
     served.ask(told(1), "x")
     turns = told(2)
@@ -109,7 +109,7 @@ class Late(Keeper):
         raise superseded(sitting.name)
 
 
-def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: Loaded) -> None:
+def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel) -> None:
     served = Served(small, keeper=Late())
     client, _ = served.submit([user("Hello.")], "x")
     served.run()
@@ -118,7 +118,7 @@ def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: Loaded) -> N
     assert not (list(sessions) or sessions._firsts or sessions._prefixes)  # pyright: ignore
 
 
-def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: Loaded) -> None:
+def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
     free = Served(small)
     free.ask(told(1), "x")
     log_bytes = free.core.sessions.find("a", "x").log_bytes
@@ -134,7 +134,7 @@ def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: Loaded) -> None:
     assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
 
 
-def test_22_logs_of_one_tenant_leave_room_for_others(small: Loaded) -> None:
+def test_22_logs_of_one_tenant_leave_room_for_others(small: LoadedModel) -> None:
     served = Served(small, host=60_000)
     with pytest.raises(Refusal, match="remove") as caught:
         for number in range(100):
@@ -159,7 +159,7 @@ def pinned(served: Served, name: str) -> None:
 
 @pytest.mark.parametrize("forks", [0, 1])
 def test_22_logs_of_pinned_sessions_leave_room_for_others(
-    small: Loaded, tmp_path: Path, forks: int
+    small: LoadedModel, tmp_path: Path, forks: int
 ) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
     served = Served(small, host=20_000, keeper=Persisting(store, small.decoder.spec))
@@ -175,7 +175,7 @@ def test_22_logs_of_pinned_sessions_leave_room_for_others(
     assert served.core.find("a", "n0").is_pinned
 
 
-def test_logs_of_pinned_sessions_leave_last(small: Loaded, tmp_path: Path) -> None:
+def test_logs_of_pinned_sessions_leave_last(small: LoadedModel, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
     served = Served(small, host=20_000, keeper=Persisting(store, small.decoder.spec))
     pinned(served, "first")
@@ -197,7 +197,7 @@ class Spoken(SamplingParams):
 
 @pytest.mark.parametrize("stop", [(), ("no", "s ")])
 def test_18_an_answer_is_repeated_with_the_white_space_around_it(
-    small: Loaded, stop: tuple[str, ...]
+    small: LoadedModel, stop: tuple[str, ...]
 ) -> None:
     served = Served(small)
     Spoken.script[:] = "\n Yes \n"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreFull
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.persisting import MOST_NAMES, Persisting
 from larder.server.request import Refusal, Turn
 from larder.store.store import Store
 from server_core import Served, answered, told, user
 
 
-def kept_in(folder: Path, loaded: Loaded) -> Persisting:
+def kept_in(folder: Path, loaded: LoadedModel) -> Persisting:
     store = Store(str(folder / "blobs"), folder / "home")
     return Persisting(store, loaded.decoder.spec)
 
@@ -25,7 +25,7 @@ def talk(served: Served, session: str = "x") -> list[Turn]:
     return answered(turns, served.ask(turns, session), "Sure?")
 
 
-def test_8_a_conversation_goes_on_after_a_restart(small: Loaded, tmp_path: Path) -> None:
+def test_8_a_conversation_goes_on_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
     turns = talk(Served(small, "limited", keeper=kept_in(tmp_path, small)))
     other = Served(small, "limited")
     talk(other)
@@ -40,7 +40,7 @@ def test_8_a_conversation_goes_on_after_a_restart(small: Loaded, tmp_path: Path)
         third.core.find("b", "x")
 
 
-def test_forks_come_back_with_their_session(small: Loaded, tmp_path: Path) -> None:
+def test_forks_come_back_with_their_session(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     talk(served)
     fork = served.ask(told(2), "x")
@@ -49,7 +49,7 @@ def test_forks_come_back_with_their_session(small: Loaded, tmp_path: Path) -> No
     assert again.ask(more, "x").told.session == fork.told.session == "x~2"
 
 
-def test_20_two_servers_do_not_both_write_a_session(small: Loaded, tmp_path: Path) -> None:
+def test_20_two_servers_do_not_both_write_a_session(small: LoadedModel, tmp_path: Path) -> None:
     first = Served(small, keeper=kept_in(tmp_path, small))
     turns = talk(first)
     second = Served(small, keeper=kept_in(tmp_path, small))
@@ -62,11 +62,11 @@ def test_20_two_servers_do_not_both_write_a_session(small: Loaded, tmp_path: Pat
     assert len(kept_said(small, tmp_path)) == 3
 
 
-def kept_said(small: Loaded, folder: Path) -> list[object]:
+def kept_said(small: LoadedModel, folder: Path) -> list[object]:
     return list(Served(small, keeper=kept_in(folder, small)).core.find("a", "x").said)
 
 
-def test_21_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
+def test_21_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     talk(served)
     [gone] = served.core.remove("a", "x")
@@ -79,7 +79,7 @@ def test_21_a_removed_session_stays_away(small: Loaded, tmp_path: Path) -> None:
 
 
 def test_4_a_full_disk_stops_no_answer(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = kept_in(tmp_path, small)
     served = Served(small, keeper=keeper)
@@ -95,7 +95,7 @@ def test_4_a_full_disk_stops_no_answer(
     assert len(kept_said(small, tmp_path)) == 3
 
 
-def test_a_session_among_many_that_began_alike_is_found(small: Loaded, tmp_path: Path) -> None:
+def test_a_session_among_many_that_began_alike_is_found(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, keeper=kept_in(tmp_path, small))
     texts = {}
     for name in (f"n{number:02}" for number in range(12)):
@@ -107,7 +107,7 @@ def test_a_session_among_many_that_began_alike_is_found(small: Loaded, tmp_path:
         assert len(again.core.sessions) <= 1 + MOST_NAMES
 
 
-def test_a_session_that_is_gone_is_not_looked_for(small: Loaded, tmp_path: Path) -> None:
+def test_a_session_that_is_gone_is_not_looked_for(small: LoadedModel, tmp_path: Path) -> None:
     keeper, other = kept_in(tmp_path, small), kept_in(tmp_path, small)
     served = Served(small, keeper=keeper)
     turns = talk(served)

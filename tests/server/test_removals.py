@@ -9,7 +9,7 @@ from threading import Event, current_thread
 import pytest
 
 from larder.core.errors import StoreSlow
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.keeper import Recalled
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal
@@ -23,7 +23,7 @@ READER = "reader"
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
 ) -> None:
     """What was read arrives when the store has forgotten the session, or is about to."""
     with hub_in(tmp_path, small) as hub:
@@ -62,7 +62,7 @@ def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
         assert ask(hub, told(1), "x").told.session == "x"
 
 
-def test_what_could_not_be_deleted_is_read_again(small: Loaded, tmp_path: Path) -> None:
+def test_what_could_not_be_deleted_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub._keeper, Persisting)
         ask(hub, told(1), "x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from larder.core.errors import LarderError
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.request import Refusal, Turn
 from larder.server.scheduler import PATIENCE
 from larder.store.ledger import Tier
@@ -14,7 +14,7 @@ from server_core import POLICIES, Served, answered, characters, told, user
 MODES = sorted(POLICIES)
 
 
-def need(loaded: Loaded, policy: str) -> int:
+def need(loaded: LoadedModel, policy: str) -> int:
     """Bytes that one of the conversations below may come to."""
     served = Served(loaded, policy)
     turns = told(11)
@@ -31,7 +31,7 @@ def need(loaded: Loaded, policy: str) -> int:
     ],
 )
 def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
-    small: Loaded, policy: str, sessions: int, fitting: int
+    small: LoadedModel, policy: str, sessions: int, fitting: int
 ) -> None:
     crowd = Served(small, policy, device=fitting * need(small, policy))
     alone = Served(small, policy)
@@ -47,7 +47,7 @@ def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
         assert crowd.core.scheduler.steps < alone.core.scheduler.steps
 
 
-def test_idle_sessions_of_others_leave_where_a_tenant_has_none(small: Loaded) -> None:
+def test_idle_sessions_of_others_leave_where_a_tenant_has_none(small: LoadedModel) -> None:
     served = Served(small, device=int(1.9 * need(small, "full")), host=50_000)
     for tenant in "abca":
         assert served.ask(told(11), "x", tenant=tenant).told.new_tokens
@@ -55,7 +55,7 @@ def test_idle_sessions_of_others_leave_where_a_tenant_has_none(small: Loaded) ->
 
 @pytest.mark.parametrize("policy", MODES)
 def test_a_cache_that_was_dropped_is_read_again_to_the_same_answer(
-    small: Loaded, policy: str
+    small: LoadedModel, policy: str
 ) -> None:
     kept, lost = Served(small, policy), Served(small, policy, host=300_000)
     turns, told_lost = told(1, 3), None
@@ -69,7 +69,7 @@ def test_a_cache_that_was_dropped_is_read_again_to_the_same_answer(
     assert told_lost.told.cached_tokens == 0
 
 
-def test_a_long_prompt_does_not_stop_answers(small: Loaded) -> None:
+def test_a_long_prompt_does_not_stop_answers(small: LoadedModel) -> None:
     served = Served(small, "limited")
     short, _ = served.submit(told(1, 1), max_new_tokens=16)
     while not short.text:
@@ -81,7 +81,7 @@ def test_a_long_prompt_does_not_stop_answers(small: Loaded) -> None:
     assert max(between) <= 2  # a token may finish no character: text then comes with the next one
 
 
-def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: Loaded) -> None:
+def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) -> None:
     served = Served(small, "limited")
     flood = [served.submit(told(number, 8))[0] for number in range(3)]
     served.step()
@@ -99,7 +99,7 @@ def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: Loaded) -> None
     ("policy", "steps"),
     [("full", 0), ("full", 1), ("full", 12), ("limited", 2), ("limited", 9), ("tended", 9)],
 )
-def test_19_a_cancelled_request_leaves_nothing(small: Loaded, policy: str, steps: int) -> None:
+def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, steps: int) -> None:
     served, other = Served(small, policy), Served(small, policy)
     turns = told(1)
     before = served.ask(turns, "x")
@@ -123,7 +123,7 @@ def test_19_a_cancelled_request_leaves_nothing(small: Loaded, policy: str, steps
     assert served.ask(again, "x").text == other.ask(again, "x").text
 
 
-def test_a_row_that_fails_ends_alone(small: Loaded) -> None:
+def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
     served, alone = Served(small, "tended"), Served(small, "tended")
     clients = [served.submit(told(number), max_new_tokens=20)[0] for number in range(3)]
     while len([job for job in served.core.scheduler.running if job.ids]) < 3:
@@ -139,7 +139,7 @@ def test_a_row_that_fails_ends_alone(small: Loaded) -> None:
     assert len(list(served.core.sessions)) == 2
 
 
-def test_a_listener_that_fails_ends_alone(small: Loaded) -> None:
+def test_a_listener_that_fails_ends_alone(small: LoadedModel) -> None:
     served = Served(small)
 
     def fail(text: str) -> None:
@@ -151,7 +151,7 @@ def test_a_listener_that_fails_ends_alone(small: Loaded) -> None:
     assert isinstance(bad.error, IndexError) and good.told.new_tokens == 4
 
 
-def test_24_what_can_never_fit_is_refused_at_once(small: Loaded) -> None:
+def test_24_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
     served = Served(small, device=60_000)
     with pytest.raises(Refusal, match="raise the budget") as caught:
         served.submit(told(1, 30))
@@ -162,7 +162,7 @@ def test_24_what_can_never_fit_is_refused_at_once(small: Loaded) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_24_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
+def test_24_a_budget_that_is_lowered_is_kept_at_once(small: LoadedModel) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
     for number in range(4):
         served.ask(told(number), f"n{number}")
@@ -183,7 +183,7 @@ def test_24_a_budget_that_is_lowered_is_kept_at_once(small: Loaded) -> None:
         "blockwise() > sinks_and_window() > uniform() > cam() > every_step()",
     ],
 )
-def test_no_policy_holds_more_than_was_spoken_for(small: Loaded, policy: str) -> None:
+def test_no_policy_holds_more_than_was_spoken_for(small: LoadedModel, policy: str) -> None:
     served = Served(small, policy, tokens=48)
     turns = told(1, 6)
     more = answered(turns, served.ask(turns, "x"), "Why?")
@@ -218,13 +218,13 @@ def test_layers_that_slide_a_window_are_never_taken_back() -> None:
     ],
 )
 def test_a_policy_that_cannot_be_served_is_refused_at_the_start(
-    small: Loaded, policy: str, way: str
+    small: LoadedModel, policy: str, way: str
 ) -> None:
     with pytest.raises(LarderError, match=way):
         Served(small, policy, tokens=256 if policy == "exact_question" else 32)
 
 
-def test_a_flood_of_one_tenant_leaves_places_for_others(small: Loaded) -> None:
+def test_a_flood_of_one_tenant_leaves_places_for_others(small: LoadedModel) -> None:
     served = Served(small)  # with 64 places
     with pytest.raises(Refusal, match="wait for") as caught:
         for number in range(64):
@@ -240,7 +240,7 @@ def test_a_flood_of_one_tenant_leaves_places_for_others(small: Loaded) -> None:
     assert other.told.new_tokens and served.ask(told(50)).told.new_tokens
 
 
-def test_a_full_queue_takes_nobody(small: Loaded) -> None:
+def test_a_full_queue_takes_nobody(small: LoadedModel) -> None:
     served = Served(small)
     with pytest.raises(Refusal) as caught:
         for number in range(100):
@@ -249,7 +249,7 @@ def test_a_full_queue_takes_nobody(small: Loaded) -> None:
     assert len(served.core.scheduler.queue) == 64
 
 
-def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: Loaded) -> None:
+def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: LoadedModel) -> None:
     served, number = Served(small, "limited"), 100
     scheduler = served.core.scheduler
     long, _ = served.submit(told(1, 6), max_new_tokens=1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from larder.core.errors import InputError
 from larder.core.session_name import branch_name, check_session_name, root_name
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.request import Turn
@@ -132,7 +132,7 @@ def test_branches_of_a_name_are_names_and_so_is_its_root(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def hub(small: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+def hub(small: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         with hub_in(tmp_path_factory.mktemp("names"), small) as made:

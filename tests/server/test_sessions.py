@@ -8,14 +8,14 @@ import pytest
 import zstandard
 
 from larder.engine.sampler import SamplingParams
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server import archive
 from larder.server.request import Refusal, Turn
 from larder.store.ledger import Tier
 from server_core import Served, answered, told, user
 
 
-def test_a_conversation_that_goes_on_is_not_read_again(small: Loaded) -> None:
+def test_a_conversation_that_goes_on_is_not_read_again(small: LoadedModel) -> None:
     served = Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -28,7 +28,7 @@ def test_a_conversation_that_goes_on_is_not_read_again(small: Loaded) -> None:
     assert second.told.recomputed_tokens == 0 and second.told.tier == "device"
 
 
-def test_an_answer_keeps_the_tokens_that_were_generated(small: Loaded) -> None:
+def test_an_answer_keeps_the_tokens_that_were_generated(small: LoadedModel) -> None:
     served = Served(small)
     client = served.ask(told(1), "x")
     sitting = served.core.sessions.find("a", "x")
@@ -38,7 +38,7 @@ def test_an_answer_keeps_the_tokens_that_were_generated(small: Loaded) -> None:
     assert tuple(sitting.read) == tuple(sitting.ids[: len(sitting.read)])
 
 
-def test_18_the_same_request_again_is_the_same_turn(small: Loaded) -> None:
+def test_18_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
     served = Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -51,7 +51,7 @@ def test_18_the_same_request_again_is_the_same_turn(small: Loaded) -> None:
     assert len(served.core.sessions.find("a", "x").said) == 2
 
 
-def test_18_a_second_request_into_a_busy_session_is_refused(small: Loaded) -> None:
+def test_18_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) -> None:
     served = Served(small)
     client, _ = served.submit(told(1), "x")
     for turns in (told(1), told(2)):
@@ -66,7 +66,7 @@ def test_18_a_second_request_into_a_busy_session_is_refused(small: Loaded) -> No
 
 
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_14_another_text_goes_on_in_a_fork(small: Loaded, policy: str) -> None:
+def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> None:
     served, alone = Served(small, policy), Served(small, policy)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -85,7 +85,7 @@ def test_14_another_text_goes_on_in_a_fork(small: Loaded, policy: str) -> None:
     assert reseeded.told.session == "x~3"
 
 
-def test_17_conversations_that_share_a_beginning_share_its_work(small: Loaded) -> None:
+def test_17_conversations_that_share_a_beginning_share_its_work(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     shared = Turn("system", "You count coins in boxes, and you say so. " * 2)
     texts = [[shared, user(f"Number {n}?")] for n in range(2)]
@@ -102,7 +102,7 @@ def test_17_conversations_that_share_a_beginning_share_its_work(small: Loaded) -
     assert foreign.text == clients[0].text == alone.ask(texts[0]).text
 
 
-def test_what_a_policy_has_dropped_is_shared_with_nobody(small: Loaded) -> None:
+def test_what_a_policy_has_dropped_is_shared_with_nobody(small: LoadedModel) -> None:
     served = Served(small, "limited")
     shared = Turn("system", "You count coins in boxes, and you say so. " * 3)
     lossy = served.ask([shared, user("Number 1?")])
@@ -115,7 +115,7 @@ def test_what_a_policy_has_dropped_is_shared_with_nobody(small: Loaded) -> None:
     assert whole.ask(more, "another").told.cached_tokens > 0
 
 
-def test_who_asks_for_everything_gets_an_answer_from_everything(small: Loaded) -> None:
+def test_who_asks_for_everything_gets_an_answer_from_everything(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small, "full")
     turns = told(1, 5)
     lossy = served.ask(turns, "x")
@@ -127,7 +127,7 @@ def test_who_asks_for_everything_gets_an_answer_from_everything(small: Loaded) -
     assert again.told.lossless and again.told.session != "x"
 
 
-def test_a_turn_may_follow_a_session_by_its_name_alone(small: Loaded) -> None:
+def test_a_turn_may_follow_a_session_by_its_name_alone(small: LoadedModel) -> None:
     served, whole = Served(small), Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -141,7 +141,7 @@ def test_a_turn_may_follow_a_session_by_its_name_alone(small: Loaded) -> None:
     assert (caught.value.status, caught.value.code) == (404, "session_not_found")
 
 
-def test_a_text_without_turns_is_continued_as_it_is(small: Loaded) -> None:
+def test_a_text_without_turns_is_continued_as_it_is(small: LoadedModel) -> None:
     served = Served(small)
     first = served.ask([], raw_prompt="Once upon a time there was a box")
     longer = served.ask([], raw_prompt="Once upon a time there was a box" + first.text)
@@ -151,7 +151,7 @@ def test_a_text_without_turns_is_continued_as_it_is(small: Loaded) -> None:
 
 
 def test_16_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
-    small: Loaded,
+    small: LoadedModel,
 ) -> None:
     text, served = "Once upon a time there was a box of coins", Served(small)
     served.ask([], raw_prompt=text)
@@ -163,7 +163,7 @@ def test_16_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
 
 
 @pytest.mark.parametrize("turns", [[], [Turn("assistant", "Hello.")]])
-def test_what_cannot_be_answered_is_refused(small: Loaded, turns: list[Turn]) -> None:
+def test_what_cannot_be_answered_is_refused(small: LoadedModel, turns: list[Turn]) -> None:
     served = Served(small)
     with pytest.raises(Refusal) as caught:
         served.submit(turns, "x")
@@ -172,13 +172,13 @@ def test_what_cannot_be_answered_is_refused(small: Loaded, turns: list[Turn]) ->
 
 
 @pytest.mark.parametrize("name", ["", "a" * 256, "a\nb", "a\0b"])
-def test_names_that_are_none_are_refused(small: Loaded, name: str) -> None:
+def test_names_that_are_none_are_refused(small: LoadedModel, name: str) -> None:
     with pytest.raises(Refusal, match="must"):
         Served(small).submit(told(1), name)
 
 
 def test_14_a_session_that_began_with_more_is_found_beside_one_that_began_with_less(
-    small: Loaded,
+    small: LoadedModel,
 ) -> None:
     served = Served(small)
     turns = answered(told(1), served.ask(told(1)), "Why?")
@@ -193,7 +193,7 @@ def take_in(served: Served, tenant: str, name: str, data: bytes) -> None:
     served.core.import_(tenant, name, served.core.recalling.read(data))
 
 
-def test_a_session_survives_export_and_import(small: Loaded) -> None:
+def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
     served, other = Served(small, "limited"), Served(small, "limited")
     turns = told(1)
     first = served.ask(turns, "x")
@@ -226,7 +226,7 @@ def test_a_session_survives_export_and_import(small: Loaded) -> None:
     ],
 )
 def test_30_a_file_that_was_made_to_do_harm_is_refused(
-    small: Loaded, field: str, value: object
+    small: LoadedModel, field: str, value: object
 ) -> None:
     served = Served(small)
     served.ask(told(1), "x")
@@ -261,7 +261,7 @@ def test_30_a_file_that_was_made_to_do_harm_is_refused(
     ],
 )
 def test_30_an_exchange_that_was_made_to_do_harm_is_refused(
-    small: Loaded, field: str, value: object
+    small: LoadedModel, field: str, value: object
 ) -> None:
     test_30_a_file_that_was_made_to_do_harm_is_refused(small, field, value)
 
@@ -271,7 +271,7 @@ def test_30_an_exchange_that_was_made_to_do_harm_is_refused(
     [("stop", [str(n) for n in range(2000)]), ("text", "x" * 10**5), ("reason", "x" * 10**5)],
 )
 def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
-    small: Loaded, field: str, value: object
+    small: LoadedModel, field: str, value: object
 ) -> None:
     served = Served(small)
     served.ask(told(1), "x")
@@ -285,13 +285,13 @@ def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
 
 
 @pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
-def test_30_a_bomb_is_not_unpacked(small: Loaded, text: bytes) -> None:
+def test_30_a_bomb_is_not_unpacked(small: LoadedModel, text: bytes) -> None:
     with pytest.raises(Refusal) as caught:
         take_in(Served(small), "a", "y", zstandard.compress(text))
     assert caught.value.status == 400 and len(str(caught.value)) < 400
 
 
-def test_22_ten_thousand_idle_sessions_stay_within_host_memory(small: Loaded) -> None:
+def test_22_ten_thousand_idle_sessions_stay_within_host_memory(small: LoadedModel) -> None:
     served = Served(small, host=3_000_000)
     for number in range(10_000):
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreSlow
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.persisting import Persisting
 from larder.server.request import Refusal, Turn
 from larder.server.sharing import Sharing
@@ -32,7 +32,7 @@ class Clock:
 class Machine:
     """A server with a home of its own."""
 
-    def __init__(self, loaded: Loaded, folder: Path, name: str, clock: Clock) -> None:
+    def __init__(self, loaded: LoadedModel, folder: Path, name: str, clock: Clock) -> None:
         home = folder / name
         self.store = Store(str(folder / "blobs"), home, secret=SECRET, clock=clock)
         self.claims = SessionLeases(self.store.parts)
@@ -53,11 +53,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def two(small: Loaded, tmp_path: Path, clock: Clock) -> Two:
+def two(small: LoadedModel, tmp_path: Path, clock: Clock) -> Two:
     return Machine(small, tmp_path, "one", clock), Machine(small, tmp_path, "two", clock)
 
 
-def alone(loaded: Loaded, questions: int) -> list[Turn]:
+def alone(loaded: LoadedModel, questions: int) -> list[Turn]:
     """What one server that nothing happens to says to all of it."""
     served, turns = Served(loaded), told(1)
     for number in range(questions):
@@ -65,7 +65,7 @@ def alone(loaded: Loaded, questions: int) -> list[Turn]:
     return turns
 
 
-def test_a_conversation_goes_to_and_fro(small: Loaded, two: Two) -> None:
+def test_a_conversation_goes_to_and_fro(small: LoadedModel, two: Two) -> None:
     turns = told(1)
     for number in range(5):
         last = two[number % 2].ask(turns)
@@ -157,7 +157,7 @@ def test_a_store_that_fails_stops_no_answer(two: Two, monkeypatch: pytest.Monkey
     assert first.keeper.failed["StoreSlow"] >= 2
 
 
-def test_another_secret_claims_nothing(small: Loaded, two: Two, tmp_path: Path) -> None:
+def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: Path) -> None:
     first, second = two
     first.served.submit(told(1), "x")
     [path] = (tmp_path / "blobs" / "claims").glob("*/*/*.json")

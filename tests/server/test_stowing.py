@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.keeper import Durability
 from larder.server.local_hub import LocalHub
 from larder.server.request import Turn
@@ -28,18 +28,18 @@ def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[T
     return answered(turns, served.ask(turns, session), "Sure?")
 
 
-def hub_over(loaded: Loaded, stored: Stored) -> LocalHub:
+def hub_over(loaded: LoadedModel, stored: Stored) -> LocalHub:
     return LocalHub(Engine(loaded, "full"), keeper=stored.keeper, vault=stored.vault)
 
 
-def cache_bytes(loaded: Loaded, policy: str = "full") -> int:
+def cache_bytes(loaded: LoadedModel, policy: str = "full") -> int:
     """What a conversation of two turns takes in memory."""
     served = Served(loaded, policy)
     talk(served)
     return served.core.sessions.find("a", "x").nbytes
 
 
-def turn_bytes(loaded: Loaded, policy: str) -> int:
+def turn_bytes(loaded: LoadedModel, policy: str) -> int:
     """What a turn of such a conversation may take while it runs."""
     served = Served(loaded, policy)
     answered(talk(served), served.ask(told(2), "y"), "Why?")
@@ -48,7 +48,7 @@ def turn_bytes(loaded: Loaded, policy: str) -> int:
 
 @pytest.mark.parametrize("policy", ["full", "limited"])
 def test_8_a_restarted_server_restores_and_says_the_same(
-    small: Loaded, tmp_path: Path, policy: str
+    small: LoadedModel, tmp_path: Path, policy: str
 ) -> None:
     first, never = Stored(small, tmp_path, policy=policy), Served(small, policy)
     turns = talk(first)
@@ -68,7 +68,7 @@ def test_8_a_restarted_server_restores_and_says_the_same(
 
 @pytest.mark.parametrize("policy", ["full", "limited"])
 def test_many_sessions_take_turns_in_little_memory(
-    small: Loaded, tmp_path: Path, policy: str
+    small: LoadedModel, tmp_path: Path, policy: str
 ) -> None:
     size = cache_bytes(small, policy)
     budgets = {"device": max(4 * size, turn_bytes(small, policy)), "host": 7 * size}
@@ -86,7 +86,7 @@ def test_many_sessions_take_turns_in_little_memory(
     assert any(not stored.core.sessions.has("a", name) for name in names)
 
 
-def test_1_what_is_damaged_is_read_again(small: Loaded, tmp_path: Path) -> None:
+def test_1_what_is_damaged_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
     first, never = Stored(small, tmp_path), Served(small)
     turns = talk(first)
     talk(never)
@@ -107,7 +107,7 @@ def test_1_what_is_damaged_is_read_again(small: Loaded, tmp_path: Path) -> None:
 
 
 def test_26_reading_where_loading_is_slower(
-    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Stored(small, tmp_path)
     turns = talk(first)
@@ -143,7 +143,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 def test_6_a_slow_disk_stops_nobody_who_is_answered(
-    small: Loaded, tmp_path: Path, gate: Gate
+    small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
     stored = Stored(small, tmp_path, place=gate)
     slow, _ = stored.served.submit(told(1), "slow")
@@ -158,7 +158,7 @@ def test_6_a_slow_disk_stops_nobody_who_is_answered(
 
 
 def test_25_a_full_tier_before_a_slow_disk_has_requests_wait(
-    small: Loaded, tmp_path: Path, gate: Gate
+    small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
     size = cache_bytes(small)
     stored = Stored(small, tmp_path, place=gate, device=2 * size + size // 2, host=4 * size)
@@ -174,7 +174,7 @@ def test_25_a_full_tier_before_a_slow_disk_has_requests_wait(
     assert stored.ask(turns[0], "n0").told.recomputed_tokens == 0
 
 
-def test_nothing_is_waited_for_unless_asked(small: Loaded, tmp_path: Path, gate: Gate) -> None:
+def test_nothing_is_waited_for_unless_asked(small: LoadedModel, tmp_path: Path, gate: Gate) -> None:
     stored = Stored(small, tmp_path, Durability.NONE, place=gate)
     gate.is_open.clear()
     client, _ = stored.served.submit(told(1), "x")
@@ -185,7 +185,7 @@ def test_nothing_is_waited_for_unless_asked(small: Loaded, tmp_path: Path, gate:
     assert Stored(small, tmp_path, place=gate).core.find("a", "x").said
 
 
-def test_the_strongest_durability_keeps_the_cache_too(small: Loaded, tmp_path: Path) -> None:
+def test_the_strongest_durability_keeps_the_cache_too(small: LoadedModel, tmp_path: Path) -> None:
     killed, never = Stored(small, tmp_path, Durability.SNAPSHOT), Served(small)
     turns = talk(killed)
     talk(never)
@@ -195,7 +195,7 @@ def test_the_strongest_durability_keeps_the_cache_too(small: Loaded, tmp_path: P
     assert last.told.restored_tokens > 0
 
 
-def test_a_codec_that_loses_is_not_exact(small: Loaded, tmp_path: Path) -> None:
+def test_a_codec_that_loses_is_not_exact(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path, codec="int8")
     turns = talk(first)
     first.close()
@@ -210,7 +210,7 @@ def test_a_codec_that_loses_is_not_exact(small: Loaded, tmp_path: Path) -> None:
     assert exact.told.lossless
 
 
-def test_22_sessions_that_rest_take_no_memory(small: Loaded, tmp_path: Path) -> None:
+def test_22_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path) -> None:
     size = cache_bytes(small)
     stored = Stored(small, tmp_path, device=3 * size, host=4 * size)
     turns = {f"n{number}": told(number, 1) for number in range(24)}
@@ -226,7 +226,7 @@ def test_22_sessions_that_rest_take_no_memory(small: Loaded, tmp_path: Path) -> 
     assert anonymous.told.session == "n5"
 
 
-def test_a_session_is_let_go_and_had_back(small: Loaded, tmp_path: Path) -> None:
+def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, policy="limited")
     turns = talk(stored)
     done = stored.core.release("a", "x")
@@ -243,7 +243,7 @@ def test_a_session_is_let_go_and_had_back(small: Loaded, tmp_path: Path) -> None
 
 
 def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path)
     talk(stored)
@@ -259,7 +259,7 @@ def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
         assert hub.prefetch("a", "x").tier == "device" and hub.kept("a", "x").tokens > 0
 
 
-def test_a_pin_outlives_the_server(small: Loaded, tmp_path: Path) -> None:
+def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path)
     turns = talk(first)
     with closing(hub_over(small, first)) as hub:
@@ -278,7 +278,7 @@ def test_a_pin_outlives_the_server(small: Loaded, tmp_path: Path) -> None:
     assert not x.pinned and x.turns == 6
 
 
-def test_a_cache_is_made_as_small_as_its_policy_wants(small: Loaded, tmp_path: Path) -> None:
+def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_path: Path) -> None:
     stored, never = Stored(small, tmp_path, policy="limited"), Served(small, "limited")
     turns = talk(stored)
     talk(never)

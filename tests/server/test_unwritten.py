@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import StoreFull
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.hub import Stats
 from larder.server.web.gauges import _counters
 from larder.store.manifest import Manifest
@@ -20,7 +20,7 @@ FULL = StoreFull("No room.")
 
 
 def test_a_turn_that_is_not_written_is_no_restore_that_was_rejected(
-    small: Loaded, tmp_path: Path
+    small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path)
     with failing(stored.store.turns, "append", FULL):
@@ -29,7 +29,9 @@ def test_a_turn_that_is_not_written_is_no_restore_that_was_rejected(
     stored.close()
 
 
-def test_a_cache_comes_back_though_its_use_cannot_be_noted(small: Loaded, tmp_path: Path) -> None:
+def test_a_cache_comes_back_though_its_use_cannot_be_noted(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     first = Stored(small, tmp_path)
     turns = answered(told(1), first.ask(told(1), "x"), "Why?")
     first.close()

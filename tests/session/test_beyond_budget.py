@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.session.beyond_budget import beyond_budget
 from larder.session.policy import Policy
 from server_core import characters
@@ -32,11 +32,11 @@ def test_every_exception_is_named(sentence: str, words: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def sliding() -> Loaded:
+def sliding() -> LoadedModel:
     return characters("gemma3", layers=4)
 
 
-def test_sliding_windows_are_told_with_the_model(sliding: Loaded) -> None:
+def test_sliding_windows_are_told_with_the_model(sliding: LoadedModel) -> None:
     [clause] = Engine(sliding, BLOCKS, "64").beyond_budget
     assert "of 4 layers hold sliding windows" in clause
 

@@ -8,9 +8,9 @@ import pytest
 
 from larder.core.errors import BudgetError
 from larder.models.decoder import Decoder
-from larder.models.loading import adopt
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.meter import Meter
+from larder.prefill.meter import PeakMemoryMeter
 from larder.session.budget_resolution import resolve_budget, resolve_budget_without_context
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches
@@ -23,7 +23,7 @@ ASKED = 96 << 10
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return adopt(tiny("qwen3", layers=2))
+    return wrap_model(tiny("qwen3", layers=2))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,9 @@ def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, 
     spec = decoder.spec
     tokens = resolve_budget(policy, f"{ASKED // 1024}KiB", CONTEXT, spec)
     desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
-    shelf = build_caches(desk, policy.filled(tokens, None), some_ids(CONTEXT), [{}], Meter())
+    shelf = build_caches(
+        desk, policy.filled(tokens, None), some_ids(CONTEXT), [{}], PeakMemoryMeter()
+    )
     assert 0.8 * ASKED < shelf.nbytes <= ASKED
     tail = shelf.activate(0).latest.tail
     assert len(tail) == ("novelty" in sentence) * spec.width

@@ -16,7 +16,7 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.plan import Plan
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 from larder.models.tiny import tiny
 from larder.store.codecs.base import CODECS
 from larder.store.model_identity import ModelIdentity, digest_of_weights, model_identity
@@ -41,7 +41,7 @@ def identity(decoder: Decoder) -> ModelIdentity:
 
 def read(decoder: Decoder, ids: Sequence[int], form: CacheForm = CacheForm.DENSE) -> SequenceCache:
     cache = SequenceCache(decoder.spec, form)
-    decoder.read([Row(cache, tuple(ids))], Mode.APPEND)
+    decoder.read([BatchSegment(cache, tuple(ids))], Mode.APPEND)
     return cache
 
 
@@ -54,7 +54,7 @@ def halved(decoder: Decoder, ids: Sequence[int]) -> SequenceCache:
 
 
 def next_logits(decoder: Decoder, cache: SequenceCache, token: int) -> Tensor:
-    return decoder.predict([Row(cache, (token,))], Mode.APPEND, [0])[0]
+    return decoder.predict([BatchSegment(cache, (token,))], Mode.APPEND, [0])[0]
 
 
 def greedy(decoder: Decoder, cache: SequenceCache, token: int, count: int = 6) -> list[int]:
@@ -100,7 +100,7 @@ def test_8_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: P
         assert greedy(again, loaded.cache, 5) == said
         prefix = store.prefixes.longest(WHO, (*TEXT, 5), identity(again), again.spec)
         assert prefix is not None and prefix.next_position == 20
-        rest = decoder.predict([Row(prefix, (*TEXT[20:], 5))], Mode.APPEND, [2])[0]
+        rest = decoder.predict([BatchSegment(prefix, (*TEXT[20:], 5))], Mode.APPEND, [2])[0]
         assert int(rest.argmax()) == said[0]
 
 

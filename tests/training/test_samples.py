@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from larder.core.errors import BadParameter
-from larder.models.loading import load
+from larder.models.loader import load
 from larder_bench.datasets.sources import TaskSources
 from training.model_config import BOS, END, SPECIAL
 from training.samples import (

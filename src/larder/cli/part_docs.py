@@ -14,7 +14,7 @@ from larder.core.family import LISTING, unknown_name_message
 from larder.core.spelling import name_of, parse, spell
 from larder.policy.protect import Protect
 from larder.session.beyond_budget import beyond_budget
-from larder.session.policy import FAMILIES, JOINING, SLOTS, Policy
+from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS, Policy
 from larder.session.presets import PRESETS
 
 
@@ -90,7 +90,7 @@ def parts_of(policy: Policy) -> tuple[PartDoc, ...]:
     pages = [_part_doc_with_values(part, slot) for slot, part in parts if part is not None]
     own = policy.scorer.published() or ()
     return tuple(
-        replace(page, citations=()) if page.slot in JOINING and page.name in own else page
+        replace(page, citations=()) if page.slot in REDUCTION_SLOTS and page.name in own else page
         for page in pages
     )
 

@@ -19,7 +19,7 @@ from larder.engine.persistence import ChatPersistence
 from larder.engine.prefill_cache import prefill_or_restore
 from larder.engine.sampler import SamplingParams
 from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
-from larder.models.loading import load
+from larder.models.loader import load
 from larder.session.beyond_budget import beyond_budget_line
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy

@@ -15,7 +15,7 @@ from larder.engine.completion import check_prompt_fits
 from larder.engine.engine import Engine, discard_text
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, NoPersistence, ResumeResult
 from larder.engine.sampler import SamplingParams
-from larder.prefill.base import Progress, completed, silent
+from larder.prefill.base import Progress, no_progress, run_steps
 from larder.session.capacity import block_tokens, budget_tokens, budgeted_layers
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import ChatState
@@ -64,7 +64,7 @@ class Chat:
         engine: Engine,
         name: str | None = None,
         history: Conversation | None = None,
-        progress: Progress = silent,
+        progress: Progress = no_progress,
         keeper: ChatPersistence | None = None,
         state: ChatState | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class Chat:
         turn.reserve(len(prompt) + len(closing) + max_new_tokens)
         self._note(drawer)
         try:
-            rest = completed(turn.reading(prompt))
+            rest = run_steps(turn.reading(prompt))
             told = cache, rest, sampling or SamplingParams(), max_new_tokens, (), on_text, turn.tend
             reply = self._engine.speaker.reply(*told)
             ids = prompt + reply.ids + closing
@@ -131,7 +131,7 @@ class Chat:
             raise
         finally:
             cache.compact()
-        completed(cabinet.settling(drawer, filed))
+        run_steps(cabinet.settling(drawer, filed))
         cabinet.refresh()
         self.outcome = TurnOutcome(drawer.number, filed.number, cabinet.state.refreshes - before)
         return reply.answer(text, drawer.match, len(prompt), held_bytes)
@@ -273,11 +273,11 @@ class Chat:
         cabinet.refresh()
         drawer = self._recall(exchange.question)
         drawer.turn.reserve(len(exchange.ids))
-        completed(drawer.turn.reading(exchange.ids))
+        run_steps(drawer.turn.reading(exchange.ids))
         self._finish(drawer, exchange.ids, 0)
         self._note(drawer)
         cabinet.accept(drawer, filed := cabinet.file(drawer, exchange))
-        completed(cabinet.settling(drawer, filed))
+        run_steps(cabinet.settling(drawer, filed))
         cabinet.refresh()
 
     def _prompt(self, text: str) -> tuple[int, ...]:
@@ -298,7 +298,7 @@ class Chat:
     def _finish(self, drawer: ActiveTurn, ids: tuple[int, ...], said: int) -> None:
         """Read what decoding has left unread: the answer's last token, the end of the turn."""
         unread = ids[drawer.cache.next_position - drawer.mark :]
-        completed(drawer.turn.following(unread, said))
+        run_steps(drawer.turn.following(unread, said))
 
     def _note(self, drawer: ActiveTurn) -> int:
         """Remember what is held now; the bytes of it."""

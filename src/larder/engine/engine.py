@@ -14,8 +14,8 @@ from larder.engine.answer import Answer
 from larder.engine.completion import AnswerGenerator, check_prompt_fits
 from larder.engine.sampler import SamplingParams
 from larder.models.calibration import calibrate
-from larder.models.loading import SEED, Loaded, load
-from larder.prefill.base import Progress, completed, silent
+from larder.models.loader import SEED, LoadedModel, load
+from larder.prefill.base import Progress, no_progress, run_steps
 from larder.session.beyond_budget import beyond_budget
 from larder.session.capacity import budget_tokens
 from larder.session.embedders.base import Embedder
@@ -44,7 +44,7 @@ class Engine:
     One thread at a time; memories that it read may be asked in any order.
 
     Args:
-        loaded: a model with its tokenizer, from `larder.models.loading.load`.
+        loaded: a model with its tokenizer, from `larder.models.loader.load`.
         policy: a preset's name, a sentence of parts, or a `Policy`.
         budget: of each cache, and episodes have one each: 512 (tokens per kv head, averaged over
             layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes what the policy
@@ -58,12 +58,12 @@ class Engine:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedModel,
         policy: str | Policy = "epicache",
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> None:
-        check_type("loaded", loaded, Loaded, "a model from larder.models.loading.load")
+        check_type("loaded", loaded, LoadedModel, "a model from larder.models.loader.load")
         self.loaded = loaded
         self.policy = _parse_policy(policy)
         self.sizes = SizeOptions(budget, block)
@@ -110,7 +110,7 @@ class Engine:
         self,
         conversation: ConversationLike,
         prompts: Mapping[str, str] | None = None,
-        progress: Progress = silent,
+        progress: Progress = no_progress,
     ) -> ConversationMemory:
         """Read a conversation or a document within the budget.
 
@@ -233,7 +233,7 @@ class Engine:
         turn = turn_reader(self.desk, memory.policy, cache, book, saved)
         turn.reserve(len(prompt) + max_new_tokens)
         try:
-            rest = completed(turn.reading(prompt))
+            rest = run_steps(turn.reading(prompt))
             told = cache, rest, sampling, max_new_tokens, stop, on_text, turn.tend
             reply = self.speaker.reply(*told)
             held_bytes = memory.shelf.nbytes
@@ -263,7 +263,7 @@ def _parse_policy(policy: str | Policy) -> Policy:
     return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
 
-def stop_ids(loaded: Loaded) -> frozenset[int]:
+def stop_ids(loaded: LoadedModel) -> frozenset[int]:
     """End-of-turn tokens that model and tokenizer name, and what the chat template closes with."""
     named: list[Any] = [
         loaded.decoder.module.generation_config.eos_token_id,

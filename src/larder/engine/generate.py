@@ -12,7 +12,7 @@ from larder.core.errors import BadParameter
 from larder.core.types import AppendKind, Mode
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
-from larder.models.passes import Observer, Row
+from larder.models.forward_batch import BatchSegment, Observer
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class StoppingCriteria:
 
 # Called before each pass with the numbers of its rows, the rows, and the tokens each has generated;
 # gives the observer of the pass.
-ObserverFactory = Callable[[Sequence[int], Sequence[Row], Sequence[int]], Observer | None]
+ObserverFactory = Callable[[Sequence[int], Sequence[BatchSegment], Sequence[int]], Observer | None]
 
 
-def no_observer(numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]) -> None:
+def no_observer(numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]) -> None:
     """Nothing acts while generating."""
     del numbers, rows, steps
 
@@ -108,7 +108,7 @@ def _step(
 ) -> torch.Tensor:
     """Read what each stream has unread; logits [rows, V] behind its last token."""
     rows = [
-        Row(s.cache, s.unread, coming=AppendKind.STEP if s.said else AppendKind.QUESTION)
+        BatchSegment(s.cache, s.unread, coming=AppendKind.STEP if s.said else AppendKind.QUESTION)
         for s in going.values()
     ]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from larder.core.settings import home
-from larder.models.loading import SEED, WEIGHT_PATTERNS, Loaded
+from larder.models.loader import SEED, WEIGHT_PATTERNS, LoadedModel
 from larder.store.model_identity import (
     ModelIdentity,
     digest_of_files,
@@ -18,7 +18,7 @@ from larder.store.model_identity import (
 DIGEST_CACHE_FILE = "digests.json"  # of weight files, by path, size and time of change
 
 
-def identity_of_model(loaded: Loaded) -> ModelIdentity:
+def identity_of_model(loaded: LoadedModel) -> ModelIdentity:
     """The identity of a model and its tokenizer. Weight files are read once in their life."""
     import torch
     import transformers
@@ -38,7 +38,7 @@ def identity_of_model(loaded: Loaded) -> ModelIdentity:
     )
 
 
-def _weights_digest(loaded: Loaded) -> str:
+def _weights_digest(loaded: LoadedModel) -> str:
     """Digest of the weights: of their files, where they come from a folder that is known."""
     folder = Path(str(files("larder.models") / "seed") if loaded.name == SEED else loaded.name)
     found = [file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from larder.core.errors import LarderError
 from larder.core.settings import LOCAL_PRINCIPAL
 from larder.engine.snapshots import ModelSnapshots
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
@@ -118,7 +118,7 @@ class StorePersistence(ChatPersistence):
     def __init__(
         self,
         store: Store,
-        loaded: Loaded,
+        loaded: LoadedModel,
         principal: str = LOCAL_PRINCIPAL,
         codec: str = RAW_CODEC,
         logs: Encryption = UNSEALED,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from larder.core.conversation import Conversation
 from larder.engine.engine import Engine
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, ResumeResult
-from larder.prefill.base import Progress, silent
+from larder.prefill.base import Progress, no_progress
 from larder.session.budget_resolution import resolve_budget
 from larder.session.chat_state import ChatState
 from larder.session.memory import ConversationMemory
@@ -23,7 +23,7 @@ def prefill_or_restore(
     keeper: ChatPersistence,
     conversation: Conversation,
     prompts: Mapping[str, str],
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> tuple[ConversationMemory, ResumeResult]:
     """Restore a reading that was kept, or read, and keep that.
 

@@ -12,7 +12,7 @@ import torch
 from larder.cache.sequence import SequenceCache
 from larder.core.settings import home
 from larder.engine.model_identity import identity_of_model
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
 from larder.store.sessions.cache_io import CacheSnapshot
@@ -31,7 +31,7 @@ class ModelSnapshots:
         codec: how keys and values are spelled; a file in `store/codecs`.
     """
 
-    def __init__(self, store: Store, loaded: Loaded, codec: str = RAW_CODEC) -> None:
+    def __init__(self, store: Store, loaded: LoadedModel, codec: str = RAW_CODEC) -> None:
         self.store, self.codec = store, codec
         # Caches rest in host memory, whatever they are used on.
         self.resting = replace(loaded.decoder.spec, device=torch.device("cpu"))

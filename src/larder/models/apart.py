@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 
-class OwnConfigs:
+class PrivateConfigs:
     """Gives every part of a module copies of the configurations that it refers to.
 
     transformers keeps the attention implementation in a model's configuration, and lets models

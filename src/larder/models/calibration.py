@@ -16,7 +16,7 @@ from larder.core.family import Family
 from larder.core.observation import Calibration
 from larder.core.settings import home
 from larder.models.decoder import Decoder
-from larder.models.measurements.base import Measurement, Sample
+from larder.models.measurements.base import Measurement, SampleText
 
 SCHEMA = 1
 MEASUREMENTS = Family("calibration", "larder.models.measurements")
@@ -34,15 +34,15 @@ def calibrate(
         UnknownName: nobody knows how to measure that.
         ModelError: the model cannot be measured so.
     """
-    sample = Sample(encode)
-    return {name: _measured(decoder, sample, name) for name in sorted(names)}
+    sample = SampleText(encode)
+    return {name: _cached_measurement(decoder, sample, name) for name in sorted(names)}
 
 
-def _measured(decoder: Decoder, sample: Sample, name: str) -> tuple[float, ...]:
+def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:
     measurement: Measurement = MEASUREMENTS.load(name)()
-    count = _count(decoder, measurement, name)
+    count = _expected_count(decoder, measurement, name)
     path, profile = home() / decoder.spec.fingerprint / f"{name}.json", _profile(measurement)
-    known = _recall(path, profile, count)
+    known = _load_values(path, profile, count)
     if known is not None:
         return known
     values = measurement.measure(decoder, sample)
@@ -51,11 +51,11 @@ def _measured(decoder: Decoder, sample: Sample, name: str) -> tuple[float, ...]:
             f"Measuring {name!r} gave {len(values)} numbers where {count} finite ones are needed: "
             "this model cannot be calibrated so, take a part that does without."
         )
-    _keep(path, profile, values)
+    _save_values(path, profile, values)
     return values
 
 
-def _count(decoder: Decoder, measurement: Measurement, name: str) -> int:
+def _expected_count(decoder: Decoder, measurement: Measurement, name: str) -> int:
     """How many numbers there must be.
 
     Raises:
@@ -75,7 +75,7 @@ def _profile(measurement: Measurement) -> dict[str, Any]:
     return asdict(measurement)  # pyright: ignore
 
 
-def _recall(path: Path, profile: dict[str, Any], count: int) -> tuple[float, ...] | None:
+def _load_values(path: Path, profile: dict[str, Any], count: int) -> tuple[float, ...] | None:
     """What the file says, if it was measured with the same profile; a damaged file is no file."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def _recall(path: Path, profile: dict[str, Any], count: int) -> tuple[float, ...
     return None
 
 
-def _keep(path: Path, profile: dict[str, Any], values: tuple[float, ...]) -> None:
+def _save_values(path: Path, profile: dict[str, Any], values: tuple[float, ...]) -> None:
     """Write whole or not at all; a home that cannot be written costs only the next measurement."""
     told = {"schema": SCHEMA, "profile": profile, "values": values}
     try:

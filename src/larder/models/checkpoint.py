@@ -24,10 +24,10 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.types import Keys, Values
-from larder.models.passes import Row
-from larder.models.recompute import BLOCK_TOKENS, Recompute
-from larder.models.residuals import Residuals
-from larder.models.shape import Held
+from larder.models.forward_batch import BatchSegment
+from larder.models.kv_cost import KVSource
+from larder.models.recompute import BLOCK_TOKENS, KVRecompute
+from larder.models.residuals import ResidualStream
 from larder.models.verification import TOLERANCE
 
 REBUILT = ("keys", "values")
@@ -46,7 +46,7 @@ class Checkpoint:
         meta: of the cache.
     """
 
-    held: Held
+    held: KVSource
     ids: Int[Tensor, " S"]
     residuals: Mapping[int, Float[Tensor, "_ hidden"]]
     rest: Mapping[str, Tensor]
@@ -58,25 +58,25 @@ class Checkpoint:
         held = *self.residuals.values(), *self.rest.values(), self.ids
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
-    def cache(self, recompute: Recompute, block: int = BLOCK_TOKENS) -> SequenceCache:
+    def cache(self, recompute: KVRecompute, block: int = BLOCK_TOKENS) -> SequenceCache:
         """The cache that was put aside.
 
         Args:
             block: tokens rebuilt at once. Those read in blocks of that size come back to the bit.
         """
-        if self.held is Held.EVERY:
+        if self.held is KVSource.EVERY:
             return self._projected(recompute, block)
         spec, form = recompute.spec, CacheForm(self.meta["form"])
         empty = SequenceCache(spec, form)
         cache = SequenceCache.adopt(spec, empty.state() | _copies(self.rest), empty.meta())
-        if self.held is Held.IDS:
+        if self.held is KVSource.IDS:
             for part in self.ids.split(block):
-                recompute.read(Row(cache, tuple(part.tolist())), Residuals(()))
+                recompute.read(BatchSegment(cache, tuple(part.tolist())), ResidualStream(()))
         for depth, rows in self.residuals.items():
             recompute.reread(depth, rows, cache, block)
         return cache
 
-    def _projected(self, recompute: Recompute, block: int) -> SequenceCache:
+    def _projected(self, recompute: KVRecompute, block: int) -> SequenceCache:
         state = _copies(self.rest)
         for layer, rows in self.residuals.items():
             at = state[f"{layer}.positions"]
@@ -91,11 +91,11 @@ class Checkpoint:
 
 
 def put_aside(
-    held: Held,
+    held: KVSource,
     cache: SequenceCache,
     ids: Sequence[int],
-    residuals: Residuals,
-    recompute: Recompute,
+    residuals: ResidualStream,
+    recompute: KVRecompute,
 ) -> Checkpoint:
     """What gives a cache back; the cache itself is left as it is.
 
@@ -111,9 +111,9 @@ def put_aside(
     _check(held, cache, ids, residuals)
     state, meta = cache.state(), cache.meta()
     text = torch.tensor(ids, dtype=torch.int32)
-    if held is Held.IDS:
+    if held is KVSource.IDS:
         return Checkpoint(held, text, {}, {}, meta)
-    if held is Held.ONE:
+    if held is KVSource.ONE:
         depth = min(residuals.layers)
         numbers = {str(layer) for layer in range(depth)}
         below = {name: t for name, t in state.items() if name.split(".")[0] in numbers}
@@ -128,18 +128,20 @@ def put_aside(
     return checkpoint
 
 
-def _check(held: Held, cache: SequenceCache, ids: Sequence[int], residuals: Residuals) -> None:
+def _check(
+    held: KVSource, cache: SequenceCache, ids: Sequence[int], residuals: ResidualStream
+) -> None:
     """Raises: CacheError: something is lacking, or was rejected."""
-    if held is Held.ENTRIES or cache.makeup.form not in FORMS or cache.makeup.codecs:
+    if held is KVSource.ENTRIES or cache.makeup.form not in FORMS or cache.makeup.codecs:
         raise CacheError(
             f"A {cache.makeup.form.value} cache cannot be put aside as {held.value}: take a dense "
             "or ragged one at full precision, and residuals or ids."
         )
-    layers = {Held.IDS: (), Held.EVERY: tuple(range(len(cache.spec.layers)))}
+    layers = {KVSource.IDS: (), KVSource.EVERY: tuple(range(len(cache.spec.layers)))}
     wanted = layers.get(held, sorted(residuals.layers)[:1])
     counts = {layer: len(residuals.before(layer)) for layer in residuals.layers}
     known = [*(counts.get(layer, 0) for layer in wanted), len(ids)]
-    if not (wanted or held is Held.IDS) or set(known) != {cache.next_position}:
+    if not (wanted or held is KVSource.IDS) or set(known) != {cache.next_position}:
         raise CacheError(
             f"The cache has read {cache.next_position} tokens, but of {sorted(set(known))} there "
             f"are residuals of the layers {list(wanted)} and ids: have all of them taken."
@@ -150,7 +152,7 @@ def _check(held: Held, cache: SequenceCache, ids: Sequence[int], residuals: Resi
         if layer.sliding_window is None
     )
     is_plain = whole and cache.plans == 0 and cache.makeup.ledger == Ledger()
-    if held is not Held.EVERY and not is_plain:
+    if held is not KVSource.EVERY and not is_plain:
         raise CacheError(
             f"A policy works on this cache, but {held.value} would read the text again with every "
             "entry and remember nothing of them: put it aside with every residual."

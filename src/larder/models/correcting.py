@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.types import AppendKind, Mode
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 
 
-def with_latest(row: Row, mode: Mode) -> Row:
+def with_corrected_tokens(row: BatchSegment, mode: Mode) -> BatchSegment:
     """The row, with the tokens before it that it corrects; as it is where there are none."""
-    stores = _stores(row)
+    stores = _corrected_stores(row)
     if (
         not stores
         or mode is not Mode.APPEND
@@ -24,12 +24,12 @@ def with_latest(row: Row, mode: Mode) -> Row:
     return replace(row, again=ids, since=row.cache.next_position - len(ids))
 
 
-def read_on(rows: Sequence[Row]) -> None:
+def advance_corrected(rows: Sequence[BatchSegment]) -> None:
     """Have caches know what was read last, once a pass that appends is over."""
     for row in rows:
-        for store in _stores(row):
+        for store in _corrected_stores(row):
             store.read_on(row.ids)
 
 
-def _stores(row: Row) -> list[CorrectedLayer]:
+def _corrected_stores(row: BatchSegment) -> list[CorrectedLayer]:
     return [store for store in row.cache.stores if isinstance(store, CorrectedLayer)]

@@ -16,19 +16,19 @@ from larder.core.ledger import SURPRISE
 from larder.core.needs import Need
 from larder.core.spec import ModelSpec
 from larder.core.types import Mode
-from larder.models import seam
-from larder.models.ahead import Ahead, attentions
-from larder.models.apart import OwnConfigs
-from larder.models.correcting import read_on, with_latest
-from larder.models.entering import Entering
+from larder.models import attention_backend
+from larder.models.apart import PrivateConfigs
+from larder.models.correcting import advance_corrected, with_corrected_tokens
+from larder.models.entering import HiddenStateHooks
 from larder.models.fingerprint import fingerprint
-from larder.models.head import Head, body_of
-from larder.models.kinds import check_kinds
-from larder.models.passes import Observer, Pass, Row
-from larder.models.rebuilding import Projector, Rebuilds, with_again
-from larder.models.rotation import measured
-from larder.models.shape import Shape
-from larder.models.survey import Survey
+from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
+from larder.models.introspection import AttentionSurvey
+from larder.models.kinds import check_attention_kinds
+from larder.models.kv_cost import ModelShape
+from larder.models.lm_head import LMHead, base_model_of
+from larder.models.prefetch import LayerPrefetch, attention_modules
+from larder.models.recompute_hooks import KVProjector, RecomputeHooks, with_reread_tokens
+from larder.models.rotation import measure_rotation
 
 SURVEY_TOKENS = 8
 
@@ -49,16 +49,16 @@ class Decoder:
     """
 
     def __init__(self, module: Any) -> None:
-        seam.register()
+        attention_backend.register_backend()
         self.module = module
-        if module.config._attn_implementation == seam.NAME:
+        if module.config._attn_implementation == attention_backend.NAME:
             raise ModelError(
                 f"This {type(module).__name__} is held by another decoder: use that one, or give "
                 "the model back first with its release()."
             )
-        self._configs = OwnConfigs(module)
+        self._configs = PrivateConfigs(module)
         try:
-            _switch(module, seam.NAME)
+            _switch_attention(module, attention_backend.NAME)
             self.spec = self._survey()
         except BaseException:
             self.release()
@@ -72,7 +72,7 @@ class Decoder:
     @cached_property
     def body(self) -> Any:
         """The layers of the model, without its head."""
-        return body_of(self.module)[1]
+        return base_model_of(self.module)[1]
 
     def token_table(self) -> Float[Tensor, "V hidden"]:
         """The input embedding table, by reference."""
@@ -81,7 +81,7 @@ class Decoder:
     @torch.no_grad()
     def read(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None = None,
         needs: frozenset[Need] = frozenset(),
@@ -98,7 +98,7 @@ class Decoder:
 
     @torch.no_grad()
     def weigh(
-        self, rows: Sequence[Row], mode: Mode, observer: Observer | None = None
+        self, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
     ) -> list[Float[Tensor, " _"]]:
         """Read, and tell how surprising each token of each row was: -log p, in nats.
 
@@ -110,9 +110,9 @@ class Decoder:
         return [self._surprises(*each) for each in zip(rows, tails, passed, strict=True)]
 
     @torch.no_grad()
-    def foresee(self, rows: Sequence[Row]) -> list[Float[Tensor, " _"]]:
+    def foresee(self, rows: Sequence[BatchSegment]) -> list[Float[Tensor, " _"]]:
         """What `weigh` would tell, before the rows are read; a single token needs no pass."""
-        longer = [Row(row.cache, row.ids[:-1]) for row in rows if len(row.ids) > 1]
+        longer = [BatchSegment(row.cache, row.ids[:-1]) for row in rows if len(row.ids) > 1]
         parts = iter(self._hidden(longer, Mode.SCRATCH, None) if longer else ())
         nothing = self.token_table().new_empty(0, self.token_table().shape[1])
         passed = [next(parts) if len(row.ids) > 1 else nothing for row in rows]
@@ -122,17 +122,17 @@ class Decoder:
     @torch.no_grad()
     def predict(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSegment],
         mode: Mode,
         wanted: Sequence[int],
         observer: Observer | None = None,
     ) -> Float[Tensor, "N V"]:
         """Pass rows through and return float32 logits at the wanted places of the packed rows."""
         places = torch.tensor(wanted, device=self.spec.device)
-        if mode is Mode.APPEND and any(_follows(row) for row in rows):
+        if mode is Mode.APPEND and any(_tracks_surprise(row) for row in rows):
             return self._head.logits(torch.cat(self._hidden(rows, mode, observer))[places])
-        rows = [with_again(with_latest(row, mode), mode) for row in rows]
-        behind = torch.tensor(_new(rows), device=self.spec.device)
+        rows = [with_reread_tokens(with_corrected_tokens(row, mode), mode) for row in rows]
+        behind = torch.tensor(_new_token_indices(rows), device=self.spec.device)
         out = self._run(self.module, rows, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
 
@@ -152,45 +152,45 @@ class Decoder:
         self.release()
 
     @cached_property
-    def recompute(self) -> Projector:
+    def recompute(self) -> KVProjector:
         """What rebuilds keys and values with this model."""
-        from larder.models.recompute import Recompute  # which looks at decoders
+        from larder.models.recompute import KVRecompute  # which looks at decoders
 
-        return Recompute(self)
+        return KVRecompute(self)
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """Its sizes."""
-        return Shape.of(self.module.config, self.spec)
+        return ModelShape.of(self.module.config, self.spec)
 
     @cached_property
-    def _head(self) -> Head:
-        return Head(self.module)
+    def _head(self) -> LMHead:
+        return LMHead(self.module)
 
     @cached_property
     def _attentions(self) -> dict[int, nn.Module]:
-        return attentions(self.body)
+        return attention_modules(self.body)
 
     def _hidden(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None,
         needs: frozenset[Need] = frozenset(),
     ) -> list[Float[Tensor, "_ hidden"]]:
         """What the last layer makes of each row; caches that follow remember the last of theirs."""
-        rows = [with_again(with_latest(row, mode), mode) for row in rows]
+        rows = [with_reread_tokens(with_corrected_tokens(row, mode), mode) for row in rows]
         out = self._run(self.body, rows, mode, observer, needs=needs)
         given = out.last_hidden_state[0].split([row.width for row in rows])
         parts = [part[len(row.again) :] for part, row in zip(given, rows, strict=True)]
         if mode is Mode.APPEND:
             for row, part in zip(rows, parts, strict=True):
-                if _follows(row):
+                if _tracks_surprise(row):
                     row.cache.latest.tail = part[-1].clone()
         return parts
 
     def _surprises(
-        self, row: Row, tail: Float[Tensor, " _"], passed: Float[Tensor, "_ hidden"]
+        self, row: BatchSegment, tail: Float[Tensor, " _"], passed: Float[Tensor, "_ hidden"]
     ) -> Float[Tensor, " _"]:
         """How surprising the tokens of a row are.
 
@@ -208,7 +208,7 @@ class Decoder:
     def _run(
         self,
         module: Any,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None,
         needs: frozenset[Need] = frozenset(),
@@ -216,19 +216,21 @@ class Decoder:
     ) -> Any:
         ids = [token for row in rows for token in (*row.again, *row.ids)]
         self._check(ids)
-        journey = Pass(rows, mode, self.spec.device, observer)
+        journey = ForwardBatch(rows, mode, self.spec.device, observer)
         try:
             given = torch.tensor([ids], device=self.spec.device)
             told = {"position_ids": journey.positions(), "use_cache": False, "larder": journey}
-            rebuilds = Rebuilds(lambda: self.recompute, lambda: self.shape, rows, mode, journey)
+            rebuilds = RecomputeHooks(
+                lambda: self.recompute, lambda: self.shape, rows, mode, journey
+            )
             stepping = rows if mode is Mode.APPEND else ()
             modules = self._attentions
-            watching = Entering(modules, journey, needs)
-            with rebuilds.going_on(), Ahead(modules, stepping, journey), watching:
+            watching = HiddenStateHooks(modules, journey, needs)
+            with rebuilds.going_on(), LayerPrefetch(modules, stepping, journey), watching:
                 out = module(input_ids=given, **told, **options)
             journey.finish()
             if mode is Mode.APPEND:
-                read_on(rows)
+                advance_corrected(rows)
         except BaseException:
             journey.roll_back()
             raise
@@ -247,7 +249,7 @@ class Decoder:
     @torch.no_grad()
     def _survey(self) -> ModelSpec:
         table = self.token_table()
-        survey, count = Survey(), min(SURVEY_TOKENS, table.shape[0])
+        survey, count = AttentionSurvey(), min(SURVEY_TOKENS, table.shape[0])
         places = torch.arange(count, device=table.device)[None]
         self.body(input_ids=places, position_ids=places, use_cache=False, larder=survey)
         config = self.module.config.get_text_config()
@@ -259,13 +261,13 @@ class Decoder:
                 "cannot manage a model without that seam in every layer."
             )
         layers = tuple(survey.layers[index] for index in range(expected))
-        check_kinds(self.module.config, layers)
-        layers = measured(self.body, layers)
+        check_attention_kinds(self.module.config, layers)
+        layers = measure_rotation(self.body, layers)
         told = fingerprint(self.module), config.hidden_size
         return ModelSpec(layers, table.dtype, table.device, *told)
 
 
-def _new(rows: Sequence[Row]) -> list[int]:
+def _new_token_indices(rows: Sequence[BatchSegment]) -> list[int]:
     """Where among all that the model is given the tokens stand that are not read again."""
     places, start = list[int](), 0
     for row in rows:
@@ -274,14 +276,14 @@ def _new(rows: Sequence[Row]) -> list[int]:
     return places
 
 
-def _follows(row: Row) -> bool:
+def _tracks_surprise(row: BatchSegment) -> bool:
     """Whether a cache is asked to remember how surprising its tokens were."""
     return SURPRISE in row.cache.makeup.ledger.columns
 
 
-def _switch(module: Any, name: str) -> None:
+def _switch_attention(module: Any, name: str) -> None:
     """Set the attention implementation, and make sure that it took."""
-    if not _has_seam(type(module)):
+    if not _supports_backend(type(module)):
         raise ModelError(
             f"{type(module).__name__} does not use transformers' AttentionInterface, so Larder has "
             "no seam to manage its cache: take an architecture that does (Llama, Qwen, Mistral, "
@@ -292,6 +294,6 @@ def _switch(module: Any, name: str) -> None:
         raise ModelError(f"{type(module).__name__} refused the attention implementation {name!r}.")
 
 
-def _has_seam(kind: type) -> bool:
+def _supports_backend(kind: type) -> bool:
     """Whether the class declares that it dispatches attention through the public interface."""
     return bool(kind._supports_attention_backend)  # pyright: ignore

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from larder.core.needs import Need
-from larder.models.ahead import KEYWORD
-from larder.models.passes import Pass
+from larder.models.forward_batch import ForwardBatch
+from larder.models.prefetch import CONTEXT_KEYWORD
 
 
-class Entering:
+class HiddenStateHooks:
     """Tells one pass the hidden states that each layer starts from, while the `with` block lasts.
 
     The hooks are removed with it; where nobody asks there are none.
@@ -24,7 +24,7 @@ class Entering:
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], journey: Pass, needs: frozenset[Need]
+        self, modules: Mapping[int, nn.Module], journey: ForwardBatch, needs: frozenset[Need]
     ) -> None:
         self._modules = modules.values() if Need.STATES in needs else ()
         self._journey = journey
@@ -45,5 +45,5 @@ class Entering:
 
     def _tell(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         del module
-        if named.get(KEYWORD) is self._journey:
+        if named.get(CONTEXT_KEYWORD) is self._journey:
             self._journey.states = (args[0] if args else named["hidden_states"])[0]

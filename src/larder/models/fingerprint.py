@@ -7,14 +7,14 @@ import json
 from typing import Any
 
 SAMPLED_VALUES = 64  # per tensor: enough to tell fine-tuned siblings apart, cheap for large models
-LENGTH = 16
+DIGEST_BYTES = 16
 
 
 def fingerprint(module: Any) -> str:
     """Hexadecimal digest of the configuration and of a sample of every weight."""
-    digest = hashlib.blake2b(digest_size=LENGTH)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     config = module.config.to_dict()
-    told = {key: config[key] for key in sorted(config) if not _incidental(key)}
+    told = {key: config[key] for key in sorted(config) if not _is_load_detail(key)}
     digest.update(json.dumps(told, sort_keys=True, default=str).encode())
     for name, weight in module.named_parameters():
         flat = weight.detach().flatten()
@@ -23,6 +23,6 @@ def fingerprint(module: Any) -> str:
     return digest.hexdigest()
 
 
-def _incidental(key: str) -> bool:
+def _is_load_detail(key: str) -> bool:
     """Entries that say where or how a model was loaded, not what it is."""
     return key.startswith("_") or key in {"transformers_version", "dtype", "torch_dtype"}

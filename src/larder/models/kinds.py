@@ -11,7 +11,7 @@ from larder.core.spec import LayerSpec
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def check_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
+def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
     """Refuse a model whose masks hide what Larder would show.
 
     A window or a chunk may live in the mask alone, which Larder does not take from the model, and

@@ -31,15 +31,15 @@ from larder.core.errors import CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.models.decoder import SURVEY_TOKENS, Decoder
-from larder.models.passes import Observer, Recorded, Row
-from larder.models.residuals import Residuals
-from larder.models.stack import Stack
+from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.models.residuals import ResidualStream
+from larder.models.stack import LayerStack
 from larder.models.verification import TOLERANCE
 
 BLOCK_TOKENS = 512
 
 
-class Recompute:
+class KVRecompute:
     """Rebuilds what a decoder's caches would hold; the decoder is only used, never changed.
 
     Raises:
@@ -49,9 +49,9 @@ class Recompute:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._base: Any = decoder.body
-        self._stack = Stack(self._base, len(decoder.spec.layers))
+        self._stack = LayerStack(self._base, len(decoder.spec.layers))
         self._probed = self._stack.visiting(
-            {index: partial(_probe, index) for index in range(len(decoder.spec.layers))}
+            {index: partial(_capture_layer, index) for index in range(len(decoder.spec.layers))}
         )
         self._check()
 
@@ -65,7 +65,9 @@ class Recompute:
         """The decoder's, in order."""
         return self._stack.layers
 
-    def read(self, row: Row, residuals: Residuals, observer: Observer | None = None) -> None:
+    def read(
+        self, row: BatchSegment, residuals: ResidualStream, observer: Observer | None = None
+    ) -> None:
         """Read a row into its cache, and keep what enters the layers that `residuals` names."""
         with residuals.taking(self._stack.layers):
             self._decoder.read([row], Mode.APPEND, observer)
@@ -80,7 +82,7 @@ class Recompute:
             residuals: by layer.
             positions: true positions of the tokens.
         """
-        probe = _Probe(residuals)
+        probe = _KVProbe(residuals)
         like = next(iter(residuals.values()))
         self._probed(
             inputs_embeds=like[None], position_ids=positions[None], use_cache=False, larder=probe
@@ -109,7 +111,7 @@ class Recompute:
                 f"Layers from {depth} on are to be rebuilt from the first token, but the cache "
                 "already holds entries there: take an empty one."
             )
-        model = self._stack.visiting({index: _pass_by for index in range(depth)})
+        model = self._stack.visiting({index: _skip_layer for index in range(depth)})
         try:
             for part in residuals.split(block):
                 self._run_on(model, part, cache)
@@ -120,21 +122,25 @@ class Recompute:
     def _run_on(self, model: Any, part: Float[Tensor, "Q hidden"], cache: SequenceCache) -> None:
         first = cache.next_position
         positions = torch.arange(first, first + len(part), device=part.device)
-        own = _Appending(cache, positions)
+        own = _AppendingLayers(cache, positions)
         model(inputs_embeds=part[None], position_ids=positions[None], use_cache=False, larder=own)
         cache.advance(len(part))
 
     def _check(self) -> None:
         """Believe no architecture: rebuild what a short text gives."""
         spec = self._decoder.spec
-        seen: dict[int, Recorded] = {}
+        seen: dict[int, LayerActivations] = {}
 
-        def watch(row: int, layer: int, recorded: Recorded) -> None:
+        def watch(row: int, layer: int, recorded: LayerActivations) -> None:
             seen[layer] = recorded
 
         count = min(SURVEY_TOKENS, self._decoder.vocabulary)
-        residuals = Residuals(range(len(spec.layers)))
-        self.read(Row(SequenceCache(spec, CacheForm.DENSE), tuple(range(count))), residuals, watch)
+        residuals = ResidualStream(range(len(spec.layers)))
+        self.read(
+            BatchSegment(SequenceCache(spec, CacheForm.DENSE), tuple(range(count))),
+            residuals,
+            watch,
+        )
         held = {layer: residuals.before(layer) for layer in residuals.layers}
         found = self.project(held, seen[0].positions)
         for layer, recorded in seen.items():
@@ -148,11 +154,11 @@ class Recompute:
                     )
 
 
-class _Stopped(Exception):
+class _LayerStopped(Exception):
     """A layer has called attention; nothing behind that is wanted."""
 
 
-class _Probe:
+class _KVProbe:
     """Stands in for a pass: notes what each layer makes of its own residuals, and stops it."""
 
     def __init__(self, residuals: Mapping[int, Float[Tensor, "S hidden"]]) -> None:
@@ -170,10 +176,10 @@ class _Probe:
     ) -> Queries:
         del queries, scaling, sliding_window
         self.found[layer] = keys, values
-        raise _Stopped
+        raise _LayerStopped
 
 
-class _Appending:
+class _AppendingLayers:
     """Stands in for a pass over one cache, some of whose layers may never call."""
 
     def __init__(self, cache: SequenceCache, positions: Positions) -> None:
@@ -193,14 +199,16 @@ class _Appending:
         return self._cache.attend(layer, queries, keys, values, *told)
 
 
-def _probe(index: int, layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
-    probe: _Probe = options["larder"]
+def _capture_layer(
+    index: int, layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]
+) -> None:
+    probe: _KVProbe = options["larder"]
     if index in probe.residuals:
         try:
             layer(probe.residuals[index][None], *rest, **options)
-        except _Stopped:
+        except _LayerStopped:
             return
 
 
-def _pass_by(layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
+def _skip_layer(layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
     """Leave a layer out."""

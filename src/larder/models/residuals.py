@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
-class Residuals:
+class ResidualStream:
     """The residual stream before some layers, token by token; it owns what it holds.
 
     Args:

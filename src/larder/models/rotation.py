@@ -22,11 +22,14 @@ from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Queries, Values
 from larder.ops.rope import rotate
 
-BUFFER = "inv_freq"  # how transformers names what a rotation holds
-TOKENS, PLACES = 4, 8  # several tokens, because that of padding may be all zeros
+ROPE_BUFFER = "inv_freq"  # how transformers names what a rotation holds
+ROTATION_TOKENS, ROTATION_POSITIONS = (
+    4,
+    8,
+)  # several tokens, because that of padding may be all zeros
 
 
-class Unmoved:
+class KeyProbe:
     """Stands in for a pass, answers zeros, and notes the keys of each layer."""
 
     def __init__(self) -> None:
@@ -47,37 +50,43 @@ class Unmoved:
 
 
 @torch.no_grad()
-def measured(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
     """The layers of a model without its head, told how they turn."""
-    table, seen = model.get_input_embeddings().weight, Unmoved()
-    tokens = torch.arange(1, TOKENS + 1, device=table.device) * table.shape[0] // (TOKENS + 1)
-    places = torch.arange(PLACES, device=table.device)
+    table, seen = model.get_input_embeddings().weight, KeyProbe()
+    tokens = (
+        torch.arange(1, ROTATION_TOKENS + 1, device=table.device)
+        * table.shape[0]
+        // (ROTATION_TOKENS + 1)
+    )
+    places = torch.arange(ROTATION_POSITIONS, device=table.device)
     model(
-        input_ids=tokens.repeat_interleave(PLACES)[None],
-        position_ids=places.repeat(TOKENS)[None],
+        input_ids=tokens.repeat_interleave(ROTATION_POSITIONS)[None],
+        position_ids=places.repeat(ROTATION_TOKENS)[None],
         use_cache=False,
         larder=seen,
     )
-    known = [buffer for name, buffer in model.named_buffers() if name.endswith(BUFFER)]
+    known = [buffer for name, buffer in model.named_buffers() if name.endswith(ROPE_BUFFER)]
     return tuple(
-        replace(layer, radians=_explaining(seen.keys[layer.index], places, known))
+        replace(layer, radians=_best_frequencies(seen.keys[layer.index], places, known))
         for layer in layers
     )
 
 
-def _explaining(
+def _best_frequencies(
     keys: Keys, places: Int[Tensor, " P"], known: Sequence[Float[Tensor, " _"]]
 ) -> tuple[float, ...] | None:
     """The frequencies that turn a token's first key into its others best, if any does so well."""
-    same = keys.float().unflatten(1, (TOKENS, PLACES)).flatten(0, 1)  # [K * tokens, P, D]
+    same = (
+        keys.float().unflatten(1, (ROTATION_TOKENS, ROTATION_POSITIONS)).flatten(0, 1)
+    )  # [K * tokens, P, D]
     still = torch.empty(0, device=keys.device)
     fitting = [radians.float() for radians in known if 2 * len(radians) <= keys.shape[2]]
-    tried = [(_error(same, places, radians), radians) for radians in [still, *fitting]]
+    tried = [(_rotation_error(same, places, radians), radians) for radians in [still, *fitting]]
     error, best = min(tried, key=lambda pair: pair[0])
     return tuple(best.tolist()) if error < torch.finfo(keys.dtype).eps ** 0.5 else None
 
 
-def _error(
+def _rotation_error(
     keys: Float[Tensor, "N P D"], places: Int[Tensor, " P"], radians: Float[Tensor, " half"]
 ) -> float:
     """Largest distance from a key to its token's first one turned, by the longest key."""

@@ -26,11 +26,11 @@ from larder.ops.attention import reference_masked
 CHUNK_TOKENS = 256  # queries whose attention is worked out at once
 
 # From the numbers of some tokens and of those before them to what each sees: [Q, S].
-Mask = Callable[[Int[Tensor, " Q"], Int[Tensor, " S"]], Bool[Tensor, "Q S"]]
+MaskFunction = Callable[[Int[Tensor, " Q"], Int[Tensor, " S"]], Bool[Tensor, "Q S"]]
 
 
 @dataclass(frozen=True)
-class Profile:
+class SensitivityProfile:
     """The text length and the mask that sensitivity is measured with.
 
     The paper reads 16384 tokens in blocks of 4096; the defaults are a quarter of that, in the same
@@ -57,7 +57,7 @@ class Profile:
 
 
 def block_mask(
-    profile: Profile, rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]
+    profile: SensitivityProfile, rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]
 ) -> Bool[Tensor, "Q S"]:
     """Which tokens each of some tokens sees while block-wise eviction is imitated."""
     reach = int(profile.block * profile.overlap)
@@ -72,7 +72,7 @@ def causal_mask(rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]) -> Bool[Ten
 
 @torch.no_grad()
 def layer_similarities(
-    decoder: Decoder, ids: tuple[int, ...], profile: Profile
+    decoder: Decoder, ids: tuple[int, ...], profile: SensitivityProfile
 ) -> tuple[float, ...]:
     """Sigma of every managed layer: mean cosine of its keys with and without the mask.
 
@@ -97,8 +97,8 @@ def layer_similarities(
 
     managed = [layer.index for layer in decoder.spec.managed]
     passes = (
-        _Masked(causal_mask, managed, keep),
-        _Masked(partial(block_mask, profile), managed, compare),
+        _MaskedAttention(causal_mask, managed, keep),
+        _MaskedAttention(partial(block_mask, profile), managed, compare),
     )
     for layers in passes:
         decoder.body(
@@ -110,11 +110,11 @@ def layer_similarities(
     return tuple(similarities[index] for index in managed)
 
 
-class _Masked:
+class _MaskedAttention:
     """Answers for every layer with attention under one mask, and shows the keys of some."""
 
     def __init__(
-        self, mask: Mask, shown: Collection[int], show: Callable[[int, Keys], None]
+        self, mask: MaskFunction, shown: Collection[int], show: Callable[[int, Keys], None]
     ) -> None:
         self._mask = mask
         self._shown = shown

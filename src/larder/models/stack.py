@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from larder.core.errors import ModelError
-from larder.models.rotation import Unmoved
+from larder.models.rotation import KeyProbe
 
 # What a copy does instead of a layer: given the layer and the words it was called with.
-Visit = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+LayerVisit = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
-class Stack:
+class LayerStack:
     """The layers of a model without its head, in order.
 
     Raises:
@@ -43,18 +43,20 @@ class Stack:
         self._path, self.layers = lists[0]
         self._wraps = self._answers()
 
-    def visiting(self, visits: Mapping[int, Visit]) -> Any:
+    def visiting(self, visits: Mapping[int, LayerVisit]) -> Any:
         """The model with some layers visited instead of passed: each hands on what it is given."""
         layers = [
             self._stand_in(index, visits[index]) if index in visits else layer
             for index, layer in enumerate(self.layers)
         ]
-        return _with(self._base, self._path, nn.ModuleList(layers))
+        return _replace_module(self._base, self._path, nn.ModuleList(layers))
 
-    def _stand_in(self, index: int, visit: Visit) -> nn.Module:
+    def _stand_in(self, index: int, visit: LayerVisit) -> nn.Module:
         """A copy of a layer, because models read attributes of theirs."""
         stand = copy.copy(self.layers[index])
-        stand.__dict__["forward"] = partial(_visited, self.layers[index], visit, self._wraps[index])
+        stand.__dict__["forward"] = partial(
+            _run_visit, self.layers[index], visit, self._wraps[index]
+        )
         return stand
 
     @torch.no_grad()
@@ -69,25 +71,32 @@ class Stack:
         handles = [layer.register_forward_hook(note) for layer in self.layers]
         try:
             place = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
-            self._base(input_ids=place, position_ids=place, use_cache=False, larder=Unmoved())
+            self._base(input_ids=place, position_ids=place, use_cache=False, larder=KeyProbe())
         finally:
             for handle in handles:
                 handle.remove()
         return found
 
 
-def _visited(
-    layer: nn.Module, visit: Visit, wraps: bool, hidden_states: Tensor, *rest: Any, **options: Any
+def _run_visit(
+    layer: nn.Module,
+    visit: LayerVisit,
+    wraps: bool,
+    hidden_states: Tensor,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     visit(layer, rest, options)
     return (hidden_states,) if wraps else hidden_states
 
 
-def _with(module: nn.Module, path: str, stand: nn.Module) -> Any:
+def _replace_module(module: nn.Module, path: str, stand: nn.Module) -> Any:
     """A copy of a module with another one at a path below it."""
     twin = copy.copy(module)
     twin.__dict__.pop("forward", None)  # a wrapper would call the module it wraps
     twin._modules = dict(module._modules)
     first, _, rest = path.partition(".")
-    twin._modules[first] = _with(module.get_submodule(first), rest, stand) if rest else stand
+    twin._modules[first] = (
+        _replace_module(module.get_submodule(first), rest, stand) if rest else stand
+    )
     return twin

@@ -13,7 +13,7 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 
 CHECKED_TOKENS = 24
 BLOCK_TOKENS = 10  # so that blocks, a short last block and single tokens are all tried
@@ -39,9 +39,9 @@ def check_rope(config: Any) -> None:
 
 
 @torch.no_grad()
-def own_logits(module: Any) -> Float[Tensor, "Q V"]:
+def reference_logits(module: Any) -> Float[Tensor, "Q V"]:
     """Logits of the model on its own attention for the text that `verify` reads."""
-    ids = torch.tensor([_text(module)], device=module.device)
+    ids = torch.tensor([_probe_ids(module)], device=module.device)
     logits = module(input_ids=ids, use_cache=False).logits[0].float()
     if not bool(torch.isfinite(logits).all()):
         raise ModelError(
@@ -57,11 +57,11 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     Raises:
         ModelError: Larder's logits differ from the model's own.
     """
-    ids = _text(decoder.module)
+    ids = _probe_ids(decoder.module)
     cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
     cuts = [0, BLOCK_TOKENS, *range(BLOCK_TOKENS + 8, CHECKED_TOKENS + 1)]
     parts = [
-        decoder.predict([Row(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
+        decoder.predict([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
         for a, b in zip(cuts, cuts[1:], strict=False)
     ]
     got = torch.cat(parts)
@@ -74,7 +74,7 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
         )
 
 
-def _text(module: Any) -> list[int]:
+def _probe_ids(module: Any) -> list[int]:
     """Token ids spread over the vocabulary, the same every time."""
     size = int(module.get_input_embeddings().weight.shape[0])
     return [(7 + 31 * i * i) % size for i in range(CHECKED_TOKENS)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Ends:
+class ProtectedTokens:
     """How many tokens stay whatever their scores.
 
     Args:
@@ -22,6 +22,6 @@ class Ends:
         """Entries per head that they take up."""
         return self.first + self.last
 
-    def joined(self, other: Ends) -> Ends:
+    def joined(self, other: ProtectedTokens) -> ProtectedTokens:
         """What stays when both must: the same end is kept once."""
-        return Ends(max(self.first, other.first), max(self.last, other.last))
+        return ProtectedTokens(max(self.first, other.first), max(self.last, other.last))

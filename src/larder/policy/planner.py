@@ -20,10 +20,10 @@ from larder.core.observation import Calibration, Entries, LayerScores, Lexicon, 
 from larder.core.plan import Plan
 from larder.core.spelling import name_of, spell
 from larder.core.types import Packed, PackedMask
+from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
 from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation
-from larder.policy.facts import by_layer, of_kv_heads
-from larder.policy.joining import Joining, Unasked, Unobserved
+from larder.policy.layer_calibration import mean_per_kv_head, split_by_layer
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
 from larder.policy.scoring import Scoring
@@ -57,7 +57,7 @@ class Planner:
     scorer: Scorer
     budget: Budget
     compensation: Compensation
-    joining: Joining = Joining(Unobserved(), Unasked())
+    joining: AttentionReduction = AttentionReduction(NoAggregation(), NoHeadRule())
     values: ValueRule = KeysAlone()
     unit: Unit = Token()
     timing: Timing = PrefillOnly()
@@ -125,8 +125,8 @@ class Planner:
             ModelError: a measurement does not fit as many layers.
         """
         told = {"weights": self.budget.head_weights(facts)}
-        weights = {index: own["weights"] for index, own in by_layer(told, layers).items()}
-        return replace(self, facts=by_layer(facts, layers), weights=weights, lexicon=lexicon)
+        weights = {index: own["weights"] for index, own in split_by_layer(told, layers).items()}
+        return replace(self, facts=split_by_layer(facts, layers), weights=weights, lexicon=lexicon)
 
     def listens(self, is_due: bool) -> bool:
         """Whether anything will look at what attention makes of the newest token.
@@ -228,7 +228,7 @@ class Planner:
         protected = protection(tokens)
         measure = self.budget.measure(seen, scores)
         inspected = self.storage.inspect(seen)
-        weights = of_kv_heads(self.weights.get(seen.layer.index, ()), len(entries.lengths))
+        weights = mean_per_kv_head(self.weights.get(seen.layer.index, ()), len(entries.lengths))
         told = (measure, entries.scalars, seen.stage, inspected, weights)
         return LayerScores(scores, protected, entries.lengths, *told, protection=protection)
 

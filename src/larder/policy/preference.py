@@ -14,10 +14,10 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
 from larder.ops.column_statistics import ColumnReducer, reduce_columns
 
-LEAST_TAU = 0.05  # below it the power of an entropy leaves the range of a float
+MIN_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 
 
-def of_last_queries(
+def gather_last_queries(
     gather: ColumnReducer, seen: Observation, window: int
 ) -> list[Float[Tensor, "N _"]]:
     """What `gather` makes of the weights that the last queries give, for each kv head."""
@@ -34,7 +34,7 @@ def of_last_queries(
     )
 
 
-def totals(heads: Sequence[Float[Tensor, "N _"]], count: int) -> list[float]:
+def sum_statistics(heads: Sequence[Float[Tensor, "N _"]], count: int) -> list[float]:
     """Sums of `count` statistics over entries and heads.
 
     Args:
@@ -47,5 +47,5 @@ def totals(heads: Sequence[Float[Tensor, "N _"]], count: int) -> list[float]:
 def check_taus(name: str, *taus: float) -> None:
     """Raises: BadParameter: one of a part's `tau1`, `tau2`, ... is out of range."""
     for number, tau in enumerate(taus, start=1):
-        if not LEAST_TAU <= tau < math.inf:
-            raise BadParameter(f"{name}.tau{number} must be at least {LEAST_TAU}, got {tau}.")
+        if not MIN_TAU <= tau < math.inf:
+            raise BadParameter(f"{name}.tau{number} must be at least {MIN_TAU}, got {tau}.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import PackedMask
 from larder.ops.marking import mask_outside
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Protect:
         """The latest tokens that stay, under a budget of `tokens` entries per head."""
         return int(self.recent * tokens) if isinstance(self.recent, float) else self.recent
 
-    def ends(self, tokens: int) -> Ends:
+    def ends(self, tokens: int) -> ProtectedTokens:
         """What stays of every head under a budget of `tokens`, be there room for it or not."""
-        return Ends(self.sinks, self.recent_tokens(tokens))
+        return ProtectedTokens(self.sinks, self.recent_tokens(tokens))
 
-    def least(self, tokens: int) -> Ends:
+    def least(self, tokens: int) -> ProtectedTokens:
         """What every head needs under a budget of `tokens`.
 
         Raises:

@@ -9,11 +9,17 @@ from typing import Any
 from larder.core.errors import SpellingError
 from larder.core.family import Family
 from larder.core.spelling import Call, build, parse, spell
-from larder.policy.joining import AGGREGATIONS, HEAD_RULES, Joining, Unasked, Unobserved
+from larder.policy.attention_reduction import (
+    AGGREGATIONS,
+    HEAD_RULES,
+    AttentionReduction,
+    NoAggregation,
+    NoHeadRule,
+)
 from larder.policy.scorers.base import Scorer
 
 SCORERS = Family("scorer", "larder.policy.scorers")
-JOINING: Mapping[str, Family] = {"aggregation": AGGREGATIONS, "heads": HEAD_RULES}
+REDUCTION_SLOTS: Mapping[str, Family] = {"aggregation": AGGREGATIONS, "heads": HEAD_RULES}
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Scoring:
     """What scores, and how."""
 
     scorer: Scorer
-    joining: Joining
+    joining: AttentionReduction
 
     @staticmethod
     def parse(sentence: str) -> Scoring:
@@ -36,17 +42,19 @@ class Scoring:
         scorer = build(SCORERS.load(first.name), first.parameters)
         given: dict[str, Call] = {}
         for call in others:
-            slot = next((s for s, family in JOINING.items() if call.name in family.names()), None)
+            slot = next(
+                (s for s, family in REDUCTION_SLOTS.items() if call.name in family.names()), None
+            )
             if slot is None or slot in given or (slot == "aggregation" and "heads" in given):
                 raise SpellingError(
                     f"{call.name} has no place in the scorer {sentence!r}: write a scorer, then at "
                     "most an aggregation and a head rule."
                 )
             given[slot] = call
-        return Scoring(scorer, Joining(**joining_of(scorer, given)))
+        return Scoring(scorer, AttentionReduction(**reduction_parts(scorer, given)))
 
 
-def joining_of(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
+def reduction_parts(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
     """The aggregation and head rule: those given, else those of the scorer's paper.
 
     Raises:
@@ -54,13 +62,13 @@ def joining_of(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
     """
     published = scorer.published()
     if published is None:
-        wrong = [given[slot].name for slot in JOINING if slot in given]
+        wrong = [given[slot].name for slot in REDUCTION_SLOTS if slot in given]
         if wrong:
             raise SpellingError(
                 f"{spell(scorer)} looks at no attention, so {wrong[0]}() has nothing to join: "
                 "leave it out, or take a scorer by attention such as snapkv."
             )
-        return dict(zip(JOINING, (Unobserved(), Unasked()), strict=True))
-    calls = [given.get(s, Call(name)) for s, name in zip(JOINING, published, strict=True)]
-    pairs = zip(JOINING.items(), calls, strict=True)
+        return dict(zip(REDUCTION_SLOTS, (NoAggregation(), NoHeadRule()), strict=True))
+    calls = [given.get(s, Call(name)) for s, name in zip(REDUCTION_SLOTS, published, strict=True)]
+    pairs = zip(REDUCTION_SLOTS.items(), calls, strict=True)
     return {slot: build(family.load(call.name), call.parameters) for (slot, family), call in pairs}

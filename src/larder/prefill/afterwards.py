@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from larder.models.passes import Observer, Recorded
+from larder.models.forward_batch import LayerActivations, Observer
 
 
-class Afterwards:
+class DeferredObserver:
     """Holds what a pass of single tokens made of each layer until its last layer has gone by.
 
     What judges a layer in the middle of a pass finds its code and small tensors gone from the
@@ -22,9 +22,9 @@ class Afterwards:
     def __init__(self, observer: Observer, calls: int) -> None:
         self._observer = observer
         self._calls = calls
-        self._held: list[tuple[int, int, Recorded]] = []
+        self._held: list[tuple[int, int, LayerActivations]] = []
 
-    def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
+    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
         self._held.append((row, layer, recorded))
         if len(self._held) == self._calls:
             held, self._held = self._held, []

@@ -7,22 +7,22 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from larder.core.cutting import even_ranges
-from larder.prefill.reader import Lane, Reader
+from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Called as tokens are read: (tokens read so far over all lanes, tokens to read over all lanes).
 Progress = Callable[[int, int], None]
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 # Work that pauses after every pass over tokens, where others may use the model; what it gives is
 # what `Progress` is called with, if that has changed.
-Steps = Generator[tuple[int, int] | None, None, Made]
+Steps = Generator[tuple[int, int] | None, None, Result]
 
 
-def silent(done: int, total: int) -> None:
+def no_progress(done: int, total: int) -> None:
     """Progress for nobody."""
 
 
-def completed(steps: Steps[Made], progress: Progress = silent) -> Made:
+def run_steps(steps: Steps[Result], progress: Progress = no_progress) -> Result:
     """Work through to the end; what came of it."""
     while True:
         try:
@@ -42,19 +42,25 @@ class Schedule(ABC):
     tokens: int | None
 
     @abstractmethod
-    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
         """Read `ids` into the cache of every lane and leave each within its budget."""
 
     def read(
-        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], progress: Progress
+        self,
+        reader: PrefillReader,
+        lanes: Sequence[PrefillSequence],
+        ids: tuple[int, ...],
+        progress: Progress,
     ) -> None:
         """All steps, one after the other."""
-        completed(self.steps(reader, lanes, ids), progress)
+        run_steps(self.steps(reader, lanes, ids), progress)
 
 
-def read_blocks(
-    reader: Reader,
-    groups: Sequence[Sequence[Lane]],
+def prefill_blocks(
+    reader: PrefillReader,
+    groups: Sequence[Sequence[PrefillSequence]],
     ids: tuple[int, ...],
     tokens: int,
 ) -> Steps[None]:
@@ -65,7 +71,7 @@ def read_blocks(
     """
     done, total = 0, len(ids) * sum(len(group) for group in groups)
     for group in groups:
-        for block in pieces(ids, tokens):
+        for block in split_blocks(ids, tokens):
             yield from reader.settling(group, block, block, group[0].cache.next_position)
             done += len(block) * len(group)
             yield done, total
@@ -73,6 +79,6 @@ def read_blocks(
             reader.finish(lane, group[number:])
 
 
-def pieces(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+def split_blocks(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     """Consecutive pieces of nearly the same length, at most `size` tokens each."""
     return [ids[start:stop] for start, stop in even_ranges(len(ids), size)]

@@ -10,18 +10,18 @@ from larder.cache.sequence import SequenceCache
 from larder.core.observation import ScratchPrompt
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Observer, Row
+from larder.models.forward_batch import BatchSegment, Observer
 
 
-def likeliest(
-    decoder: Decoder, rows: Sequence[Row], mode: Mode, observer: Observer | None = None
+def greedy_tokens(
+    decoder: Decoder, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
 ) -> list[int]:
     """Read rows, and tell the likeliest token behind each."""
     ends = [total - 1 for total in accumulate(len(row.ids) for row in rows)]
     return decoder.predict(rows, mode, ends, observer).argmax(-1).tolist()
 
 
-def drafted(
+def with_drafts(
     decoder: Decoder,
     caches: Sequence[SequenceCache],
     asked: Sequence[ScratchPrompt],
@@ -38,8 +38,8 @@ def drafted(
         said = following
         if asked[0].ids:
             pairs = zip(caches, asked, strict=True)
-            rows = [Row(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            said = likeliest(decoder, rows, Mode.SCRATCH)
+            rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
+            said = greedy_tokens(decoder, rows, Mode.SCRATCH)
         longer = [(*each.ids, token) for each, token in zip(asked, said, strict=True)]
         pairs = zip(asked, longer, strict=True)
         asked = [replace(each, ids=ids, drafts=each.drafts - 1) for each, ids in pairs]

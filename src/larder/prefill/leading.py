@@ -14,7 +14,7 @@ from larder.core.types import Packed
 
 
 @dataclass(frozen=True)
-class Lead:
+class LeaderScores:
     """The scores of a layer, and where the entries stood that they are of."""
 
     scores: Packed
@@ -29,7 +29,7 @@ class Lead:
         return torch.equal(entries.packed_positions(), self.positions)
 
 
-class Leading:
+class SharedLayerScores:
     """Scores layers in groups: the first of each group leads, once per pass.
 
     A layer whose heads do not hold what the leader's held is scored by itself.
@@ -40,7 +40,7 @@ class Leading:
 
     def __init__(self, together: int) -> None:
         self._together = together
-        self._leads: dict[int, Lead] = {}
+        self._leads: dict[int, LeaderScores] = {}
 
     def scores(
         self, row: int, place: int, seen: Observation, score: Callable[[Observation], Packed]
@@ -59,5 +59,5 @@ class Leading:
         scores = score(seen)
         if place % self._together == 0:
             positions = seen.entries.packed_positions()
-            self._leads[row] = Lead(scores, positions, seen.entries.lengths)
+            self._leads[row] = LeaderScores(scores, positions, seen.entries.lengths)
         return scores

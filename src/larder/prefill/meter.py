@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from larder.cache.sequence import SequenceCache
 
 
-class Meter:
+class PeakMemoryMeter:
     """Peaks of bytes and of managed entries, over all caches that live at the same time.
 
     Bytes are those of every tensor that a cache owns, of storage that is just being replaced, and

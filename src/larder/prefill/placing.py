@@ -10,7 +10,7 @@ from larder.core.observation import Observation
 from larder.ops.rope import rerotate_per_head
 
 
-def placed(seen: Observation, own: int) -> Observation:
+def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
     """The same, with queries and keys turned to the places that follow the layer's entries.
 
     What stands later than right behind the text, or earlier, does so in its places too.

@@ -10,24 +10,24 @@ from larder.core.ledger import SURPRISE
 from larder.core.observation import Prompts, ScratchPrompt
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 from larder.policy.planner import Planner
-from larder.prefill.drafting import drafted, likeliest
-from larder.prefill.judge import Judge, Turn
-from larder.prefill.meter import Meter
-from larder.prefill.surprise import note
+from larder.prefill.drafting import greedy_tokens, with_drafts
+from larder.prefill.eviction_pass import EvictionPass, ScoringPhase
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.surprise import record_surprise
 
 # The latest tokens, read once more for who judges by how surprising tokens were.
-AGAIN_TOKENS = 32
+REREAD_TOKENS = 32
 
 
-def _leave(cache: SequenceCache) -> None:
+def _keep_in_place(cache: SequenceCache) -> None:
     """The cache stays where it is."""
     del cache
 
 
 @dataclass(frozen=True)
-class Lane:
+class PrefillSequence:
     """One cache being built.
 
     Args:
@@ -37,11 +37,11 @@ class Lane:
 
     cache: SequenceCache
     book: Prompts
-    finish: Callable[[SequenceCache], None] = _leave
+    finish: Callable[[SequenceCache], None] = _keep_in_place
 
 
 @dataclass(frozen=True)
-class Reader:
+class PrefillReader:
     """A model, a policy and a budget, ready to read.
 
     Args:
@@ -54,10 +54,10 @@ class Reader:
     planner: Planner
     tokens: int
     quotas: Mapping[int, int]
-    meter: Meter
+    meter: PeakMemoryMeter
     pages: int = 0
 
-    def append(self, lanes: Sequence[Lane], ids: tuple[int, ...]) -> None:
+    def append(self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
         """Read tokens into every lane; nothing is judged."""
         rows, judge = self._appending(lanes, ids)
         if SURPRISE not in self.planner.ledger.columns:
@@ -66,10 +66,14 @@ class Reader:
         start = lanes[0].cache.next_position
         for row, surprises in zip(rows, self.decoder.weigh(rows, Mode.APPEND, judge), strict=True):
             for layer in self.quotas:
-                note(row.cache, layer, start, surprises)
+                record_surprise(row.cache, layer, start, surprises)
 
     def settle(
-        self, lanes: Sequence[Lane], ids: tuple[int, ...], block: tuple[int, ...], start: int
+        self,
+        lanes: Sequence[PrefillSequence],
+        ids: tuple[int, ...],
+        block: tuple[int, ...],
+        start: int,
     ) -> None:
         """Read tokens into every lane, then bring each lane back within its budget.
 
@@ -82,7 +86,11 @@ class Reader:
             pass
 
     def settling(
-        self, lanes: Sequence[Lane], ids: tuple[int, ...], block: tuple[int, ...], start: int
+        self,
+        lanes: Sequence[PrefillSequence],
+        ids: tuple[int, ...],
+        block: tuple[int, ...],
+        start: int,
     ) -> Iterator[None]:
         """As `settle`, with a pause before every further pass."""
         if self._fits(lanes, len(ids)):
@@ -94,27 +102,27 @@ class Reader:
         judge = self._judge(caches, length)
         if not scratches[0]:
             judge.expect(
-                [ScratchPrompt(ids, (0, length))] * len(lanes), [Turn.LAST] * len(lanes), 0
+                [ScratchPrompt(ids, (0, length))] * len(lanes), [ScoringPhase.LAST] * len(lanes), 0
             )
             self.decoder.read(_rows(caches, ids), Mode.APPEND, judge, self.planner.needs)
             return
         rounds, following = list(zip(*scratches, strict=True)), list[int]()
         if any(scratch.drafts for scratch in scratches[0]):
             rows, watching = self._appending(lanes, ids)
-            following = likeliest(self.decoder, rows, Mode.APPEND, watching)
+            following = greedy_tokens(self.decoder, rows, Mode.APPEND, watching)
         else:
             self.append(lanes, ids)
         for number, prompts in enumerate(rounds, start=1):
             yield
-            turn = Turn.LAST if number == len(rounds) else Turn.MORE
-            asked = drafted(self.decoder, caches, prompts, following)
+            turn = ScoringPhase.LAST if number == len(rounds) else ScoringPhase.MORE
+            asked = with_drafts(self.decoder, caches, prompts, following)
             behind = sum(scratch.tokens for scratch in asked)
             judge.expect(asked, [turn] * len(asked), behind)
             pairs = zip(caches, asked, strict=True)
-            rows = [Row(cache, each.ids, shift=each.shift) for cache, each in pairs]
+            rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
             self.decoder.read(rows, Mode.SCRATCH, judge, self.planner.needs)
 
-    def finish(self, lane: Lane, waiting: Sequence[Lane] = ()) -> None:
+    def finish(self, lane: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
         """A lane has read everything: give its slack back and hand the cache over.
 
         Args:
@@ -127,15 +135,19 @@ class Reader:
         self.meter.park(lane.cache)
         lane.finish(lane.cache)
 
-    def _appending(self, lanes: Sequence[Lane], ids: tuple[int, ...]) -> tuple[list[Row], Judge]:
+    def _appending(
+        self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> tuple[list[BatchSegment], EvictionPass]:
         """Rows that every lane reads, and who watches them without judging."""
         caches = [lane.cache for lane in lanes]
         judge = self._judge(caches, lanes[0].cache.next_position + len(ids))
-        judge.expect([ScratchPrompt(ids, (0, 0))] * len(lanes), [Turn.WATCH] * len(lanes), 0)
+        judge.expect(
+            [ScratchPrompt(ids, (0, 0))] * len(lanes), [ScoringPhase.WATCH] * len(lanes), 0
+        )
         return _rows(caches, ids), judge
 
     def _scratches(
-        self, lane: Lane, block: tuple[int, ...], start: int
+        self, lane: PrefillSequence, block: tuple[int, ...], start: int
     ) -> tuple[ScratchPrompt, ...]:
         """What is read behind a lane to judge it.
 
@@ -144,13 +156,13 @@ class Reader:
         scratches = self.planner.scorer.scratch(block, start, lane.book)
         if scratches or SURPRISE not in self.planner.ledger.columns:
             return scratches
-        return (ScratchPrompt(block[-AGAIN_TOKENS:], (0, start + len(block))),)
+        return (ScratchPrompt(block[-REREAD_TOKENS:], (0, start + len(block))),)
 
-    def _judge(self, caches: Sequence[SequenceCache], length: int) -> Judge:
+    def _judge(self, caches: Sequence[SequenceCache], length: int) -> EvictionPass:
         lengths, quotas = [length] * len(caches), [self.quotas] * len(caches)
-        return Judge(self.planner, caches, self.tokens, quotas, self.meter, lengths)
+        return EvictionPass(self.planner, caches, self.tokens, quotas, self.meter, lengths)
 
-    def _fits(self, lanes: Sequence[Lane], new_tokens: int) -> bool:
+    def _fits(self, lanes: Sequence[PrefillSequence], new_tokens: int) -> bool:
         """Whether every layer of every lane stays within its budget without any plan.
 
         What has all been kept so far parks nothing, and needs no room for pages.
@@ -163,6 +175,6 @@ class Reader:
         )
 
 
-def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[Row]:
+def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[BatchSegment]:
     """The same text for every cache."""
-    return [Row(cache, ids, coming=AppendKind.TEXT) for cache in caches]
+    return [BatchSegment(cache, ids, coming=AppendKind.TEXT) for cache in caches]

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from larder.core.spec import POSITION_BYTES
-from larder.prefill.reader import Lane, Reader
+from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Of what is free; the rest is for attention's own buffers, which the estimate leaves out.
-USED_SHARE = 0.5
+USABLE_FRACTION = 0.5
 # What a pass holds of a token beside its keys and values, in widths of a layer's queries: hidden
 # states, float32 queries and outputs, a gated MLP of four times the width. Twice what an 8B needs.
-PASSING_WIDTHS = 32
+ACTIVATION_WIDTHS = 32
 
 
-def free_bytes(device: torch.device) -> int | None:
+def free_device_bytes(device: torch.device) -> int | None:
     """Memory that new tensors may take; None on a CPU and where the device does not tell."""
     if device.type != "cuda":
         return None
@@ -24,7 +24,9 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def fitting(reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], block: int) -> int:
+def max_parallel_caches(
+    reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...], block: int
+) -> int:
     """How many of the lanes to read together: at least one.
 
     One on a CPU, where reading several at once is no faster and holds more.
@@ -33,17 +35,19 @@ def fitting(reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], block: 
         ids: the tokens to be read.
         block: of them, the most at a time.
     """
-    free = free_bytes(reader.decoder.spec.device)
+    free = free_device_bytes(reader.decoder.spec.device)
     if free is None:
         return 1
     each = max(
-        held_bytes(reader, lane, ids, block) + passing_bytes(reader, lane, ids[:block])
+        cache_bytes(reader, lane, ids, block) + activation_bytes(reader, lane, ids[:block])
         for lane in lanes
     )
-    return max(1, min(len(lanes), int(free * USED_SHARE) // each))
+    return max(1, min(len(lanes), int(free * USABLE_FRACTION) // each))
 
 
-def held_bytes(reader: Reader, lane: Lane, ids: tuple[int, ...], block: int) -> int:
+def cache_bytes(
+    reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...], block: int
+) -> int:
     """The most that a lane's cache takes: budget and block, and one layer laid out anew."""
     spec, longest = reader.decoder.spec, lane.cache.next_position + len(ids)
     layers: list[int] = []
@@ -54,10 +58,10 @@ def held_bytes(reader: Reader, lane: Lane, ids: tuple[int, ...], block: int) -> 
     return sum(layers) + max(layers)
 
 
-def passing_bytes(reader: Reader, lane: Lane, block: tuple[int, ...]) -> int:
+def activation_bytes(reader: PrefillReader, lane: PrefillSequence, block: tuple[int, ...]) -> int:
     """The most that a lane's tokens take while they pass through the model."""
     asked = reader.planner.scorer.scratch(block, len(block), lane.book)
     tokens = max(len(block), *(scratch.tokens for scratch in asked), 0)
     spec = reader.decoder.spec
     width = max(layer.query_heads * layer.head_dim for layer in spec.layers)
-    return tokens * width * PASSING_WIDTHS * spec.dtype.itemsize
+    return tokens * width * ACTIVATION_WIDTHS * spec.dtype.itemsize

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
-from larder.models.passes import Observer, Recorded
+from larder.models.forward_batch import LayerActivations, Observer
 
 
-def note(cache: SequenceCache, layer: int, start: int, surprises: Float[Tensor, " _"]) -> None:
+def record_surprise(
+    cache: SequenceCache, layer: int, start: int, surprises: Float[Tensor, " _"]
+) -> None:
     """Write it into the entries of one layer.
 
     Args:
@@ -26,7 +28,7 @@ def note(cache: SequenceCache, layer: int, start: int, surprises: Float[Tensor, 
     cache.note(layer, {SURPRISE: torch.where(is_new, fresh, entries.columns[SURPRISE])})
 
 
-def noting(
+def surprise_observer(
     observer: Observer,
     caches: Sequence[SequenceCache],
     layers: Sequence[int],
@@ -40,9 +42,9 @@ def noting(
     """
     starts = [cache.next_position for cache in caches]
 
-    def watch(row: int, layer: int, recorded: Recorded) -> None:
+    def watch(row: int, layer: int, recorded: LayerActivations) -> None:
         if layer in layers:
-            note(caches[row], layer, starts[row], surprises[row])
+            record_surprise(caches[row], layer, starts[row], surprises[row])
         observer(row, layer, recorded)
 
     return watch

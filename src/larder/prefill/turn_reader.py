@@ -19,17 +19,17 @@ from larder.core.ledger import SURPRISE
 from larder.core.observation import Prompts
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Observer, Row
-from larder.prefill.base import Steps, completed, pieces
-from larder.prefill.bound import Bound
-from larder.prefill.meter import Meter
-from larder.prefill.reader import Lane, Reader
-from larder.prefill.tending import Tending
+from larder.models.forward_batch import BatchSegment, Observer
+from larder.prefill.base import Steps, run_steps, split_blocks
+from larder.prefill.decode_eviction import DecodeEviction
+from larder.prefill.memory import EntryCapacity
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import PrefillReader, PrefillSequence
 
 REPLAYED_TOKENS = 16  # of an answer that one pass reads once more
 
 # What reads a text that will be so many tokens long, and counts peaks with this meter.
-ReaderOf = Callable[[int, Meter], Reader]
+ReaderFactory = Callable[[int, PeakMemoryMeter], PrefillReader]
 
 
 class TurnReader:
@@ -53,15 +53,19 @@ class TurnReader:
         decoder: Decoder,
         cache: SequenceCache,
         book: Prompts,
-        reader_of: ReaderOf,
-        bound: Bound | None,
+        reader_of: ReaderFactory,
+        bound: EntryCapacity | None,
         block: int,
-        tending: Tending | None = None,
+        tending: DecodeEviction | None = None,
         saved: SequenceCache | None = None,
         open_ids: Sequence[int] = (),
     ) -> None:
-        self.cache, self.saved, self.meter = cache, saved, Meter()
-        self._decoder, self._lane, self._reader_of = decoder, Lane(cache, book), reader_of
+        self.cache, self.saved, self.meter = cache, saved, PeakMemoryMeter()
+        self._decoder, self._lane, self._reader_of = (
+            decoder,
+            PrefillSequence(cache, book),
+            reader_of,
+        )
         self._bound, self._block, self._tending = bound, block, tending
         self._resting = None if tending is None else tending.resting()
         self._open, self._start = list(open_ids), cache.next_position - len(open_ids)
@@ -89,7 +93,7 @@ class TurnReader:
     def reading(self, ids: tuple[int, ...]) -> Steps[tuple[int, ...]]:
         """Read a message but for its last part, which the next pass may read; returns that."""
         if self._tending is None:
-            *blocks, ids = pieces(ids, self._block)
+            *blocks, ids = split_blocks(ids, self._block)
             for block in blocks:
                 yield from self._block_end(block)
                 yield
@@ -163,20 +167,22 @@ class TurnReader:
         return self._bound.is_over(self.cache)
 
     def tend(
-        self, numbers: Sequence[int], rows: Sequence[Row], steps: Sequence[int]
+        self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
     ) -> Observer | None:
         """As `larder.engine.generate.ObserverFactory`, of the only row: makes room for a pass
         first.
         """
         del numbers
-        completed(self.making_room(len(rows[0].ids)))
+        run_steps(self.making_room(len(rows[0].ids)))
         return self._observer(rows[0], steps[0], self._tending)
 
-    def tend_last(self, row: Row, said: int) -> Observer | None:
+    def tend_last(self, row: BatchSegment, said: int) -> Observer | None:
         """As `tend`, of the pass behind which the cache rests."""
         return self._observer(row, said, self._resting)
 
-    def _observer(self, row: Row, said: int, tending: Tending | None) -> Observer | None:
+    def _observer(
+        self, row: BatchSegment, said: int, tending: DecodeEviction | None
+    ) -> Observer | None:
         """Who watches a pass, whose tokens are open from now on."""
         self.meter.note([self.cache], 0)
         del self._open[self.cache.next_position - self._start :]  # of a pass that has failed
@@ -184,9 +190,9 @@ class TurnReader:
         return None if tending is None else tending.observer([0], [row], [said])
 
     def _read(
-        self, ids: tuple[int, ...], coming: AppendKind, said: int, tending: Tending | None
+        self, ids: tuple[int, ...], coming: AppendKind, said: int, tending: DecodeEviction | None
     ) -> None:
-        row = Row(self.cache, ids, coming=coming)
+        row = BatchSegment(self.cache, ids, coming=coming)
         self._decoder.read([row], Mode.APPEND, self._observer(row, said, tending))
 
     def _block_end(self, more: tuple[int, ...] = ()) -> Steps[None]:
@@ -220,7 +226,7 @@ class TurnReader:
         """Read tokens as blocks of a context."""
         cache = self.cache
         reader = self._reader_of(cache.next_position + len(ids), self.meter)
-        for block in pieces(ids, self._block):
+        for block in split_blocks(ids, self._block):
             yield from reader.settling([self._lane], block, block, cache.next_position)
         self._close()
 

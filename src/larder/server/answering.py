@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Observer, Recorded, Row
+from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.server.job import Job
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
@@ -91,9 +91,9 @@ class Answering:
                 tokens.append(error)
         return tokens
 
-    def _row(self, job: Job) -> Row:
+    def _row(self, job: Job) -> BatchSegment:
         coming = AppendKind.STEP if job.ids else AppendKind.QUESTION
-        return Row(job.cache, job.unread, coming=AppendKind.TEXT if job.ended else coming)
+        return BatchSegment(job.cache, job.unread, coming=AppendKind.TEXT if job.ended else coming)
 
     def _told(
         self, job: Job, token: int | Exception, plans: int, failures: tuple[type[Exception], ...]
@@ -134,7 +134,7 @@ def _spoiled(job: Job, plans: int, error: Exception) -> Exception:
     return error
 
 
-def _observer(jobs: Sequence[Job], rows: Sequence[Row]) -> Observer | None:
+def _observer(jobs: Sequence[Job], rows: Sequence[BatchSegment]) -> Observer | None:
     """Has each cache be tended by its own policy's part that acts while text is generated."""
     watching: dict[int, Observer] = {}
     for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
@@ -147,7 +147,7 @@ def _observer(jobs: Sequence[Job], rows: Sequence[Row]) -> Observer | None:
     if not watching:
         return None
 
-    def observe(row: int, layer: int, recorded: Recorded) -> None:
+    def observe(row: int, layer: int, recorded: LayerActivations) -> None:
         if row in watching:
             watching[row](0, layer, recorded)
 

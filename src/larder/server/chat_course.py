@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
-from larder.prefill.meter import Meter
+from larder.prefill.meter import PeakMemoryMeter
 from larder.server.chat_log import history_of, log_of
 from larder.server.job import Job
 from larder.server.sitting import Said, Sitting
@@ -43,7 +43,7 @@ class Courses:
             if job.counts.recomputed > sitting.rule.block:  # fewer take longer, each
                 self._vault.note_reading(job.counts.recomputed, job.seconds)
         else:
-            sitting.cabinet.building = Meter()
+            sitting.cabinet.building = PeakMemoryMeter()
             yield from self._caught_up(job, sitting.cabinet)
         sitting.read = sitting.ids
         yield from _refreshing(sitting, sitting.cabinet)
@@ -73,7 +73,7 @@ class Courses:
         log = self._log(job)
         before = replace(log, exchanges=log.exchanges[: sitting.base])
         sitting.spots = AllSpots()
-        meter, source = Meter(), before.source(before.transcript(self._scribe))
+        meter, source = PeakMemoryMeter(), before.source(before.transcript(self._scribe))
         memory = yield from prefill_memory_steps(desk, source, sitting.rule.policy, {}, meter)
         cabinet = ChatCache(desk, ChatState(memory, before))
         cabinet.building = meter

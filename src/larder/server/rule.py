@@ -19,8 +19,8 @@ from larder.engine.engine import Engine
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.compensation.drop import Drop
 from larder.policy.storage.exact import Exact
-from larder.prefill.meter import Meter
-from larder.prefill.reader import AGAIN_TOKENS, Reader
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import REREAD_TOKENS, PrefillReader
 from larder.prefill.schedules.episodic import Episodic
 from larder.server.budget import Need
 from larder.session.arrangements.single import Single
@@ -143,9 +143,9 @@ class Rule:
         """A cache that has read nothing."""
         return empty_cache(self.policy, self.desk.decoder.spec)
 
-    def reader(self, length: int) -> Reader:
+    def reader(self, length: int) -> PrefillReader:
         """What reads a text that will be `length` tokens long."""
-        return prefill_reader(self.desk, self.policy, max(length, self.tokens), Meter())
+        return prefill_reader(self.desk, self.policy, max(length, self.tokens), PeakMemoryMeter())
 
     @property
     def tends(self) -> bool:
@@ -224,4 +224,4 @@ class Rule:
             return 0
         names = self.policy.scorer.wanted() & self._book.keys()
         wanted = [len(self._book[name]) for name in names]
-        return self.block + sum(wanted) + AGAIN_TOKENS
+        return self.block + sum(wanted) + REREAD_TOKENS

@@ -10,8 +10,8 @@ from time import perf_counter
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, Refused
 from larder.engine.detokenizer import IncrementalDetokenizer
-from larder.prefill.base import pieces
-from larder.prefill.reader import Lane
+from larder.prefill.base import split_blocks
+from larder.prefill.reader import PrefillSequence
 from larder.server.budget import Need, Purse
 from larder.server.job import Fetch, Job
 from larder.server.manner import Manner
@@ -101,7 +101,7 @@ class Starting(Manner):
         assert cache is not None
         reader, begun = sitting.rule.reader(len(job.wanted)), perf_counter()
         cache.reserve(len(piece))
-        reader.append([Lane(cache, {})], piece)
+        reader.append([PrefillSequence(cache, {})], piece)
         if 2 * len(piece) > sitting.rule.block:  # fewer take longer, each
             self._tiers.vault.note_reading(len(piece), perf_counter() - begun)
         sitting.read.extend(piece)
@@ -153,7 +153,7 @@ class Starting(Manner):
 
     def _lay_out(self, job: Job, text: tuple[int, ...]) -> None:
         sitting = job.sitting
-        job.pieces = pieces(text[len(sitting.read) : -1], sitting.rule.block)
+        job.pieces = split_blocks(text[len(sitting.read) : -1], sitting.rule.block)
         job.place = 0
         if job.is_read:
             self._prepare(job)

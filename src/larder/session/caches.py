@@ -15,7 +15,7 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.cache.state_dict import is_slow_tier_tensor, layer_of
 from larder.core.spec import ModelSpec
-from larder.prefill.bound import finest_entries, paged_entries
+from larder.prefill.memory import full_precision_entries, recall_slot_entries
 
 
 @dataclass(frozen=True)
@@ -205,16 +205,23 @@ class SessionCaches:
         }
         if self._active is not None:
             number, cache = self._active
-            told = cache.managed_entries, cache.nbytes, cache.next_position, finest_entries(cache)
+            told = (
+                cache.managed_entries,
+                cache.nbytes,
+                cache.next_position,
+                full_precision_entries(cache),
+            )
             layers = tuple(_fast_tier_bytes_by_layer(cache))
-            held[number] = CacheUsage(*told, _fast_tier_bytes(cache), paged_entries(cache), layers)
+            held[number] = CacheUsage(
+                *told, _fast_tier_bytes(cache), recall_slot_entries(cache), layers
+            )
         return tuple(held[number] for number in sorted(held))
 
 
 def offload(cache: SequenceCache) -> OffloadedCache:
     """Take a cache over into host memory; it is empty afterwards."""
-    held = cache.managed_entries, cache.next_position, finest_entries(cache)
-    slots, paged, meta = _slot_bytes(cache), paged_entries(cache), cache.meta()
+    held = cache.managed_entries, cache.next_position, full_precision_entries(cache)
+    slots, paged, meta = _slot_bytes(cache), recall_slot_entries(cache), cache.meta()
     state = cache.surrender(torch.device("cpu"))
     layers, fast = slots, sum(slots)
     for name, tensor in state.items():

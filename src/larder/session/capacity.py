@@ -8,7 +8,7 @@ from larder.core.ledger import Ledger
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.prefill.bound import Bound
+from larder.prefill.memory import EntryCapacity
 from larder.session.caches import CacheUsage
 from larder.session.memory import Coverage, LayerFigures
 from larder.session.policy import Policy
@@ -80,7 +80,7 @@ def block_tokens(policy: Policy) -> int:
     return min(DEFAULT_BLOCK_TOKENS, budget_tokens(policy)) if tokens is None else tokens
 
 
-def entry_bound(policy: Policy, spec: ModelSpec) -> Bound | None:
+def entry_bound(policy: Policy, spec: ModelSpec) -> EntryCapacity | None:
     """L x K x M at rest, and L x K x M_block more while a turn runs; None without a limit.
 
     What is read is at full precision at first: where a policy stores entries in few bits, those
@@ -95,11 +95,11 @@ def entry_bound(policy: Policy, spec: ModelSpec) -> Bound | None:
     if recall is not None:
         resting += sum(recall.sets(layer) for layer in layers) * (recall.tokens or 0)
     if not policy.staying.codecs:
-        return Bound(resting, heads, block)
+        return EntryCapacity(resting, heads, block)
     size = spec.dtype.itemsize
     rooms = [layer.kv_heads * policy.storage.finest(entries, layer, size) for layer in spec.managed]
     finest_heads = sum(layer.kv_heads for layer in spec.managed)
-    return Bound(resting, heads, block, sum(rooms), finest_heads)
+    return EntryCapacity(resting, heads, block, sum(rooms), finest_heads)
 
 
 def recall_budget_tokens(policy: Policy) -> int:

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Prompts
-from larder.prefill.base import Progress, Steps, completed, silent
-from larder.prefill.meter import Meter
-from larder.prefill.reader import Lane
+from larder.prefill.base import Progress, Steps, no_progress, run_steps
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import PrefillSequence
 from larder.session.caches import SessionCaches
 from larder.session.chat_refresh import (
     overdue_caches,
@@ -53,13 +53,15 @@ class ChatCache:
         state: that of all that was said so far.
     """
 
-    def __init__(self, desk: ModelRuntime, state: ChatState, progress: Progress = silent) -> None:
+    def __init__(
+        self, desk: ModelRuntime, state: ChatState, progress: Progress = no_progress
+    ) -> None:
         self._desk, self._progress = desk, progress
         self.state = state
         self._undo: deque[TurnUndo] = deque(maxlen=MAX_UNDO_TURNS)
         self.peak_bytes = self.state.memory.figures.peak_kv_bytes
         self.peak_entries = self.state.memory.figures.peak_entries
-        self.building = Meter()  # of the latest refresh
+        self.building = PeakMemoryMeter()  # of the latest refresh
 
     @property
     def shelf(self) -> SessionCaches:
@@ -73,7 +75,7 @@ class ChatCache:
 
     @classmethod
     def read(
-        cls, desk: ModelRuntime, policy: Policy, log: ChatLog, progress: Progress = silent
+        cls, desk: ModelRuntime, policy: Policy, log: ChatLog, progress: Progress = no_progress
     ) -> ChatCache:
         """The memory of a log that is read here.
 
@@ -101,8 +103,8 @@ class ChatCache:
         """The same question over a copy that has read the beginning of its message as a context."""
         policy, saved = self.state.memory.policy, self.shelf.activate(drawer.number)
         cache, book = drawer.cache if drawer.is_copy else saved.fork(), self.book(drawer.number)
-        reader = prefill_reader(self._desk, policy, drawer.mark + len(ids), Meter())
-        yield from policy.schedule.steps(reader, [Lane(cache, book)], ids)
+        reader = prefill_reader(self._desk, policy, drawer.mark + len(ids), PeakMemoryMeter())
+        yield from policy.schedule.steps(reader, [PrefillSequence(cache, book)], ids)
         copied = self._drawn(drawer.number, cache, drawer.match, saved)
         return replace(copied, mark=drawer.mark)
 
@@ -210,19 +212,19 @@ class ChatCache:
         Where a chat has become long enough for more episodes than it has, all are formed anew.
         Interrupted, the old caches stay, and the next turn refreshes first.
         """
-        completed(self.refreshing(), self._progress)
+        run_steps(self.refreshing(), self._progress)
 
     def refreshing(self) -> Steps[None]:
         """As `refresh`, in steps."""
         spec = self._desk.decoder.spec
         if not len(self.shelf):
-            self.building = Meter()
+            self.building = PeakMemoryMeter()
             self.state = yield from prefill_again_steps(self._desk, self.state, self.building)
             self._note_peaks()
         while overdue := overdue_caches(self.state, spec):
             self._undo.clear()
             self.shelf.rest()
-            self.building = Meter(self.shelf.nbytes)
+            self.building = PeakMemoryMeter(self.shelf.nbytes)
             told = self._desk, self.state, overdue[0], self.building
             self.state = yield from rebuild_steps(*told)
             self._note_peaks()
@@ -271,7 +273,7 @@ class ChatCache:
         told = self._desk, self.state.memory.policy, cache, book, None, drawer.turn.open_ids
         turn = turn_reader(*told)
         if turn.is_over:
-            completed(turn.settling())
+            run_steps(turn.settling())
         return cache
 
     def _note_peaks(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from larder.core.conversation import PromptLayout
 from larder.core.spec import ModelSpec
 from larder.prefill.base import Steps
-from larder.prefill.meter import Meter
+from larder.prefill.meter import PeakMemoryMeter
 from larder.session.capacity import block_tokens, budget_tokens, entry_bound
 from larder.session.chat_state import ChatState
 from larder.session.memory import ConversationMemory
@@ -51,7 +51,9 @@ def uncut_entries(state: ChatState) -> list[int]:
     return [*known, *(min(most, held.next_position) for held in holdings[len(known) :])]
 
 
-def prefill_again_steps(desk: ModelRuntime, state: ChatState, meter: Meter) -> Steps[ChatState]:
+def prefill_again_steps(
+    desk: ModelRuntime, state: ChatState, meter: PeakMemoryMeter
+) -> Steps[ChatState]:
     """Read all that was said into new caches, where there are none."""
     log, memory = state.log, state.memory
     source = log.source(log.transcript(desk.scribe))
@@ -60,7 +62,7 @@ def prefill_again_steps(desk: ModelRuntime, state: ChatState, meter: Meter) -> S
 
 
 def rebuild_steps(
-    desk: ModelRuntime, state: ChatState, number: int, meter: Meter
+    desk: ModelRuntime, state: ChatState, number: int, meter: PeakMemoryMeter
 ) -> Steps[ChatState]:
     """Read all that was said into a new cache, or into new ones for all episodes."""
     memory = state.memory

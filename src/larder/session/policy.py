@@ -22,14 +22,14 @@ from larder.core.rebuilding import RecomputeSpec
 from larder.core.recall import RECALLS, OffloadSpec, RecallPart
 from larder.core.spelling import Call, build, parse, spell
 from larder.policy.aggregation.base import Aggregation
+from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
 from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation
 from larder.policy.heads.base import HeadRule
-from larder.policy.joining import Joining, Unasked, Unobserved
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
-from larder.policy.scoring import JOINING, SCORERS, joining_of
+from larder.policy.scoring import REDUCTION_SLOTS, SCORERS, reduction_parts
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing
@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, Family] = {
     "session": Family("session", "larder.session.arrangements"),
     "schedule": Family("schedule", "larder.prefill.schedules"),
     "scorer": SCORERS,
-    **JOINING,
+    **REDUCTION_SLOTS,
     "values": Family("values", "larder.policy.values"),
     "unit": Family("unit", "larder.policy.units"),
     "budget": Family("budget", "larder.policy.budgets"),
@@ -79,10 +79,10 @@ SLOTS = (
     "storage",
     "timing",
 )
-DEFERRED_SLOTS = (*JOINING, "recall")
+DEFERRED_SLOTS = (*REDUCTION_SLOTS, "recall")
 NULL_PARTS = (
-    Unobserved(),
-    Unasked(),
+    NoAggregation(),
+    NoHeadRule(),
     KeysAlone(),
     Token(),
     Exact(),
@@ -152,7 +152,7 @@ class Policy:
         check_recompute(chosen["compensation"], chosen["storage"])
         recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_correction(chosen["protect"], recall)
-        return Policy(**chosen, recall=recall, **joining_of(chosen["scorer"], given))
+        return Policy(**chosen, recall=recall, **reduction_parts(chosen["scorer"], given))
 
     def __str__(self) -> str:
         """Every part that does something, with all its parameters."""
@@ -169,7 +169,7 @@ class Policy:
             self.scorer,
             self.budget,
             self.compensation,
-            Joining(self.aggregation, self.heads),
+            AttentionReduction(self.aggregation, self.heads),
             self.values,
             self.unit,
             self.timing,

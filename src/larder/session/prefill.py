@@ -15,12 +15,12 @@ from larder.core.observation import Calibration, Prompts
 from larder.models.decoder import Decoder
 from larder.models.projections import output_projections
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.policy.facts import only
+from larder.policy.layer_calibration import select_layers
 from larder.policy.planner import Planner
-from larder.prefill.base import Progress, Steps, completed, silent
-from larder.prefill.meter import Meter
-from larder.prefill.reader import Lane, Reader
-from larder.prefill.tending import Tending
+from larder.prefill.base import Progress, Steps, no_progress, run_steps
+from larder.prefill.decode_eviction import DecodeEviction
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.turn_reader import TurnReader
 from larder.session.budget_resolution import resolve_budget
 from larder.session.caches import SessionCaches
@@ -108,7 +108,7 @@ def prefill_conversation(
     policy: Policy,
     sizes: SizeOptions,
     prompts: Prompts,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> ConversationMemory:
     """Read a conversation into one cache or into one per episode.
 
@@ -133,18 +133,24 @@ def prefill_memory(
     source: PrefillInput,
     policy: Policy,
     prompts: Prompts,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> ConversationMemory:
     """Form episodes of a source and read it into one cache each.
 
     Args:
         policy: with every size filled in.
     """
-    return completed(prefill_memory_steps(desk, source, policy, prompts, Meter()), progress)
+    return run_steps(
+        prefill_memory_steps(desk, source, policy, prompts, PeakMemoryMeter()), progress
+    )
 
 
 def prefill_memory_steps(
-    desk: ModelRuntime, source: PrefillInput, policy: Policy, prompts: Prompts, meter: Meter
+    desk: ModelRuntime,
+    source: PrefillInput,
+    policy: Policy,
+    prompts: Prompts,
+    meter: PeakMemoryMeter,
 ) -> Steps[ConversationMemory]:
     """As `prefill_memory`, in steps."""
     setting_up = time.perf_counter()
@@ -195,11 +201,11 @@ def build_caches(
     policy: Policy,
     ids: tuple[int, ...],
     books: Sequence[Prompts],
-    meter: Meter,
-    progress: Progress = silent,
+    meter: PeakMemoryMeter,
+    progress: Progress = no_progress,
 ) -> SessionCaches:
     """Read tokens into one cache per book, each within the policy's budget and parked when done."""
-    return completed(build_caches_steps(desk, policy, ids, books, meter), progress)
+    return run_steps(build_caches_steps(desk, policy, ids, books, meter), progress)
 
 
 def build_caches_steps(
@@ -207,7 +213,7 @@ def build_caches_steps(
     policy: Policy,
     ids: tuple[int, ...],
     books: Sequence[Prompts],
-    meter: Meter,
+    meter: PeakMemoryMeter,
 ) -> Steps[SessionCaches]:
     """As `build_caches`, in steps."""
     spec = desk.decoder.spec
@@ -215,7 +221,7 @@ def build_caches_steps(
         require_prompts(book, policy.scorer.wanted())
     check_recent_fits(policy, entries_per_head(policy, spec))
     shelf, reader = SessionCaches(spec, ()), prefill_reader(desk, policy, len(ids), meter)
-    lanes = [Lane(empty_cache(policy, spec), book, shelf.add) for book in books]
+    lanes = [PrefillSequence(empty_cache(policy, spec), book, shelf.add) for book in books]
     if not ids:
         for lane in lanes:
             reader.finish(lane)
@@ -224,11 +230,13 @@ def build_caches_steps(
     return shelf
 
 
-def prefill_reader(desk: ModelRuntime, policy: Policy, context: int, meter: Meter) -> Reader:
+def prefill_reader(
+    desk: ModelRuntime, policy: Policy, context: int, meter: PeakMemoryMeter
+) -> PrefillReader:
     """What reads a text of so many tokens under a policy."""
     tokens = policy.timing.reading_tokens(entries_per_head(policy, desk.decoder.spec))
     planner, quotas = planner_with_quotas(desk, policy, tokens, context)
-    return Reader(desk.decoder, planner, tokens, quotas, meter, prefill_allowance(policy))
+    return PrefillReader(desk.decoder, planner, tokens, quotas, meter, prefill_allowance(policy))
 
 
 def turn_reader(
@@ -248,7 +256,7 @@ def turn_reader(
     spec = desk.decoder.spec
     entries, bound = entries_per_head(policy, spec), entry_bound(policy, spec)
 
-    def reader(length: int, meter: Meter) -> Reader:
+    def reader(length: int, meter: PeakMemoryMeter) -> PrefillReader:
         return prefill_reader(desk, policy, max(length, entries), meter)
 
     told = desk.decoder, cache, book, reader, bound, block_tokens(policy)
@@ -257,7 +265,7 @@ def turn_reader(
 
 def decode_planner(
     desk: ModelRuntime, policy: Policy, caches: Sequence[SequenceCache]
-) -> Tending | None:
+) -> DecodeEviction | None:
     """What keeps caches within the policy's budget while text is generated over them.
 
     None where the policy lets what is generated stay whole.
@@ -274,7 +282,7 @@ def decode_planner(
     ready = [planner_with_quotas(desk, policy, reading, max(start, tokens)) for start in starts]
     quotas = tuple(own for _, own in ready)
     told = tokens, quotas, starts, desk.decoder.foresee, recall_budget_tokens(policy)
-    return Tending(ready[0][0], *told, block_tokens(policy) - 1)
+    return DecodeEviction(ready[0][0], *told, block_tokens(policy) - 1)
 
 
 def planner_with_quotas(
@@ -283,7 +291,7 @@ def planner_with_quotas(
     """The planner with its measurements, and how many entries each layer may hold."""
     managed = tuple(layer.index for layer in desk.decoder.spec.managed)
     layers = tuple(layer.index for layer in budgeted_layers(policy, desk.decoder.spec))
-    facts = only(desk.calibrate(policy.calibrations), managed, layers)
+    facts = select_layers(desk.calibrate(policy.calibrations), managed, layers)
     planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.lexicon))
     if policy.values.projects:
         planner = replace(planner, projections=output_projections(desk.decoder))

@@ -26,7 +26,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, BudgetError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.types import Mode
-from larder.models.passes import Row as Tokens
+from larder.models.forward_batch import BatchSegment as Tokens
 from larder.session.budget_resolution import amount_tokens, resolve_budget
 from larder.session.policy import Policy
 from larder.session.prefill import decode_planner

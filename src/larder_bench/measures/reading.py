@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.prefill.meter import Meter
+from larder.prefill.meter import PeakMemoryMeter
 from larder.session.prefill import build_caches
 from larder_bench.measures.base import Measure
 from larder_bench.measures.decode import sized_policy
@@ -47,7 +47,7 @@ class Reading(Measure):
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy, decoder = sized_policy(bench, cell), bench.engine.loaded.decoder
-        clocked, meter = TimedDecoder(decoder, time.perf_counter), Meter()
+        clocked, meter = TimedDecoder(decoder, time.perf_counter), PeakMemoryMeter()
         ids, book = random_ids(decoder, cell.tokens), random_prompts(decoder, policy)
         desk = replace_decoder(bench.engine.desk, clocked)
         started = time.perf_counter()

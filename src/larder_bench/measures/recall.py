@@ -29,8 +29,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, UsageError
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.models.passes import Recorded
-from larder.models.passes import Row as Tokens
+from larder.models.forward_batch import BatchSegment as Tokens
+from larder.models.forward_batch import LayerActivations
 from larder.ops.search import interleaved
 from larder.session.memory import ConversationMemory
 from larder_bench.measures.base import Measure
@@ -94,7 +94,7 @@ class RecallMeasure(Measure):
         answer = scribe.encode(one.question.answer)[: self.steps]
         for step, token in enumerate(answer):
 
-            def hear(_: int, layer: int, made: Recorded, step: int = step) -> None:
+            def hear(_: int, layer: int, made: LayerActivations, step: int = step) -> None:
                 heard.hear(cache, layer, step, made.queries[:, -1])
 
             decoder.read([Tokens(cache, (token,))], Mode.APPEND, hear)

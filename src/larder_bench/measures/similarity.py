@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter, UsageError
-from larder.models.sensitivity import Profile, layer_similarities
+from larder.models.sensitivity import SensitivityProfile, layer_similarities
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.studies.cells import Cell
@@ -51,7 +51,9 @@ class SimilarityMeasure(Measure):
             )
         ids = bench.engine.scribe.write(bench.conversation(cell.task, cell.seed, cell.tokens)).ids
         block = -(-len(ids) // self.blocks)
-        found = layer_similarities(decoder, ids, Profile(len(ids), self.sinks, block, self.overlap))
+        found = layer_similarities(
+            decoder, ids, SensitivityProfile(len(ids), self.sinks, block, self.overlap)
+        )
         held = decoder.spec.full_bytes(len(ids))
         names = "full_kv_bytes", "kv_bytes", "active_kv_bytes", "peak_kv_bytes"
         layers = zip(decoder.spec.managed, found, strict=True)

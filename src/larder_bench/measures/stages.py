@@ -23,7 +23,7 @@ from larder.core.conversation import Question
 from larder.core.errors import BadParameter, UsageError
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.models.passes import Row as Tokens
+from larder.models.forward_batch import BatchSegment as Tokens
 from larder.session.embedders.base import Embedder
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import decode_planner

@@ -29,7 +29,7 @@ from larder.cache.offload.page_pool import PagePool
 from larder.cache.offload.slow_tier import SlowTier
 from larder.cache.sequence import SequenceCache
 from larder.core.recall import RecallIndex
-from larder.models.passes import Observer
+from larder.models.forward_batch import Observer
 from larder_bench.profiling.timing import percentiles
 
 Clock = Callable[[], float]

@@ -22,7 +22,7 @@ from larder.models.calibration import MEASUREMENTS
 from larder.models.decoder import Decoder
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.storage.exact import Exact
-from larder.prefill.meter import Meter
+from larder.prefill.meter import PeakMemoryMeter
 from larder.session.capacity import entries_per_head
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches
@@ -77,7 +77,9 @@ def build_synthetic_cache(
     streams = [draw_stream(layer, context, steps, STEPS_PER_TARGET) for layer in layers]
     stuffing = SyntheticDecoder(desk.decoder, streams)
     ids, book = random_ids(desk.decoder, context), random_prompts(desk.decoder, policy)
-    cache = build_caches(replace_decoder(desk, stuffing), policy, ids, [book], Meter()).activate(0)
+    cache = build_caches(
+        replace_decoder(desk, stuffing), policy, ids, [book], PeakMemoryMeter()
+    ).activate(0)
     if policy.recall is None:
         return SyntheticCache(cache)
     return SyntheticCache(cache, [replace(one, keys=one.keys[:, :0].clone()) for one in streams])

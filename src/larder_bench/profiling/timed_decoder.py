@@ -12,7 +12,7 @@ from larder.core.needs import Need
 from larder.core.spec import LayerSpec
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.passes import Observer, Recorded, Row
+from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder_bench.profiling.synthetic_keys import KeyQueryStream
 
 Clock = Callable[[], float]
@@ -31,7 +31,7 @@ class TimedObserver:
     seconds: float = 0.0
     stopped: float = 0.0
 
-    def __call__(self, row: int, layer: int, recorded: Recorded) -> None:
+    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
         started = self.clock()
         self.inner(row, layer, recorded)
         self.stopped = self.clock()
@@ -52,7 +52,7 @@ class TimedDecoder(Decoder):
 
     def read(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None = None,
         needs: frozenset[Need] = frozenset(),
@@ -62,7 +62,7 @@ class TimedDecoder(Decoder):
         self._count(mode, watch, started)
 
     def weigh(
-        self, rows: Sequence[Row], mode: Mode, observer: Observer | None = None
+        self, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
     ) -> list[torch.Tensor]:
         """What follows the last look is for the policy, too, but for the rest of one layer."""
         watch, started = self._watch(observer), self.clock()
@@ -73,7 +73,7 @@ class TimedDecoder(Decoder):
 
     def predict(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSegment],
         mode: Mode,
         wanted: Sequence[int],
         observer: Observer | None = None,
@@ -107,7 +107,7 @@ class SyntheticDecoder(TimedDecoder):
 
     def read(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None = None,
         needs: frozenset[Need] = frozenset(),
@@ -124,7 +124,7 @@ class SyntheticDecoder(TimedDecoder):
             for row in rows:
                 row.cache.advance(len(row.ids))
 
-    def _made(self, layer: LayerSpec, row: Row, mode: Mode) -> Recorded:
+    def _made(self, layer: LayerSpec, row: BatchSegment, mode: Mode) -> LayerActivations:
         """What a layer might have made of a row."""
         count, size = len(row.ids), layer.head_dim
         queries = torch.randn(layer.query_heads, count, size)
@@ -134,7 +134,7 @@ class SyntheticDecoder(TimedDecoder):
             keys = self.streams[layer.index].keys[:, start : start + count]
         positions = torch.tensor(row.positions(), device=self.spec.device)
         like = self.spec.device, self.spec.dtype
-        return Recorded(queries.to(*like), keys.to(*like), values.to(*like), positions)
+        return LayerActivations(queries.to(*like), keys.to(*like), values.to(*like), positions)
 
 
 def _ignore(*seen: object) -> None:

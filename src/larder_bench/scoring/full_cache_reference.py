@@ -20,8 +20,8 @@ from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.models.passes import Recorded
-from larder.models.passes import Row as Tokens
+from larder.models.forward_batch import BatchSegment as Tokens
+from larder.models.forward_batch import LayerActivations
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import PrefillInput, prefill_memory
 from larder.session.transcript.tokenizer_adapter import Transcript
@@ -81,15 +81,15 @@ class FullCacheReference:
     passage: ContextContinuation
     memory: ConversationMemory
     logits: Float[Tensor, "N V"]
-    recorded: dict[int, Recorded] = field(repr=False)
+    recorded: dict[int, LayerActivations] = field(repr=False)
 
     @staticmethod
     def of(engine: Engine, cut: ContextContinuation) -> FullCacheReference:
         """Read a passage under the full cache, which is the engine's."""
-        recorded = dict[int, Recorded]()
+        recorded = dict[int, LayerActivations]()
         memory = prefill_memory(engine.desk, cut.source, engine.policy, {})
 
-        def note(row: int, layer: int, own: Recorded) -> None:
+        def note(row: int, layer: int, own: LayerActivations) -> None:
             del row
             recorded[layer] = own
 

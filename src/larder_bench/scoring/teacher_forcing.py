@@ -20,7 +20,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Question
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.models.passes import Row
+from larder.models.forward_batch import BatchSegment
 from larder.session.memory import ConversationMemory
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
@@ -162,7 +162,7 @@ def answer_logits_stepwise(
         given = engine.scribe.question(wrap.format(question=question.question))
         answer = _answer_ids(engine, question.answer)
         for token in answer:
-            row = Row(fork, given)
+            row = BatchSegment(fork, given)
             rows.append(engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0])
             given = (token,)
         episode = None if match is None else match.episode
@@ -197,7 +197,7 @@ def _forward_group(
 ) -> Iterator[tuple[_PackedAnswer, Float[Tensor, "N V"]]]:
     """Read a group over one cache; the last token of an answer is only predicted."""
     ids = tuple(token for section in group for token in (section.prompt + section.answer)[:-1])
-    row, wanted, first = Row(cache, ids, tuple(map(len, group))), list[int](), 0
+    row, wanted, first = BatchSegment(cache, ids, tuple(map(len, group))), list[int](), 0
     for section in group:
         stop = first + len(section)
         wanted += range(stop - len(section.answer), stop)

@@ -14,7 +14,7 @@ from larder.core.conversation import Conversation, Question
 from larder.core.memory_budget import MemoryBudget
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.models.passes import Row as Tokens
+from larder.models.forward_batch import BatchSegment as Tokens
 from larder.session.caches import SessionCaches
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import decode_planner

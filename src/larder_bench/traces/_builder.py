@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from larder.models.shape import Held
+from larder.models.kv_cost import KVSource
 from larder_bench.traces.base import (
     NONE,
     CachedObject,
@@ -111,7 +111,7 @@ class TraceBuilder:
     ) -> int:
         crowd = self.crowd
         start = self.pieces[before].tokens if before != NONE else 0
-        each = crowd.model.shape.bytes_per_token(Held.ENTRIES)
+        each = crowd.model.shape.bytes_per_token(KVSource.ENTRIES)
         seconds = self._seconds(tokens)
         if session == NONE:
             piece = CachedObject(session, tokens, each * tokens, seconds)

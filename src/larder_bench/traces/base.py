@@ -20,7 +20,7 @@ from functools import cached_property
 from larder.core.errors import BadParameter
 from larder.core.family import Family
 from larder.core.spelling import name_of
-from larder.models.shape import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, Held, Shape
+from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource, ModelShape
 
 TRACES = Family("trace", "larder_bench.traces")
 NONE = -1
@@ -41,7 +41,7 @@ class TraceModel(Enum):
     QWEN_3_0_6B = "qwen3-0.6b"
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         return {
             TraceModel.GEMMA_3_4B: GEMMA_3_4B,
             TraceModel.LLAMA_3_1_8B: LLAMA_3_1_8B,
@@ -167,7 +167,7 @@ class Trace:
 
     pieces: Sequence[CachedObject]
     events: Sequence[TraceEvent]
-    shape: Shape
+    shape: ModelShape
     operations_per_second: float
 
     def seconds_of(self, tokens: int) -> float:
@@ -217,6 +217,6 @@ class Workload(ABC):
         """The trace of a seed, of about so many events."""
 
 
-def prefill_seconds(shape: Shape, tokens: int, operations_per_second: float) -> float:
+def prefill_seconds(shape: ModelShape, tokens: int, operations_per_second: float) -> float:
     """To compute a text of so many tokens from its start."""
-    return tokens * shape.operations_per_token(Held.IDS, tokens) / operations_per_second
+    return tokens * shape.operations_per_token(KVSource.IDS, tokens) / operations_per_second

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.cluster.frames import Failed, Frame, Text, Told
 from larder.server.cluster.replica import Replica
 from larder.server.cluster.replicas import Lost, Replicas
@@ -30,7 +30,7 @@ class Near(Replicas):
     without; `went` which replica each answer went to.
     """
 
-    def __init__(self, loaded: Loaded, folder: Path, count: int) -> None:
+    def __init__(self, loaded: LoadedModel, folder: Path, count: int) -> None:
         self.stores = [
             Store(str(folder / "blobs"), folder / f"home {n}", secret=SECRET) for n in range(count)
         ]
@@ -81,7 +81,7 @@ class Near(Replicas):
 
 
 @contextmanager
-def _hub(loaded: Loaded, store: Store) -> Iterator[Hub]:
+def _hub(loaded: LoadedModel, store: Store) -> Iterator[Hub]:
     keeper = Sharing(Persisting(store, loaded.decoder.spec), store, SessionLeases(store.parts))
     hub = LocalHub(Engine(loaded, "full"), keeper=keeper)
     try:

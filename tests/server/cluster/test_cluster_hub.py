@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.cluster.hub import ClusterHub, added
 from larder.server.cluster.routing import key, routed
 from larder.server.hub import Stats
@@ -46,7 +46,7 @@ class Listening:
 class Front:
     """A hub of two replicas."""
 
-    def __init__(self, loaded: Loaded, folder: Path, patience_seconds: float) -> None:
+    def __init__(self, loaded: LoadedModel, folder: Path, patience_seconds: float) -> None:
         self.replicas = Near(loaded, folder, 2)
         self.hub = ClusterHub(self.replicas, patience_seconds)
 
@@ -63,20 +63,20 @@ class Front:
 
 
 @pytest.fixture
-def front(small: Loaded, tmp_path: Path) -> Iterator[Front]:
+def front(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
     made = Front(small, tmp_path, 30.0)
     yield made
     made.hub.close()
 
 
 @pytest.fixture
-def hasty(small: Loaded, tmp_path: Path) -> Iterator[Front]:
+def hasty(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
     made = Front(small, tmp_path, 0.5)
     yield made
     made.hub.close()
 
 
-def alone(loaded: Loaded, turns: list[Turn]) -> str:
+def alone(loaded: LoadedModel, turns: list[Turn]) -> str:
     """What one server says to that, which has heard it from the beginning."""
     served, said = Served(loaded), ""
     for number in range(1, len(turns) + 1, 2):
@@ -111,7 +111,7 @@ def test_what_names_a_session_names_its_forks() -> None:
     assert routed(Request("a", (user("Hi"),), follows="x~2"))[0] == key("a", "x")
 
 
-def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: Loaded) -> None:
+def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: LoadedModel) -> None:
     turns = [*told(1), Turn("assistant", front.ask(told(1)).text), user("Why?")]
     front.replicas.lose(front.replicas.went[-1])
     last = front.ask(turns)
@@ -121,7 +121,9 @@ def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: Loa
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])
-def test_a_client_hears_nothing_of_a_loss_halfway(front: Front, small: Loaded, pieces: int) -> None:
+def test_a_client_hears_nothing_of_a_loss_halfway(
+    front: Front, small: LoadedModel, pieces: int
+) -> None:
     front.replicas.breaks = pieces
     last = front.ask(told(1))
     assert last.text == alone(small, told(1))

@@ -21,7 +21,7 @@ import pytest
 from openai import OpenAI
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.tenants import Loopback
@@ -154,7 +154,7 @@ class Talk:
         self.messages.append({"role": "user", "content": f"And {len(self.messages)}?"})
 
 
-def test_conversations_outlive_a_machine(machines: Machines, seed_model: Loaded) -> None:
+def test_conversations_outlive_a_machine(machines: Machines, seed_model: LoadedModel) -> None:
     with OpenAI(api_key="-", base_url=f"{machines.url}/v1") as client:
         talks = [Talk(client, f"talk {number}") for number in range(TALKS)]
         told = client.conversations.create()
@@ -190,7 +190,7 @@ def _all_at_once(talks: list[Talk], machines: Machines) -> None:
             stream.result()
 
 
-def _alone(talk: Talk, loaded: Loaded) -> list[Any]:
+def _alone(talk: Talk, loaded: LoadedModel) -> list[Any]:
     """The same conversation with one server that nothing happens to."""
     hub = LocalHub(Engine(loaded, "full"))
     with listening(create_app(hub, Loopback(), Archive(), Settings())) as url:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.hub import Hub
 from larder.server.local_hub import LocalHub
@@ -50,7 +50,7 @@ def test_every_endpoint_stands_much_that_is_made_up(mode: str) -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_stands_behind_every_endpoint(mode: str, small: Loaded) -> None:
+def test_a_model_stands_behind_every_endpoint(mode: str, small: LoadedModel) -> None:
     budgets = ByteBudgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
     hub = LocalHub(Engine(small, "full"), budgets)
     try:

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server import archive
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
@@ -39,7 +39,7 @@ KEYED = f"Authorization: Bearer {BOB}\r\n"
 
 
 @contextmanager
-def modelled(small: Loaded) -> Iterator[str]:
+def modelled(small: LoadedModel) -> Iterator[str]:
     """A server over a model; its address. As `larder serve` does, it has the garbage collector
     pass over what was loaded before."""
     hub = LocalHub(Engine(small, "full"), ByteBudgets({Tier.DEVICE: 1 << 24, Tier.HOST: 1 << 24}))
@@ -142,7 +142,7 @@ CHATS: dict[str, tuple[bytes, int, bytes, set[int]]] = {
 }
 
 
-def hostile(small: Loaded, kind: str) -> tuple[str, bytes, set[int]]:
+def hostile(small: LoadedModel, kind: str) -> tuple[str, bytes, set[int]]:
     """A path, a body, and the statuses that may come."""
     if kind in CHATS:
         item, size, before, statuses = CHATS[kind]
@@ -154,7 +154,7 @@ def hostile(small: Loaded, kind: str) -> tuple[str, bytes, set[int]]:
 
 
 @pytest.mark.parametrize("kind", [*IMPORTS, *CHATS])
-def test_30_ten_hostile_bodies_delay_no_other_tenant(small: Loaded, kind: str) -> None:
+def test_30_ten_hostile_bodies_delay_no_other_tenant(small: LoadedModel, kind: str) -> None:
     """Before: 22 million items kept /health for seconds and took 1.6 GB, each.
 
     Three attempts: a machine that does something else delays everything now and then.

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.tenants import Loopback
@@ -34,12 +34,12 @@ class Dead(RuntimeError):
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Loaded:
+def loaded() -> LoadedModel:
     return characters()
 
 
 @contextmanager
-def serving(folder: Path, loaded: Loaded) -> Iterator[httpx2.Client]:
+def serving(folder: Path, loaded: LoadedModel) -> Iterator[httpx2.Client]:
     """A server over what earlier ones have left in a folder."""
     hub = LocalHub(Engine(loaded, "full"), keeper=keeper_in(folder, loaded))
     archive = Archive(folder / "archive.sqlite")
@@ -94,7 +94,7 @@ def begun(client: httpx2.Client) -> str:
     "step, store", [*((step, True) for step in range(ROWS + 2)), (0, False), (ROWS, False)]
 )
 def test_18_a_crash_and_a_retry_make_one_turn(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, store: bool
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, store: bool
 ) -> None:
     with serving(tmp_path, loaded) as client:
         name = begun(client)
@@ -117,7 +117,7 @@ def test_18_a_crash_and_a_retry_make_one_turn(
 @pytest.mark.usefixtures("unflushed")
 @pytest.mark.parametrize("store", [True, False])
 def test_18_a_key_is_answered_once(
-    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
 ) -> None:
     own = {"idempotency-key": "a key of mine"}
     with serving(tmp_path, loaded) as client:

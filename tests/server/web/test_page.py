@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.request import Turn
@@ -84,7 +84,9 @@ def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_one_talks_to_a_model_and_sees_what_it_keeps(tmp_path: Path, seed_model: Loaded) -> None:
+def test_one_talks_to_a_model_and_sees_what_it_keeps(
+    tmp_path: Path, seed_model: LoadedModel
+) -> None:
     engine = Engine(seed_model, Policy.parse("keydiff"), "96")
     hub = LocalHub(engine, ByteBudgets({Tier.DEVICE: 8 << 20}))
     app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=8))

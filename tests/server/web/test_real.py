@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from larder.engine.engine import Engine
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.server.app import create_app
 from larder.server.local_hub import LocalHub
 from larder.server.tenants import Loopback
@@ -24,7 +24,7 @@ SAID = ("My cat is called Mira.", "My dog is called Rex.", "What is my cat calle
 
 
 @pytest.fixture(scope="module")
-def url(seed_model: Loaded) -> Iterator[str]:
+def url(seed_model: LoadedModel) -> Iterator[str]:
     hub = LocalHub(Engine(seed_model, Policy.parse("full")), ByteBudgets({Tier.DEVICE: 8 << 20}))
     app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=8))
     with listening(app) as found:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from larder.core.errors import ModelError
-from larder.models.loading import seed_tokenizer
+from larder.models.loader import seed_tokenizer
 from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
 from larder.session.transcript.template_sandbox import compile_template, render_template
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from larder.core.conversation import Conversation, Message, PromptLayout
-from larder.models.loading import Loaded
+from larder.models.loader import LoadedModel
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 @pytest.fixture
-def seed(seed_model: Loaded) -> Loaded:
+def seed(seed_model: LoadedModel) -> LoadedModel:
     return seed_model
 
 
@@ -24,7 +24,7 @@ def a_chat() -> Conversation:
     return Conversation("chat", tuple(map(Message, roles, CONTENTS)))
 
 
-def test_a_short_message_is_not_found_in_a_header(seed: Loaded) -> None:
+def test_a_short_message_is_not_found_in_a_header(seed: LoadedModel) -> None:
     written = TokenizerAdapter(seed.tokenizer).write(a_chat())
     shown = [seed.tokenizer.decode(list(written.ids[a:b])) for a, b in written.spans]
     for place, (one, said) in enumerate(zip(shown, CONTENTS, strict=True)):
@@ -35,7 +35,7 @@ def test_a_short_message_is_not_found_in_a_header(seed: Loaded) -> None:
         assert f"<|{header}|>" in one
 
 
-def test_utterances_are_not_found_in_the_opening(seed: Loaded) -> None:
+def test_utterances_are_not_found_in_the_opening(seed: LoadedModel) -> None:
     talk = replace(a_chat(), form=PromptLayout.TRANSCRIPT, opening="a user said a word:\n")
     text, starts = TokenizerAdapter(seed.tokenizer).text(talk)
     spans = TokenizerAdapter(seed.tokenizer).write(talk).spans

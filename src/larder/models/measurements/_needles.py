@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.errors import BadParameter
-from larder.models.measurements.base import Sample
+from larder.models.measurements.base import SampleText
 
 SEED = 0
-TOLD = "\nBy the way, the secret words of {name} are"
-ASKED = "\nWhat are the secret words of {name}? They are"
+NEEDLE_TEMPLATE = "\nBy the way, the secret words of {name} are"
+QUESTION_TEMPLATE = "\nWhat are the secret words of {name}? They are"
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenNeedle:
     """One hidden sentence.
 
     Args:
@@ -33,11 +33,11 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class Passage:
+class NeedlePassage:
     """The whole text, and what is hidden in it."""
 
     ids: tuple[int, ...]
-    hidden: tuple[Hidden, ...]
+    hidden: tuple[HiddenNeedle, ...]
 
     @property
     def asking(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Needles:
+class NeedleSettings:
     """How a passage is made.
 
     Args:
@@ -65,7 +65,7 @@ class Needles:
                 f"Needles need a count and words of 1 or more, and tokens for each, got {self}."
             )
 
-    def passage(self, sample: Sample) -> Passage:
+    def passage(self, sample: SampleText) -> NeedlePassage:
         """The text with the sentences in it, and all questions behind it."""
         names, answers = self._drawn(sample)
         text, ids = sample.ids(self.tokens), list[int]()
@@ -74,18 +74,20 @@ class Needles:
             cuts = [len(text) * side // self.count for side in (place, place + 1)]
             ids += text[cuts[0] : sum(cuts) // 2]
             start = len(ids)
-            ids += [*sample.encode(TOLD.format(name=name)), *answer, *sample.encode(".")]
+            ids += [*sample.encode(NEEDLE_TEMPLATE.format(name=name)), *answer, *sample.encode(".")]
             needles.append((start, len(ids)))
             ids += text[sum(cuts) // 2 : cuts[1]]
         asking: list[tuple[int, ...]] = []
         for name, answer in zip(names, answers, strict=True):
-            ids += sample.encode(ASKED.format(name=name))
+            ids += sample.encode(QUESTION_TEMPLATE.format(name=name))
             asking.append(tuple(range(len(ids) - 1, len(ids) - 1 + len(answer))))
             ids += [*answer, *sample.encode(".")]
         pairs = zip(needles, asking, strict=True)
-        return Passage(tuple(ids), tuple(Hidden(needle, rows) for needle, rows in pairs))
+        return NeedlePassage(
+            tuple(ids), tuple(HiddenNeedle(needle, rows) for needle, rows in pairs)
+        )
 
-    def _drawn(self, sample: Sample) -> tuple[list[str], list[Sequence[int]]]:
+    def _drawn(self, sample: SampleText) -> tuple[list[str], list[Sequence[int]]]:
         """Who keeps the words, and the words as tokens; all drawn alike for the same text."""
         source = torch.Generator().manual_seed(SEED)
         order = torch.randperm(len(sample.words), generator=source).tolist()

@@ -13,11 +13,11 @@ from typing import ClassVar
 from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
 
-SAMPLE = "calibration.txt"
+SAMPLE_FILE = "calibration.txt"
 SHORTEST_WORD = 4  # letters
 
 
-class Grain(Enum):
+class Granularity(Enum):
     """What a measurement has a number for, layer by layer over the managed layers."""
 
     LAYER = "layer"
@@ -26,13 +26,13 @@ class Grain(Enum):
 
     def count(self, layer: LayerSpec) -> int:
         """Numbers for one layer."""
-        if self is Grain.LAYER:
+        if self is Granularity.LAYER:
             return 1
-        return layer.kv_heads if self is Grain.KV_HEAD else layer.query_heads
+        return layer.kv_heads if self is Granularity.KV_HEAD else layer.query_heads
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleText:
     """The bundled text, for a model's tokenizer.
 
     Args:
@@ -43,7 +43,7 @@ class Sample:
 
     @cached_property
     def text(self) -> str:
-        return (files("larder.models") / SAMPLE).read_text(encoding="utf-8")
+        return (files("larder.models") / SAMPLE_FILE).read_text(encoding="utf-8")
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -66,10 +66,10 @@ class Sample:
 class Measurement(ABC):
     """A frozen dataclass; a file that was measured with other parameters is measured anew."""
 
-    grain: ClassVar[Grain]
+    grain: ClassVar[Granularity]
 
     @abstractmethod
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         """Its numbers, layer by layer over the managed layers, and head by head within each.
 
         Attention of all tokens to all tokens is never held.

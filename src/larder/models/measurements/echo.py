@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.models.measurements._repeats import Repeats
+from larder.models.measurements._repeated_text import RepeatedText
 
 
 @dataclass(frozen=True)
-class Echo(Repeats):
+class Echo(RepeatedText):
     """Weight on the same token in earlier readings of a repeated text."""
 
     ahead = 0

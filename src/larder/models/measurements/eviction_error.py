@@ -17,19 +17,19 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.models.decoder import Decoder
-from larder.models.measurements._watching import (
+from larder.models.measurements._attention_capture import (
     CHUNK_TOKENS,
     TINY,
-    Shown,
-    all_layers,
-    watch,
+    AttentionInputs,
+    capture_attention,
+    flatten_layers,
 )
-from larder.models.measurements.base import Grain, Measurement, Sample
+from larder.models.measurements.base import Granularity, Measurement, SampleText
 from larder.ops.topk import top_mask
 
 
 @dataclass(frozen=True)
-class EvictionError(Measurement):
+class EvictionErrorMeasurement(Measurement):
     """The change of a layer's output by its size, one number per layer.
 
     Args:
@@ -43,7 +43,7 @@ class EvictionError(Measurement):
     kept: int = 128
     window: int = 8
     following: int = 256
-    grain = Grain.LAYER
+    grain = Granularity.LAYER
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept <= self.context or self.following < 1:
@@ -51,16 +51,16 @@ class EvictionError(Measurement):
                 f"It needs 1 <= window <= kept <= context and following >= 1, got {self}."
             )
 
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         numbers: dict[int, list[float]] = {}
 
-        def show(layer: int, shown: Shown) -> None:
+        def show(layer: int, shown: AttentionInputs) -> None:
             numbers[layer] = [self._error(shown)]
 
-        watch(decoder, sample.ids(self.context + self.following), show)
-        return all_layers(decoder, numbers)
+        capture_attention(decoder, sample.ids(self.context + self.following), show)
+        return flatten_layers(decoder, numbers)
 
-    def _error(self, shown: Shown) -> float:
+    def _error(self, shown: AttentionInputs) -> float:
         device, total = shown.queries.device, self.context + self.following
         seen = torch.ones(total, dtype=torch.bool, device=device)
         seen[: self.context] = self._stays(shown)
@@ -70,11 +70,11 @@ class EvictionError(Measurement):
             change, whole = change + float(own.sum()), whole + float(out.sum())
         return (change / max(whole, TINY)) ** 0.5
 
-    def _stays(self, shown: Shown) -> Bool[Tensor, " S"]:
+    def _stays(self, shown: AttentionInputs) -> Bool[Tensor, " S"]:
         """The tokens of the context that the last of them look at most."""
         voters = torch.arange(self.context - self.window, self.context, device=shown.queries.device)
         votes = shown.weights(voters).sum((0, 1))
         return top_mask(votes.index_fill(0, voters, torch.inf), self.kept)
 
 
-Part = EvictionError
+Part = EvictionErrorMeasurement

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.models.measurements._repeats import Repeats
+from larder.models.measurements._repeated_text import RepeatedText
 
 
 @dataclass(frozen=True)
-class Induction(Repeats):
+class Induction(RepeatedText):
     """Weight on the token after the same one in earlier readings of a repeated text."""
 
     ahead = 1

@@ -27,19 +27,19 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.measurements._watching import all_layers
-from larder.models.measurements.base import Grain, Measurement, Sample
-from larder.models.passes import Recorded, Row
+from larder.models.forward_batch import BatchSegment, LayerActivations
+from larder.models.measurements._attention_capture import flatten_layers
+from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 SEED = 0
-CLAIM = "\n{name} is {age} years old."
-ASKED = "\nWho is older, {one} or {other}? The older one is"
+CLAIM_TEMPLATE = "\n{name} is {age} years old."
+QUESTION_TEMPLATE = "\nWho is older, {one} or {other}? The older one is"
 AGES = (24, 71)  # of the younger and of the older
 RIGHT_F1 = 0.5  # above it an answer is right
 
 
 @dataclass(frozen=True)
-class Riddle:
+class ReasoningPrompt:
     """A text with a question behind it.
 
     Args:
@@ -63,7 +63,7 @@ class Reasoning(Measurement):
 
     lengths: tuple[int, ...] = (256, 512)
     depths: tuple[float, ...] = (0.1, 0.4, 0.7)
-    grain = Grain.QUERY_HEAD
+    grain = Granularity.QUERY_HEAD
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
@@ -71,8 +71,8 @@ class Reasoning(Measurement):
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise BadParameter(f"reasoning.depths must be in [0, 1], got {self.depths}.")
 
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
-        runs = [answered(decoder, riddle) for riddle in self.riddles(sample)]
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
+        runs = [run_prompt(decoder, riddle) for riddle in self.riddles(sample)]
         counted = [is_right for is_right, _ in runs]
         if not any(counted):
             counted = [True] * len(runs)
@@ -81,16 +81,16 @@ class Reasoning(Measurement):
             for layer, own in scores.items():
                 sums[layer] += own * counts
         means = {layer: (own / len(runs)).tolist() for layer, own in sums.items()}
-        return all_layers(decoder, means)
+        return flatten_layers(decoder, means)
 
-    def riddles(self, sample: Sample) -> list[Riddle]:
+    def riddles(self, sample: SampleText) -> list[ReasoningPrompt]:
         """One per length and depth; people are drawn alike for the same text."""
         source = torch.Generator().manual_seed(SEED)
         order = torch.randperm(len(sample.words), generator=source).tolist()
         names = [sample.words[place].capitalize() for place in order]
         places = [(length, depth) for length in self.lengths for depth in self.depths]
         return [
-            _riddle(
+            _reasoning_prompt(
                 sample,
                 length,
                 depth,
@@ -101,28 +101,30 @@ class Reasoning(Measurement):
         ]
 
 
-def _riddle(
-    sample: Sample, length: int, depth: float, people: tuple[str, str], older: int
-) -> Riddle:
+def _reasoning_prompt(
+    sample: SampleText, length: int, depth: float, people: tuple[str, str], older: int
+) -> ReasoningPrompt:
     text = sample.ids(length)
     cut = int(depth * length)
     ids, claims = [*text[:cut]], list[tuple[int, int]]()
     for place, name in enumerate(people):
-        claim = sample.encode(CLAIM.format(name=name, age=AGES[place == older]))
+        claim = sample.encode(CLAIM_TEMPLATE.format(name=name, age=AGES[place == older]))
         claims.append((len(ids), len(ids) + len(claim)))
         ids += claim
-    ids += [*text[cut:], *sample.encode(ASKED.format(one=people[0], other=people[1]))]
-    return Riddle(tuple(ids), claims[older], tuple(sample.encode(f" {people[older]}")))
+    ids += [*text[cut:], *sample.encode(QUESTION_TEMPLATE.format(one=people[0], other=people[1]))]
+    return ReasoningPrompt(tuple(ids), claims[older], tuple(sample.encode(f" {people[older]}")))
 
 
 @torch.no_grad()
-def answered(decoder: Decoder, riddle: Riddle) -> tuple[bool, dict[int, Float[Tensor, " H"]]]:
+def run_prompt(
+    decoder: Decoder, riddle: ReasoningPrompt
+) -> tuple[bool, dict[int, Float[Tensor, " H"]]]:
     """Whether the model's answer is right, and what each head of each layer looked at meanwhile."""
     cache = SequenceCache(decoder.spec, CacheForm.DENSE)
     layers = [layer.index for layer in decoder.spec.managed]
     scores: dict[int, Tensor] = {}
 
-    def watch(row: int, layer: int, recorded: Recorded) -> None:
+    def watch(row: int, layer: int, recorded: LayerActivations) -> None:
         del row
         if layer in layers:
             hits = _hits(cache, layer, recorded.queries[:, -1], riddle.claim)
@@ -131,7 +133,7 @@ def answered(decoder: Decoder, riddle: Riddle) -> tuple[bool, dict[int, Float[Te
     said: list[int] = []
     fed = riddle.ids
     while len(said) < len(riddle.answer):
-        logits = decoder.predict([Row(cache, fed)], Mode.APPEND, [len(fed) - 1], watch)
+        logits = decoder.predict([BatchSegment(cache, fed)], Mode.APPEND, [len(fed) - 1], watch)
         said.append(int(logits[0].argmax()))
         fed = (said[-1],)
     return f1(said, riddle.answer) > RIGHT_F1, scores

@@ -18,8 +18,13 @@ import torch
 
 from larder.core.errors import BadParameter
 from larder.models.decoder import Decoder
-from larder.models.measurements._watching import CHUNK_TOKENS, Shown, all_layers, watch
-from larder.models.measurements.base import Grain, Measurement, Sample
+from larder.models.measurements._attention_capture import (
+    CHUNK_TOKENS,
+    AttentionInputs,
+    capture_attention,
+    flatten_layers,
+)
+from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 REQUEST = "\n\nRepeat the previous context exactly.\n\n"
 
@@ -35,18 +40,18 @@ class Reconstruction(Measurement):
 
     tokens: int = 1024
     sinks: int = 4
-    grain = Grain.KV_HEAD
+    grain = Granularity.KV_HEAD
 
     def __post_init__(self) -> None:
         if not 0 <= self.sinks < self.tokens:
             raise BadParameter(f"A text of more tokens than sinks is repeated, got {self}.")
 
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         text, numbers = sample.ids(self.tokens), dict[int, list[float]]()
         ids = (*text, *sample.encode(REQUEST), *text)
         copy = torch.arange(len(ids) - len(text), len(ids), device=decoder.spec.device)
 
-        def show(layer: int, shown: Shown) -> None:
+        def show(layer: int, shown: AttentionInputs) -> None:
             best = [
                 shown.weights(rows)[..., self.sinks : self.tokens].amax((1, 2))  # [H]
                 for rows in copy.split(CHUNK_TOKENS)
@@ -54,8 +59,8 @@ class Reconstruction(Measurement):
             heads = torch.stack(best).amax(0).unflatten(0, (shown.keys.shape[0], -1))  # [K, R]
             numbers[layer] = heads.amax(1).tolist()
 
-        watch(decoder, ids, show)
-        return all_layers(decoder, numbers)
+        capture_attention(decoder, ids, show)
+        return flatten_layers(decoder, numbers)
 
 
 Part = Reconstruction

@@ -19,27 +19,31 @@ from dataclasses import dataclass
 import torch
 
 from larder.models.decoder import Decoder
-from larder.models.measurements._needles import Needles
-from larder.models.measurements._watching import Shown, all_layers, watch
-from larder.models.measurements.base import Grain, Measurement, Sample
+from larder.models.measurements._attention_capture import (
+    AttentionInputs,
+    capture_attention,
+    flatten_layers,
+)
+from larder.models.measurements._needles import NeedleSettings
+from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 
 @dataclass(frozen=True)
-class Retrieval(Measurement):
+class RetrievalMeasurement(Measurement):
     """The weight on the sentence that is asked for, one number per query head.
 
     Args:
         needles: how the text is made.
     """
 
-    needles: Needles = Needles()
-    grain = Grain.QUERY_HEAD
+    needles: NeedleSettings = NeedleSettings()
+    grain = Granularity.QUERY_HEAD
 
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         passage = self.needles.passage(sample)
         numbers: dict[int, list[float]] = {}
 
-        def show(layer: int, shown: Shown) -> None:
+        def show(layer: int, shown: AttentionInputs) -> None:
             sums = torch.zeros(shown.queries.shape[0], dtype=torch.float64)
             for each in passage.hidden:
                 rows = torch.tensor(each.asking, device=shown.queries.device)
@@ -47,8 +51,8 @@ class Retrieval(Measurement):
                 sums += on_needle.sum((1, 2)).double().cpu()
             numbers[layer] = (sums / len(passage.asking)).tolist()
 
-        watch(decoder, passage.ids, show)
-        return all_layers(decoder, numbers)
+        capture_attention(decoder, passage.ids, show)
+        return flatten_layers(decoder, numbers)
 
 
-Part = Retrieval
+Part = RetrievalMeasurement

@@ -10,23 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.models.decoder import Decoder
-from larder.models.measurements.base import Grain, Measurement, Sample
-from larder.models.sensitivity import Profile, layer_similarities
+from larder.models.measurements.base import Granularity, Measurement, SampleText
+from larder.models.sensitivity import SensitivityProfile, layer_similarities
 
 
 @dataclass(frozen=True)
-class Sensitivity(Measurement):
+class SensitivityMeasurement(Measurement):
     """One number per layer, 1 for keys that do not change.
 
     Args:
         profile: the text's length and the mask.
     """
 
-    profile: Profile = Profile()
-    grain = Grain.LAYER
+    profile: SensitivityProfile = SensitivityProfile()
+    grain = Granularity.LAYER
 
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         return layer_similarities(decoder, sample.ids(self.profile.tokens), self.profile)
 
 
-Part = Sensitivity
+Part = SensitivityMeasurement

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from larder.core.errors import BadParameter, ModelError
 from larder.models.decoder import Decoder
-from larder.models.measurements._watching import Shown, watch
-from larder.models.measurements.base import Grain, Measurement, Sample
+from larder.models.measurements._attention_capture import AttentionInputs, capture_attention
+from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 # What stands between a layer's attention and its MLP; where there are both, the first is it.
 BETWEEN = ("pre_feedforward_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
-class Squeeze(Measurement):
+class SqueezeMeasurement(Measurement):
     """One number per layer, 1 where attention adds nothing.
 
     Args:
@@ -34,19 +34,19 @@ class Squeeze(Measurement):
     """
 
     tokens: int = 1024
-    grain = Grain.LAYER
+    grain = Granularity.LAYER
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise BadParameter(f"squeeze reads 1 token or more, got {self.tokens}.")
 
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         with _cosines(decoder.body) as cosines:
-            watch(decoder, sample.ids(self.tokens), _nothing)
+            capture_attention(decoder, sample.ids(self.tokens), _ignore)
         return tuple(cosines[layer.index] for layer in decoder.spec.managed)
 
 
-def _nothing(layer: int, shown: Shown) -> None:
+def _ignore(layer: int, shown: AttentionInputs) -> None:
     del layer, shown
 
 
@@ -90,4 +90,4 @@ def _cosines(model: nn.Module) -> Iterator[dict[int, float]]:
             handle.remove()
 
 
-Part = Squeeze
+Part = SqueezeMeasurement

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.models.decoder import Decoder
-from larder.models.measurements._needles import Needles
-from larder.models.measurements._watching import (
+from larder.models.measurements._attention_capture import (
     CHUNK_TOKENS,
     TINY,
-    Shown,
-    all_layers,
-    watch,
+    AttentionInputs,
+    capture_attention,
+    flatten_layers,
 )
-from larder.models.measurements.base import Grain, Measurement, Sample
+from larder.models.measurements._needles import NeedleSettings
+from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,26 @@ class StreamingError(Measurement):
 
     sinks: int = 16
     recent: int = 64
-    needles: Needles = Needles()
-    grain = Grain.KV_HEAD
+    needles: NeedleSettings = NeedleSettings()
+    grain = Granularity.KV_HEAD
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.recent < 1:
             raise BadParameter(f"A closed head sees 1 recent token or more, got {self}.")
 
-    def measure(self, decoder: Decoder, sample: Sample) -> tuple[float, ...]:
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         passage = self.needles.passage(sample)
         asking = torch.tensor(passage.asking, device=decoder.spec.device)
         numbers: dict[int, list[float]] = {}
 
-        def show(layer: int, shown: Shown) -> None:
+        def show(layer: int, shown: AttentionInputs) -> None:
             parts = [shown.squares(rows, self._seen(rows)) for rows in asking.split(CHUNK_TOKENS)]
             change = torch.stack([own for own, _ in parts]).sum(0)
             whole = torch.stack([out for _, out in parts]).sum()
             numbers[layer] = (change / whole.clamp(min=TINY)).sqrt().tolist()
 
-        watch(decoder, passage.ids, show)
-        return all_layers(decoder, numbers)
+        capture_attention(decoder, passage.ids, show)
+        return flatten_layers(decoder, numbers)
 
     def _seen(self, rows: Int[Tensor, " Q"]) -> Bool[Tensor, "Q S"]:
         """What a closed head sees for each of some tokens."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.core.spelling import name_of
-from larder.policy.budgets.base import Budget, check_size, over_in_all
+from larder.policy.budgets.base import Budget, check_size, exceeds_total
 
 
 @dataclass(frozen=True)
-class Joint(Budget):
+class CrossLayerBudget(Budget):
     """Layers share one pool of entries and wait for the last of them."""
 
     tokens: int | None = None
@@ -23,7 +23,7 @@ class Joint(Budget):
         check_size(name_of(type(self)), self.tokens, self.kept)
 
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
+        return exceeds_total(held, allowed)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

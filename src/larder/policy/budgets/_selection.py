@@ -13,23 +13,23 @@ from larder.core.plan import Plan
 from larder.ops.topk import top_mask, top_per_head
 
 
-def best_per_head(scored: LayerScores, tokens: int) -> Plan:
+def top_k_per_head(scored: LayerScores, tokens: int) -> Plan:
     """Every head keeps its own best `tokens` entries."""
     kept = top_per_head(scored.scores, scored.lengths, tokens, scored.protected)
     return Plan(kept, tuple(min(length, max(tokens, 0)) for length in scored.lengths))
 
 
-def best_of_layer(scored: LayerScores, tokens: int) -> Plan:
+def top_k_per_layer(scored: LayerScores, tokens: int) -> Plan:
     """The heads of a layer compete for `tokens` entries a head."""
-    return best_in_all(scored, tokens * len(scored.lengths))
+    return top_k_total(scored, tokens * len(scored.lengths))
 
 
-def best_in_all(scored: LayerScores, count: int) -> Plan:
+def top_k_total(scored: LayerScores, count: int) -> Plan:
     """The heads of a layer compete for `count` entries in all."""
     return Plan.from_mask(top_mask(scored.ranked(), count), scored.lengths)
 
 
-def evenly(scored: LayerScores, count: int) -> Plan:
+def top_k_even(scored: LayerScores, count: int) -> Plan:
     """Heads keep equally many of their own best, `count` in all.
 
     What a short head leaves goes to the others; where heads cannot have equally many, those with
@@ -37,9 +37,9 @@ def evenly(scored: LayerScores, count: int) -> Plan:
     """
     heads = len(scored.lengths)
     if len(set(scored.lengths)) == 1 and count % heads == 0:
-        return best_per_head(scored, count // heads)
+        return top_k_per_head(scored, count // heads)
     ranked = scored.ranked()
-    places = torch.cat([_places(head) for head in torch.split(ranked, list(scored.lengths))])
+    places = torch.cat([_ranks(head) for head in torch.split(ranked, list(scored.lengths))])
     by_score = torch.argsort(ranked, descending=True, stable=True)
     by_place = by_score[torch.argsort(places[by_score], stable=True)]
     keep = torch.zeros_like(scored.protected)
@@ -47,7 +47,7 @@ def evenly(scored: LayerScores, count: int) -> Plan:
     return Plan.from_mask(keep, scored.lengths)
 
 
-def by_weight(scored: LayerScores, count: int, base: int = 0) -> Plan:
+def top_k_by_head_weight(scored: LayerScores, count: int, base: int = 0) -> Plan:
     """Heads keep their own best, `count` in all: some each, beyond that as their weights say.
 
     What is protected stays first. The entries that a head has beyond it and `base` are to its
@@ -58,7 +58,7 @@ def by_weight(scored: LayerScores, count: int, base: int = 0) -> Plan:
     ranked, heads = scored.ranked(), len(scored.lengths)
     weights = list(scored.weights) if max(scored.weights, default=0.0) > 0 else [1.0] * heads
     turns = [
-        _turns(head, shields, max(weight / max(weights), NO_WEIGHT), base)
+        _selection_order(head, shields, max(weight / max(weights), NO_WEIGHT), base)
         for head, shields, weight in zip(
             torch.split(ranked, list(scored.lengths)),
             torch.split(scored.protected, list(scored.lengths)),
@@ -73,7 +73,7 @@ def by_weight(scored: LayerScores, count: int, base: int = 0) -> Plan:
     return Plan.from_mask(keep, scored.lengths)
 
 
-def _turns(ranked: Tensor, protected: Tensor, weight: float, base: int) -> Tensor:
+def _selection_order(ranked: Tensor, protected: Tensor, weight: float, base: int) -> Tensor:
     """When each entry of a head is taken: the lowest first."""
     order = torch.argsort(ranked, descending=True, stable=True)
     order = order[torch.argsort(protected[order].int(), stable=True)]
@@ -83,25 +83,25 @@ def _turns(ranked: Tensor, protected: Tensor, weight: float, base: int) -> Tenso
     return turns.masked_fill(protected, -torch.inf)
 
 
-def _places(ranked: Tensor) -> Tensor:
+def _ranks(ranked: Tensor) -> Tensor:
     """How many entries of a head come before each."""
     return torch.argsort(torch.argsort(ranked, descending=True, stable=True))
 
 
-def lifted(scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+def shift_non_negative(scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
     """Scores that can be compared as shares: counted from the least where some are below 0."""
     finite = scores[scores.isfinite()]
     least = finite.amin().clamp(max=0.0) if len(finite) else scores.new_zeros(())
     return (scores - least).clamp(min=0.0)
 
 
-def under(scored: LayerScores, tokens: int) -> LayerScores:
+def with_layer_protection(scored: LayerScores, tokens: int) -> LayerScores:
     """The same where the layer keeps `tokens` entries per head: protected shares are of these."""
     protection = scored.protection
     return scored if protection is None else replace(scored, protected=protection(tokens))
 
 
-def needed(scored: LayerScores) -> int:
+def min_entries(scored: LayerScores) -> int:
     """Entries of a layer without which some head could not keep all that is protected in it."""
     most = max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
     return min(most * len(scored.lengths), sum(scored.lengths))
@@ -111,7 +111,7 @@ NO_WEIGHT = 1e-9  # next to the heaviest head of a layer
 SHARE = "share"  # of the average budget, kept as a scalar while text is generated
 
 
-def standing(scored: LayerScores, quota: int) -> int:
+def entries_from_share(scored: LayerScores, quota: int) -> int:
     """The entries that a layer's share is worth under a quota, rounded down.
 
     A float32 share may lie a little below the whole number that it stands for.

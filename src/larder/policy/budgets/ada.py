@@ -17,7 +17,7 @@ import torch
 from larder.core.errors import BadParameter
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.policy.budgets._selection import best_of_layer, best_per_head
+from larder.policy.budgets._selection import top_k_per_head, top_k_per_layer
 from larder.policy.budgets.base import Budget, check_size
 
 
@@ -47,8 +47,8 @@ class Ada(Budget):
 
     def _of_layer(self, scored: LayerScores, tokens: int) -> Plan:
         safe = torch.zeros_like(scored.protected)
-        safe[best_per_head(scored, int(self.safeguard * tokens)).kept] = True
-        return best_of_layer(replace(scored, protected=scored.protected | safe), tokens)
+        safe[top_k_per_head(scored, int(self.safeguard * tokens)).kept] = True
+        return top_k_per_layer(replace(scored, protected=scored.protected | safe), tokens)
 
 
 Part = Ada

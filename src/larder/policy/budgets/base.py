@@ -96,7 +96,7 @@ class Budget(ABC):
         """
 
 
-def over_in_all(held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+def exceeds_total(held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
     """Whether all layers together hold more than they may: for layers that share one pool."""
     return sum(held[layer] for layer in allowed) > sum(allowed.values())
 

@@ -30,9 +30,15 @@ from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.ops.apportion import apportion
 from larder.policy.aggregation.mean_variance import MeanVariance
-from larder.policy.budgets._selection import SHARE, evenly, needed, standing, with_share
-from larder.policy.budgets.base import Budget, check_size, over_in_all
-from larder.policy.preference import check_taus, of_last_queries, totals
+from larder.policy.budgets._selection import (
+    SHARE,
+    entries_from_share,
+    min_entries,
+    top_k_even,
+    with_share,
+)
+from larder.policy.budgets.base import Budget, check_size, exceeds_total
+from larder.policy.preference import check_taus, gather_last_queries, sum_statistics
 
 MOMENTS = MeanVariance()
 
@@ -71,7 +77,7 @@ class Cake(Budget):
         return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
 
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
+        return exceeds_total(held, allowed)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
@@ -79,11 +85,11 @@ class Cake(Budget):
         """Plans for layers that lose something, and for the newest."""
         judged = {index: scored for index, scored in ready.items() if not scored.measure}
         shares = {
-            index: standing(scored, quotas[index] * len(scored.lengths))
+            index: entries_from_share(scored, quotas[index] * len(scored.lengths))
             for index, scored in judged.items()
         }
         plans = {
-            index: evenly(scored, shares[index])
+            index: top_k_even(scored, shares[index])
             for index, scored in judged.items()
             if sum(scored.lengths) > shares[index] or index == max(ready)
         }
@@ -100,16 +106,16 @@ class Cake(Budget):
         pools = {index: quota * heads.get(index, narrowest) for index, quota in quotas.items()}
         total, held = sum(pools.values()), [sum(fresh[index].lengths) for index in layers]
         if total >= sum(held):
-            return {layers[-1]: evenly(fresh[layers[-1]], held[-1])}
-        lows = [min(needed(fresh[index]), pools[index]) for index in layers]
+            return {layers[-1]: top_k_even(fresh[layers[-1]], held[-1])}
+        lows = [min(min_entries(fresh[index]), pools[index]) for index in layers]
         sizes = apportion(total, [fresh[index].measure[0] for index in layers], lows, held)
         return {
-            i: with_share(evenly(fresh[i], size), fresh[i], size, pools[i])
+            i: with_share(top_k_even(fresh[i], size), fresh[i], size, pools[i])
             for i, size in zip(layers, sizes, strict=True)
         }
 
 
-class _Dispersion:
+class _EntropyVariance:
     """Entropy, and below it variance, of the weights that each entry gets; streamed."""
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
@@ -128,10 +134,10 @@ class _Dispersion:
 def _dispersion(seen: Observation, window: int) -> tuple[float, float]:
     """Entropy and variance of the last queries' weights, over all entries before these queries."""
     before = seen.entries.packed_positions() < seen.query_positions[-window:][0]
-    heads = of_last_queries(_Dispersion(), seen, window)
+    heads = gather_last_queries(_EntropyVariance(), seen, window)
     marks = torch.split(before, list(seen.entries.lengths))
     earlier = [head[:, own] for head, own in zip(heads, marks, strict=True)]
-    entropy, variance = totals(earlier, 2)
+    entropy, variance = sum_statistics(earlier, 2)
     return max(entropy, 0.0), variance
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.policy.budgets._joint import Joint
-from larder.policy.budgets._selection import best_per_head
+from larder.policy.budgets._joint import CrossLayerBudget
+from larder.policy.budgets._selection import top_k_per_head
 
 
 @dataclass(frozen=True)
-class Composite(Joint):
+class Composite(CrossLayerBudget):
     """Joint selection of rows over all layers; waits for the last layer.
 
     Args:
@@ -47,7 +47,7 @@ class Composite(Joint):
         stays[order] = sizes[order].cumsum(0) <= total
         counts = [int(part.sum()) for part in torch.split(stays, [len(own) for own, _ in rows])]
         pairs = zip(ready.items(), counts, strict=True)
-        return {index: best_per_head(scored, count) for (index, scored), count in pairs}
+        return {index: top_k_per_head(scored, count) for (index, scored), count in pairs}
 
 
 def _rows(scored: LayerScores) -> tuple[Float[Tensor, " S"], Int64[Tensor, " S"]]:

@@ -26,8 +26,8 @@ from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.ops.topk import top_mask
-from larder.policy.budgets._selection import evenly, needed
-from larder.policy.budgets.base import Budget, check_size, over_in_all
+from larder.policy.budgets._selection import min_entries, top_k_even
+from larder.policy.budgets.base import Budget, check_size, exceeds_total
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Dynamic(Budget):
             raise BadParameter(f"dynamic.every must be at least 1 layer, got {self.every}.")
 
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
+        return exceeds_total(held, allowed)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
@@ -69,9 +69,9 @@ class Dynamic(Budget):
         if len(ready) % self.every and len(ready) < len(quotas):
             newest = layers[-1]
             pool = quotas[newest] * len(ready[newest].lengths)
-            return {newest: evenly(ready[newest], int(self.most * pool))}
+            return {newest: top_k_even(ready[newest], int(self.most * pool))}
         sizes = self._sizes([ready[index] for index in layers], layers, quotas)
-        return {i: evenly(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
+        return {i: top_k_even(ready[i], size) for i, size in zip(layers, sizes, strict=True)}
 
     def _sizes(
         self, judged: Sequence[LayerScores], layers: Sequence[int], quotas: Mapping[int, int]
@@ -88,11 +88,11 @@ class Dynamic(Budget):
         if sum(highs) < total:
             highs = held
         lows = [
-            min(max(int(self.least * pool), needed(scored)), pool, high)
+            min(max(int(self.least * pool), min_entries(scored)), pool, high)
             for scored, pool, high in zip(judged, own, highs, strict=True)
         ]
         offers = [
-            scored.ranked()[evenly(scored, high).kept]
+            scored.ranked()[top_k_even(scored, high).kept]
             for scored, high in zip(judged, highs, strict=True)
         ]
         best = top_mask(torch.cat(offers), min(sum(own), sum(map(len, offers))))

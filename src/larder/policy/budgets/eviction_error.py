@@ -19,7 +19,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import best_per_head
+from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget, check_size
 
 
@@ -61,7 +61,7 @@ class EvictionError(Budget):
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
-        return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
+        return {index: top_k_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 
 Part = EvictionError

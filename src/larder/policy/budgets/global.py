@@ -15,11 +15,11 @@ import torch
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
-from larder.policy.budgets._joint import Joint
+from larder.policy.budgets._joint import CrossLayerBudget
 
 
 @dataclass(frozen=True)
-class Global(Joint):
+class Global(CrossLayerBudget):
     """Joint selection over all layers and heads; waits for the last layer.
 
     Args:

@@ -25,9 +25,9 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import by_weight
+from larder.policy.budgets._selection import top_k_by_head_weight
 from larder.policy.budgets.base import Budget, check_size
-from larder.policy.facts import shared_out
+from larder.policy.layer_calibration import split_evenly
 
 
 class Trial(Enum):
@@ -72,7 +72,7 @@ class HeadKV(Budget):
         if tokens >= most:
             return (tokens,) * layers
         name = self.trial.value
-        sums = [sum(own) for own in shared_out(name, facts[name], layers)]
+        sums = [sum(own) for own in split_evenly(name, facts[name], layers)]
         mean, total = tokens - least, sum(sums)
         base = self._base(mean)
         shares = [own / total if total > 0 else 1 / layers for own in sums]
@@ -91,7 +91,7 @@ class HeadKV(Budget):
         for index, scored in ready.items():
             shielded = int(scored.protected.sum()) / len(scored.lengths)
             base = self._base(max(int(average - shielded), 0))
-            plans[index] = by_weight(scored, quotas[index] * len(scored.lengths), base)
+            plans[index] = top_k_by_head_weight(scored, quotas[index] * len(scored.lengths), base)
         return plans
 
 

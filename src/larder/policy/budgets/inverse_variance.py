@@ -48,9 +48,15 @@ from larder.core.plan import Plan
 from larder.core.types import Packed, Variant
 from larder.ops.apportion import apportion
 from larder.policy.aggregation.sum import Sum
-from larder.policy.budgets._selection import SHARE, best_per_head, standing, under, with_share
-from larder.policy.budgets.base import Budget, check_size, over_in_all
-from larder.policy.preference import of_last_queries
+from larder.policy.budgets._selection import (
+    SHARE,
+    entries_from_share,
+    top_k_per_head,
+    with_layer_protection,
+    with_share,
+)
+from larder.policy.budgets.base import Budget, check_size, exceeds_total
+from larder.policy.preference import gather_last_queries
 
 FLOOR_TOKENS, FLOOR_SHARE = 16, 0.01
 SINKS = 4  # first tokens that the variance is taken without, as many as the paper always keeps
@@ -117,14 +123,14 @@ class InverseVariance(Budget):
         return (float(torch.stack([_variance(head) for head in heads]).mean()),)
 
     def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return over_in_all(held, allowed)
+        return exceeds_total(held, allowed)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
         judged = {index: scored for index, scored in ready.items() if not scored.measure}
         plans = {
-            index: _best(scored, standing(scored, quotas[index]))
+            index: _top_k(scored, entries_from_share(scored, quotas[index]))
             for index, scored in judged.items()
         }
         fresh = {index: scored for index, scored in ready.items() if scored.measure}
@@ -134,9 +140,9 @@ class InverseVariance(Budget):
         for index, scored in fresh.items():
             tokens = split.get(index)
             if tokens is None:
-                plans[index] = best_per_head(scored, max(scored.lengths))
+                plans[index] = top_k_per_head(scored, max(scored.lengths))
                 continue
-            plans[index] = with_share(_best(scored, tokens), scored, tokens, quotas[index])
+            plans[index] = with_share(_top_k(scored, tokens), scored, tokens, quotas[index])
         return plans
 
     def _split(self, fresh: Mapping[int, LayerScores], quotas: Mapping[int, int]) -> dict[int, int]:
@@ -153,7 +159,7 @@ class InverseVariance(Budget):
         least = [self._floor(fresh[index], quotas[index]) for index in layers]
         floors = [min(a * part, b) for a, part, b in zip(least, parts, held, strict=True)]
         if self.variant is Variant.CODE:
-            floors = _whole_ends(floors, held, total)
+            floors = _full_end_layers(floors, held, total)
         weights = self._weights([fresh[index].measure[0] for index in layers])
         weights = [weight * part for weight, part in zip(weights, parts, strict=True)]
         shares = apportion(total, weights, floors, held)
@@ -162,7 +168,10 @@ class InverseVariance(Budget):
     def _floor(self, scored: LayerScores, tokens: int) -> int:
         """Entries per head that a layer keeps whatever its variance."""
         floor = max(FLOOR_TOKENS, math.ceil(FLOOR_SHARE * max(scored.lengths)))
-        while floor < tokens and (least := _most_protected(under(scored, floor))) > floor:
+        while (
+            floor < tokens
+            and (least := _most_protected(with_layer_protection(scored, floor))) > floor
+        ):
             floor = least
         return min(tokens, floor)
 
@@ -180,9 +189,9 @@ class InverseVariance(Budget):
         return [math.exp(-(figure - least) / self.temperature) for figure in figures]
 
 
-def _best(scored: LayerScores, tokens: int) -> Plan:
+def _top_k(scored: LayerScores, tokens: int) -> Plan:
     """Every head keeps its own best, of which protected shares are shares of the layer's own."""
-    return best_per_head(under(scored, tokens), tokens)
+    return top_k_per_head(with_layer_protection(scored, tokens), tokens)
 
 
 def _most_protected(scored: LayerScores) -> int:
@@ -192,7 +201,7 @@ def _most_protected(scored: LayerScores) -> int:
 
 def _within_query_heads(seen: Observation) -> float:
     """The mean variance of the query heads, scaled so that the least is 0 and the highest 1."""
-    columns = of_last_queries(Sum(), seen, len(seen.query_positions))
+    columns = gather_last_queries(Sum(), seen, len(seen.query_positions))
     spreads = torch.stack([_variance(row) for head in columns for row in head])
     low, high = spreads.min(), spreads.max()
     return float(((spreads - low) / (high - low + 1e-6)).mean())
@@ -208,7 +217,7 @@ def _log_deviations(spreads: Sequence[float]) -> list[float]:
     return [math.log(max(spread, 1e-30)) / 2 for spread in spreads]
 
 
-def _whole_ends(floors: list[int], held: list[int], total: int) -> list[int]:
+def _full_end_layers(floors: list[int], held: list[int], total: int) -> list[int]:
     """Floors raised to all that is held for layers 0, 1 and the last, as far as there is room."""
     floors = list(floors)
     for place in dict.fromkeys((0, min(1, len(floors) - 1), len(floors) - 1)):

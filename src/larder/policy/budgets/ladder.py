@@ -97,7 +97,7 @@ class Ladder(Budget):
         cuts = np.cumsum(scored.lengths)[:-1]
         heads = np.split(scored.protected.cpu().numpy(), cuts)
         marks: list[Marks] = []
-        states = _states(scored)
+        states = _head_progress(scored)
         after: list[tuple[int, int]] = []
         for head, (protected, state) in enumerate(zip(heads, states, strict=True)):
             if head and state == states[head - 1] and np.array_equal(protected, heads[head - 1]):
@@ -167,16 +167,16 @@ class Rung:
             if done + self.slots - gone > left:
                 done, gone = 0, 0
             if not spare or self.slots > left and not gone:
-                _lose(0, lost)
+                _evict_slot(0, lost)
                 continue
-            _lose(done if gone < self.first else done + self.stays, lost)
+            _evict_slot(done if gone < self.first else done + self.stays, lost)
             gone += 1
             if gone == spare:
                 done, gone = done + self.stays, 0
         return lost, (done, gone)
 
 
-def _lose(place: int, lost: list[int]) -> None:
+def _evict_slot(place: int, lost: list[int]) -> None:
     """Add the slot that is number `place` among those that are not lost; these ascend."""
     before = bisect_right(range(len(lost)), place, key=lambda number: lost[number] - number)
     lost.insert(before, place + before)
@@ -186,7 +186,7 @@ def _layers(given: int | float, layers: int) -> int:
     return math.ceil(given * layers) if isinstance(given, float) else given
 
 
-def _states(scored: LayerScores) -> list[tuple[int, int]]:
+def _head_progress(scored: LayerScores) -> list[tuple[int, int]]:
     """How far each head has got; a head that was never cut begins."""
     heads = len(scored.lengths)
     if DONE not in scored.scalars:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.policy.budgets._selection import best_of_layer
+from larder.policy.budgets._selection import top_k_per_layer
 from larder.policy.budgets.base import Budget, check_size
 
 
@@ -35,7 +35,7 @@ class Pooled(Budget):
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
-        return {index: best_of_layer(scored, quotas[index]) for index, scored in ready.items()}
+        return {index: top_k_per_layer(scored, quotas[index]) for index, scored in ready.items()}
 
 
 Part = Pooled

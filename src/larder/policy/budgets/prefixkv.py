@@ -22,14 +22,14 @@ from torch import Tensor
 
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.policy.budgets._joint import Joint
-from larder.policy.budgets._selection import best_in_all, lifted
+from larder.policy.budgets._joint import CrossLayerBudget
+from larder.policy.budgets._selection import shift_non_negative, top_k_total
 
 SAFE = -1.0  # before every coverage
 
 
 @dataclass(frozen=True)
-class PrefixKV(Joint):
+class PrefixKV(CrossLayerBudget):
     """Layer budgets of equal coverage, joint selection within a layer; waits for the last layer.
 
     Scores count from a layer's least where some are below 0.
@@ -45,14 +45,14 @@ class PrefixKV(Joint):
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         before = [_covered_before(scored) for scored in ready.values()]
         pairs = zip(ready.items(), _prefixes(before, total), strict=True)
-        return {index: best_in_all(scored, size) for (index, scored), size in pairs}
+        return {index: top_k_total(scored, size) for (index, scored), size in pairs}
 
 
 def _covered_before(scored: LayerScores) -> Tensor:
     """What share of a layer the better entries hold, for each entry from the best to the least."""
     ranked = scored.ranked().sort(descending=True).values
     safe = ranked.isposinf()
-    worth = lifted(ranked).double().masked_fill(safe, 0.0)
+    worth = shift_non_negative(ranked).double().masked_fill(safe, 0.0)
     covered = worth.cumsum(0)
     if not len(ranked) or float(covered[-1]) <= 0:
         return torch.where(safe, SAFE, 1.0).double()

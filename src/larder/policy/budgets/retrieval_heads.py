@@ -30,9 +30,9 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import by_weight
+from larder.policy.budgets._selection import top_k_by_head_weight
 from larder.policy.budgets.base import Budget, check_size
-from larder.policy.facts import shared_out
+from larder.policy.layer_calibration import split_evenly
 
 ECHO_SHARE = 1 / 15  # of the retrieval heads, in the paper 1 % of 15 %
 SLIP = 1e-9  # so that .15 of 20 are 3
@@ -96,7 +96,7 @@ class RetrievalHeads(Budget):
         if tokens >= most:
             return (tokens,) * layers
         total, room = layers * (tokens - least), most - least
-        heads = shared_out("retrieval heads", self.head_weights(facts), layers)
+        heads = split_evenly("retrieval heads", self.head_weights(facts), layers)
         wholes = [sum(own) / len(own) for own in heads]
         filled = [math.ceil(whole * room) for whole in wholes]
         if sum(filled) >= total:
@@ -109,7 +109,7 @@ class RetrievalHeads(Budget):
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
         return {
-            index: by_weight(scored, quotas[index] * len(scored.lengths))
+            index: top_k_by_head_weight(scored, quotas[index] * len(scored.lengths))
             for index, scored in ready.items()
         }
 

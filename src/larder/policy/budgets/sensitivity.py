@@ -23,7 +23,7 @@ from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Variant
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import best_of_layer
+from larder.policy.budgets._selection import top_k_per_layer
 from larder.policy.budgets.base import Budget, check_size
 
 FLOORS = {Variant.LARDER: 0.25, Variant.PAPER: 0.0, Variant.CODE: 0.25}
@@ -72,7 +72,7 @@ class Sensitivity(Budget):
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
-        return {index: best_of_layer(scored, quotas[index]) for index, scored in ready.items()}
+        return {index: top_k_per_layer(scored, quotas[index]) for index, scored in ready.items()}
 
     def _shares(self, similarities: tuple[float, ...]) -> list[float]:
         """How much each layer deserves, before alpha; cosines may exceed 1 by rounding."""

@@ -22,7 +22,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import best_per_head, under
+from larder.policy.budgets._selection import top_k_per_head, with_layer_protection
 from larder.policy.budgets.base import Budget, check_size
 
 GROUPS = 3
@@ -68,7 +68,7 @@ class Squeeze(Budget):
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
         return {
-            index: best_per_head(under(scored, quotas[index]), quotas[index])
+            index: top_k_per_head(with_layer_protection(scored, quotas[index]), quotas[index])
             for index, scored in ready.items()
         }
 

@@ -19,7 +19,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
-from larder.policy.budgets._selection import lifted
+from larder.policy.budgets._selection import shift_non_negative
 from larder.policy.budgets.base import Budget, check_size
 
 
@@ -54,7 +54,7 @@ class Threshold(Budget):
         return plans
 
     def _of_head(self, ranked: Tensor, tokens: int) -> Tensor:
-        worth = lifted(ranked)
+        worth = shift_non_negative(ranked)
         compared = worth[worth.isfinite()]
         edge = self.share * float(compared.amax()) if len(compared) else 0.0
         return top_mask(ranked, tokens) & (worth >= edge)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.policy.budgets._selection import best_per_head
+from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget, check_size
 
 
@@ -33,7 +33,7 @@ class Uniform(Budget):
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
-        return {index: best_per_head(scored, quotas[index]) for index, scored in ready.items()}
+        return {index: top_k_per_head(scored, quotas[index]) for index, scored in ready.items()}
 
 
 Part = Uniform

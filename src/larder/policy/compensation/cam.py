@@ -38,7 +38,7 @@ from larder.core.nothing import empty_tensor
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Folds, Plan
 from larder.ops.entry_merging import spread_folds
-from larder.policy.compensation._rejected import heads_of, rejected
+from larder.policy.compensation._merging import heads_of, rejected_indices
 from larder.policy.compensation.base import Compensation
 
 NEWEST = "newest"
@@ -79,7 +79,7 @@ class Cam(Compensation):
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if scored.stage is not Phase.GENERATING:
             return plan
-        gone = rejected(plan, entries)
+        gone = rejected_indices(plan, entries)
         if not len(gone) or not len(plan.kept):
             return plan
         drawn = empty_tensor(torch.float32, 0)
@@ -88,10 +88,10 @@ class Cam(Compensation):
             drawn = _uniform(entries.packed_positions()[gone], heads, self.seed)
         told = plan.kept, plan.lengths, gone, self.window, drawn
         spread = spread_folds(entries.columns[NEWEST], *entries.layout, *told)
-        return _counted_once(plan, entries, Folds(*spread))
+        return _with_single_count(plan, entries, Folds(*spread))
 
 
-def _counted_once(plan: Plan, entries: Entries, folds: Folds) -> Plan:
+def _with_single_count(plan: Plan, entries: Entries, folds: Folds) -> Plan:
     """The plan with folds in which every source weighs as a single value."""
     joined = entries.column(JOINED)
     coming = folds.sources != folds.targets

@@ -31,14 +31,14 @@ from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
-from larder.policy.compensation._rejected import (
+from larder.policy.compensation._merging import (
     Indices,
-    distinct,
     heads_of,
-    marked,
-    merged_by_count,
-    rejected,
-    rows_at,
+    kept_mask,
+    merge_by_count,
+    rejected_indices,
+    rejected_rows,
+    unique_targets,
 )
 from larder.policy.compensation.base import Compensation
 
@@ -61,9 +61,9 @@ class Chelsea(Compensation):
             raise BadParameter(f"chelsea.chunk must be at least 2, got {self.chunk}.")
 
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        if not len(rejected(plan, entries)):
+        if not len(rejected_indices(plan, entries)):
             return plan
-        spared = marked(plan, entries) & scored.protected
+        spared = kept_mask(plan, entries) & scored.protected
         free = torch.nonzero(~spared).flatten()
         room = torch.tensor(plan.lengths, device=free.device)
         room -= _counts(torch.nonzero(spared).flatten(), entries)
@@ -72,18 +72,18 @@ class Chelsea(Compensation):
         kept = torch.cat([torch.nonzero(spared).flatten(), roots.unique()]).sort().values  # pyright: ignore
         joins = free != roots
         chosen = replace(plan, kept=kept)
-        return merged_by_count(chosen, entries, free[joins], roots[joins])
+        return merge_by_count(chosen, entries, free[joins], roots[joins])
 
     def _clustered(
         self, free: Indices, room: Int64[Tensor, " K"], entries: Entries
     ) -> Int64[Tensor, " N"]:
         """The entry that each free one ends up in, so that no head has more than its room."""
-        keys = entries.keys[rows_at(free, entries)].float()
+        keys = entries.keys[rejected_rows(free, entries)].float()
         counts = entries.column(LOG_COUNT)[free].exp()
         heads = heads_of(free, entries)
         roots = torch.arange(len(free), device=free.device)
         while True:
-            alive, _ = distinct(roots)
+            alive, _ = unique_targets(roots)
             excess = torch.bincount(heads[alive], minlength=len(room)) - room
             if not bool((excess > 0).any()):
                 return free[roots]
@@ -138,7 +138,7 @@ def _best(likeness: Tensor, heads: Indices, most: Int64[Tensor, " K"]) -> Indice
 
 def _merge(keys: Tensor, counts: Tensor, sources: Indices, targets: Indices) -> None:
     """Targets become the means of themselves and their sources, in place."""
-    own, places = distinct(targets)
+    own, places = unique_targets(targets)
     sums = keys[own] * counts[own, None]
     sums.index_add_(0, places, keys[sources] * counts[sources, None])
     counts.index_add_(0, targets, counts[sources])

@@ -27,13 +27,13 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.core.types import PackedMask, Variant
-from larder.policy.compensation._rejected import (
+from larder.policy.compensation._merging import (
     Indices,
     heads_of,
-    marked,
-    means,
-    merged_by_count,
-    rejected,
+    kept_mask,
+    mean_folds,
+    merge_by_count,
+    rejected_indices,
 )
 from larder.policy.compensation.base import Compensation
 
@@ -54,14 +54,14 @@ class Elastic(Compensation):
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if self.variant is not Variant.LARDER and scored.stage is Phase.GENERATING:
             return plan
-        anchors = marked(plan, entries)
+        anchors = kept_mask(plan, entries)
         if self.variant is Variant.CODE:
             anchors = anchors & ~scored.protected
-        sources, targets = _nearest(rejected(plan, entries), anchors, entries)
+        sources, targets = _nearest(rejected_indices(plan, entries), anchors, entries)
         if self.variant is Variant.LARDER:
-            return merged_by_count(plan, entries, sources, targets)
+            return merge_by_count(plan, entries, sources, targets)
         alike = torch.ones(len(anchors), device=sources.device)
-        return replace(plan, folds=means(alike, sources, targets))
+        return replace(plan, folds=mean_folds(alike, sources, targets))
 
 
 def _nearest(gone: Indices, anchors: PackedMask, entries: Entries) -> tuple[Indices, Indices]:

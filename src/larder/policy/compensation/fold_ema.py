@@ -48,7 +48,7 @@ from larder.ops.entry_merging import (
 )
 from larder.ops.marking import unmasked_indices
 from larder.ops.nearest import nearest_rows
-from larder.policy.compensation._rejected import heads_of, marked
+from larder.policy.compensation._merging import heads_of, kept_mask
 from larder.policy.compensation.base import Compensation
 
 TAU = "tau"
@@ -133,7 +133,7 @@ class FoldEma(Compensation):
 
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del scored
-        stays = marked(plan, entries)
+        stays = kept_mask(plan, entries)
         gone = unmasked_indices(stays)
         if not len(gone):
             return plan
@@ -157,7 +157,7 @@ class FoldEma(Compensation):
             return plan
         before = entries.scalars[TAU]
         if self.variant is Variant.CODE:
-            judged, mean = _by_rank(u, heads, len(entries.lengths))
+            judged, mean = _mean_likeness_by_rank(u, heads, len(entries.lengths))
             tau = update_ema(before, mean.expand(len(entries.lengths)), self.beta)
         else:
             judged, tau = u, updated_means(u, heads, before, self.beta)
@@ -201,7 +201,7 @@ def _rates(entries: Entries) -> Float[Tensor, " T"]:
     return (entries.column("mass") / queries).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _by_rank(likeness: Tensor, heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+def _mean_likeness_by_rank(likeness: Tensor, heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
     """For each rejected entry the mean over all heads' entries of its rank; the mean of all."""
     firsts = torch.searchsorted(heads, torch.arange(kv_heads, device=heads.device))
     ranks = torch.arange(len(heads), device=heads.device) - firsts[heads]

@@ -29,14 +29,14 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Packed
-from larder.policy.compensation._rejected import (
+from larder.policy.compensation._merging import (
     Indices,
-    distinct,
-    first_best,
+    argmax_per_group,
     heads_of,
-    means,
-    rejected,
-    rows_at,
+    mean_folds,
+    rejected_indices,
+    rejected_rows,
+    unique_targets,
 )
 from larder.policy.compensation.base import Compensation
 
@@ -63,16 +63,16 @@ class Kvmerger(Compensation):
 
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """A plan of its own, with no more entries of any head than the one given."""
-        if not len(rejected(plan, entries)):
+        if not len(rejected_indices(plan, entries)):
             return plan
         opens = self._opens(entries, scored, plan.lengths)
         sets = opens.long().cumsum(0) - 1
         every = torch.arange(len(sets), device=sets.device)
-        pivots = first_best(scored.ranked(), sets, every, int(opens.sum()))
+        pivots = argmax_per_group(scored.ranked(), sets, every, int(opens.sum()))
         stays = _fitting(pivots, scored, heads_of(pivots, entries), plan.lengths)
         sources = every[stays[sets] & (pivots[sets] != every)]
         targets = pivots[sets[sources]]
-        folds = means(self._kernel(entries, sources, targets), sources, targets)
+        folds = mean_folds(self._kernel(entries, sources, targets), sources, targets)
         kept = pivots[stays]
         counts = torch.bincount(heads_of(kept, entries), minlength=len(plan.lengths))
         return replace(plan, kept=kept, lengths=tuple(int(count) for count in counts), folds=folds)
@@ -98,7 +98,7 @@ class Kvmerger(Compensation):
     def _likeness(self, entries: Entries) -> Float[Tensor, " T"]:
         """The cosine of each packed entry's key with the one before; -inf for a head's first."""
         every = torch.arange(sum(entries.lengths), device=entries.positions.device)
-        rows, heads = rows_at(every, entries), heads_of(every, entries)
+        rows, heads = rejected_rows(every, entries), heads_of(every, entries)
         alike = rows.new_full((len(rows),), -torch.inf, dtype=torch.float32)
         for first in range(1, len(rows), ROWS):
             keys = normalize(entries.keys[rows[first - 1 : first + ROWS]].float(), dim=-1)
@@ -109,7 +109,7 @@ class Kvmerger(Compensation):
     def _kernel(self, entries: Entries, sources: Indices, targets: Indices) -> Packed:
         """What each packed entry weighs: 1 for a pivot, less for what is folded into it."""
         apart = _distances(entries, sources, targets)
-        own, places = distinct(targets)
+        own, places = unique_targets(targets)
         counts = torch.bincount(places, minlength=len(own))
         sums = apart.new_zeros(len(own)).index_add(0, places, apart)
         sigma = (self.width * sums / (math.sqrt(2) * (counts + 1)))[places]
@@ -135,7 +135,7 @@ def _fitting(
 
 def _distances(entries: Entries, sources: Indices, targets: Indices) -> Float[Tensor, " _"]:
     """How far the keys of each pair lie apart."""
-    here, there = rows_at(sources, entries), rows_at(targets, entries)
+    here, there = rejected_rows(sources, entries), rejected_rows(targets, entries)
     apart = torch.zeros(len(sources), device=sources.device)
     for first in range(0, len(sources), ROWS):
         some = slice(first, first + ROWS)

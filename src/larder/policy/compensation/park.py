@@ -36,7 +36,7 @@ from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.ops.marking import mask_of, unmasked_indices
 from larder.ops.topk import top_per_head
-from larder.policy.compensation._rejected import heads_of, rejected
+from larder.policy.compensation._merging import heads_of, rejected_indices
 from larder.policy.compensation.base import Compensation
 
 
@@ -106,7 +106,7 @@ class Park(Compensation):
 
     def _without_streams(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """The plan that drops what heads without weight reject."""
-        gone = rejected(plan, entries)
+        gone = rejected_indices(plan, entries)
         weights = scored.weights or (1.0,) * len(entries.lengths)  # none: no head is told apart
         streams = torch.tensor([weight == 0 for weight in weights], device=gone.device)
         return replace(plan, dropped=gone[streams[heads_of(gone, entries)]])

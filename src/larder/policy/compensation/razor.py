@@ -25,12 +25,12 @@ import torch
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
-from larder.policy.compensation._rejected import (
+from larder.policy.compensation._merging import (
     Indices,
-    first_best,
+    argmax_per_group,
     heads_of,
-    merged_by_count,
-    rejected,
+    merge_by_count,
+    rejected_indices,
 )
 from larder.policy.compensation.base import Compensation
 
@@ -42,19 +42,19 @@ class Razor(Compensation):
     ledger = Ledger(columns=(LOG_COUNT,))
 
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        gone = rejected(plan, entries)
+        gone = rejected_indices(plan, entries)
         if not len(gone):
             return plan
         slots = _slots(plan, entries, scored)[heads_of(gone, entries)]
-        return merged_by_count(plan, entries, gone[slots >= 0], slots[slots >= 0])
+        return merge_by_count(plan, entries, gone[slots >= 0], slots[slots >= 0])
 
 
 def _slots(plan: Plan, entries: Entries, scored: LayerScores) -> Indices:
     """The packed entry of each head that is, or becomes, its compensation token; -1 for none."""
     logs, kept, heads = entries.column(LOG_COUNT), plan.kept, len(entries.lengths)
     own = heads_of(torch.arange(len(logs), device=kept.device), entries)
-    former = first_best(logs, own, kept[logs[kept] > 0], heads)
-    lowest = first_best(-scored.scores, own, kept[~scored.protected[kept]], heads)
+    former = argmax_per_group(logs, own, kept[logs[kept] > 0], heads)
+    lowest = argmax_per_group(-scored.scores, own, kept[~scored.protected[kept]], heads)
     return torch.where(former >= 0, former, lowest)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.joining import Joining, Look
+from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
 from larder.policy.scorers.base import Scorer
 
 
-class Observing(Scorer):
+class AttentionScorer(Scorer):
     """A scorer by attention: it says which queries look, and what it makes of their weights.
 
     How queries and heads are joined is the policy's word (slots `aggregation` and `heads`); left
@@ -27,7 +27,7 @@ class Observing(Scorer):
         """Names of the aggregation and of the head rule that its paper takes."""
 
     @abstractmethod
-    def look(self, seen: Observation) -> Look:
+    def look(self, seen: Observation) -> ObservationWindow:
         """The queries that vote, and the entries that they vote on."""
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
@@ -38,16 +38,16 @@ class Observing(Scorer):
     def score(self, seen: Observation) -> Packed:
         return self.judge(seen, self._own_joining)
 
-    def judge(self, seen: Observation, joining: Joining) -> Packed:
+    def judge(self, seen: Observation, joining: AttentionReduction) -> Packed:
         return self.finish(seen, joining.join(self.look(seen), seen))
 
     def weights(self, seen: Observation) -> Packed:
         return torch.cat(self._plain_joining.join(self.look(seen), seen))
 
     @cached_property
-    def _plain_joining(self) -> Joining:
-        return Joining.named("mean", "group_mean")
+    def _plain_joining(self) -> AttentionReduction:
+        return AttentionReduction.named("mean", "group_mean")
 
     @cached_property
-    def _own_joining(self) -> Joining:
-        return Joining.named(*self.published())
+    def _own_joining(self) -> AttentionReduction:
+        return AttentionReduction.named(*self.published())

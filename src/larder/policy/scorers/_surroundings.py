@@ -16,7 +16,7 @@ from larder.core.observation import Entries, Observation
 from larder.core.types import PackedMask
 
 
-def with_own_keys(seen: Observation, entries: Entries) -> Entries:
+def with_pass_keys(seen: Observation, entries: Entries) -> Entries:
     """Entries with the pass's own tokens behind those of every head, as plain attention sees them.
 
     Their values are zeros, and nothing is remembered of them: each stands for itself.
@@ -25,7 +25,7 @@ def with_own_keys(seen: Observation, entries: Entries) -> Entries:
     own = list(torch.unbind(seen.keys.to(entries.keys.dtype)))
     ahead = seen.query_positions.to(entries.positions.dtype)
     fresh = torch.zeros(len(ahead), device=ahead.device)
-    return _joined(
+    return _packed_entries(
         [torch.cat([entries.head_keys(h), own[h]]) for h in heads],
         [torch.cat([entries.head_positions(h), ahead]) for h in heads],
         {
@@ -35,11 +35,11 @@ def with_own_keys(seen: Observation, entries: Entries) -> Entries:
     )
 
 
-def keys_of(seen: Observation, marked: PackedMask) -> Entries:
+def select_keys(seen: Observation, marked: PackedMask) -> Entries:
     """The entries that a packed mask marks; their values are zeros."""
     marks = torch.split(marked, list(seen.entries.lengths))
     heads = range(seen.layer.kv_heads)
-    return _joined(
+    return _packed_entries(
         [seen.entries.head_keys(h)[marks[h]] for h in heads],
         [seen.entries.head_positions(h)[marks[h]] for h in heads],
         {
@@ -49,7 +49,7 @@ def keys_of(seen: Observation, marked: PackedMask) -> Entries:
     )
 
 
-def _joined(
+def _packed_entries(
     keys: list[Tensor], positions: list[Tensor], columns: Mapping[str, list[Tensor]]
 ) -> Entries:
     lengths = tuple(len(head) for head in keys)

@@ -11,8 +11,8 @@ from larder.core.ledger import Ledger
 from larder.core.needs import Need
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
-from larder.policy.ends import Ends
-from larder.policy.joining import Joining
+from larder.policy.attention_reduction import AttentionReduction
+from larder.policy.ends import ProtectedTokens
 
 
 class Scorer(ABC):
@@ -35,7 +35,7 @@ class Scorer(ABC):
     def score(self, seen: Observation) -> Packed:
         """A float32 score for every cached entry, packed over heads; higher stays longer."""
 
-    def judge(self, seen: Observation, joining: Joining) -> Tensor:
+    def judge(self, seen: Observation, joining: AttentionReduction) -> Tensor:
         """`score`, where a scorer by attention joins queries and heads as the policy says."""
         del joining
         return self.score(seen)
@@ -72,13 +72,13 @@ class Scorer(ABC):
         del tokens
         return self
 
-    def least(self) -> Ends:
+    def least(self) -> ProtectedTokens:
         """Tokens that this scorer puts above all others, such as its own window.
 
         A budget that cannot hold them beside what is protected is refused. A scorer that judges by
         the latest tokens judges by no more than these.
         """
-        return Ends()
+        return ProtectedTokens()
 
     def needs(self) -> frozenset[Need]:
         """What it has to see beside queries, keys and entries; nothing by default."""

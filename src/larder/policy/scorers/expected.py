@@ -27,7 +27,7 @@ from larder.core.errors import BadParameter, ScoreError
 from larder.core.observation import Observation
 from larder.core.types import Packed, Queries
 from larder.ops.rope import rotate_per_head, unrotate_by_mean
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 
@@ -55,9 +55,9 @@ class Expected(Scorer):
         if not self.epsilon >= 0:
             raise BadParameter(f"expected.epsilon must be 0 or more, got {self.epsilon}.")
 
-    def least(self) -> Ends:
+    def least(self) -> ProtectedTokens:
         """The sinks."""
-        return Ends(self.sinks)
+        return ProtectedTokens(self.sinks)
 
     def score(self, seen: Observation) -> Packed:
         radians = _radians(seen)

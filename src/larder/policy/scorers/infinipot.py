@@ -26,12 +26,12 @@ from larder.core.errors import BadParameter
 from larder.core.ledger import SURPRISE, Ledger
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
-from larder.policy.joining import Look
-from larder.policy.scorers._observing import Observing
+from larder.policy.attention_reduction import ObservationWindow
+from larder.policy.scorers._observing import AttentionScorer
 
 
 @dataclass(frozen=True)
-class InfiniPot(Observing):
+class InfiniPot(AttentionScorer):
     """Share of the list over place in it, of the list where this is higher.
 
     Args:
@@ -58,8 +58,8 @@ class InfiniPot(Observing):
     def published(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Observation) -> Look:
-        return Look(seen.queries, seen.entries)
+    def look(self, seen: Observation) -> ObservationWindow:
+        return ObservationWindow(seen.queries, seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         novelty = torch.split(seen.entries.column(SURPRISE), list(seen.entries.lengths))

@@ -43,8 +43,8 @@ from larder.core.needs import Need
 from larder.core.observation import Observation, Phase
 from larder.core.spelling import Call, Value, parse
 from larder.core.types import Packed
-from larder.policy.ends import Ends
-from larder.policy.scorers._standin import StandIn, telling
+from larder.policy.ends import ProtectedTokens
+from larder.policy.scorers._kvpress_module import AttentionModuleAdapter, model_stub
 from larder.policy.scorers.base import Scorer
 
 # Presses that judge by the keys, or by a window at the end, and so need not see all queries.
@@ -97,7 +97,7 @@ class Kvpress(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        name = _call(self.press).name
+        name = _parse_press(self.press).name
         if name in LEARNED and not self.model:
             raise BadParameter(
                 f"{name} has learned from a model: name it on the hub, as in "
@@ -105,11 +105,11 @@ class Kvpress(Scorer):
             )
 
     def needs(self) -> frozenset[Need]:
-        name = _call(self.press).name
+        name = _parse_press(self.press).name
         states = {Need.STATES} if name in STATES else set[Need]()
         return frozenset(states if name in LITTLE else {*states, Need.TEXT})
 
-    def least(self) -> Ends:
+    def least(self) -> ProtectedTokens:
         """Sinks and the window that the press has parameters for.
 
         Raises:
@@ -118,7 +118,7 @@ class Kvpress(Scorer):
         """
         told: dict[str, int] = self._made.__dict__
         first, last = (max((told.get(n, 0) for n in names), default=0) for names in (FIRST, LAST))
-        return Ends(first, last)
+        return ProtectedTokens(first, last)
 
     def score(self, seen: Observation) -> Packed:
         lengths, heads = seen.entries.lengths, list(range(seen.layer.kv_heads))
@@ -142,7 +142,7 @@ class Kvpress(Scorer):
         count = seen.entries.lengths[heads[0]]
         if not count:
             return torch.zeros(0, device=seen.queries.device)
-        standing, name = StandIn(seen, heads), _call(self.press).name
+        standing, name = AttentionModuleAdapter(seen, heads), _parse_press(self.press).name
         states = self._states(seen) if name in STATES else standing.numbers
         weights = standing.weights() if name in WEIGHTS else None
         told = {"position_embeddings": standing.position_embeddings}
@@ -176,9 +176,9 @@ class Kvpress(Scorer):
     @cached_property
     def _made(self) -> Any:
         """The press itself, with what it has learned."""
-        made = _make(_call(self.press))
+        made = _build_press(_parse_press(self.press))
         try:
-            made.post_init_from_model(telling(self.model))
+            made.post_init_from_model(model_stub(self.model))
         except FAULTS as error:
             raise BadParameter(
                 f"{self.press} cannot be given what it learned for the model {self.model!r} "
@@ -187,7 +187,7 @@ class Kvpress(Scorer):
         return made
 
 
-def _call(press: str) -> Call:
+def _parse_press(press: str) -> Call:
     """The press as written: its name and its parameters."""
     try:
         calls = parse(press, "press")
@@ -198,15 +198,15 @@ def _call(press: str) -> Call:
     return calls[0]
 
 
-def _make(call: Call) -> Any:
+def _build_press(call: Call) -> Any:
     """An instance of what was written.
 
     Raises:
         UnknownName: there is no such press, or it has no such parameter.
         BadParameter: a value that it does not take.
     """
-    kinds = _kinds()
-    if call.name in _offered() and call.name not in kinds:
+    kinds = _scoring_presses()
+    if call.name in _package_classes() and call.name not in kinds:
         raise BadParameter(
             f"{call.name} of kvpress does more than score: what it shares out, cuts or merges is "
             f"for other slots of the policy; name one of {', '.join(sorted(kinds))}."
@@ -219,16 +219,16 @@ def _make(call: Call) -> Any:
             raise UnknownName(
                 unknown_name_message(f"parameter of {call.name}", name, sorted(taken))
             )
-    given = {name: _given(taken[name], value) for name, value in call.parameters.items()}
+    given = {name: _convert_argument(taken[name], value) for name, value in call.parameters.items()}
     try:
         return kinds[call.name](**given)
     except FAULTS as error:
         raise BadParameter(f"{call.name} refuses its parameters ({error}): give others.") from error
 
 
-def _kinds() -> dict[str, type]:
+def _scoring_presses() -> dict[str, type]:
     """Presses that score by themselves, by name."""
-    offered = _offered()
+    offered = _package_classes()
     base = offered.pop("ScorerPress")
     return {
         name: kind
@@ -237,13 +237,13 @@ def _kinds() -> dict[str, type]:
     }
 
 
-def _offered() -> dict[str, type]:
+def _package_classes() -> dict[str, type]:
     """All classes of the package, by name."""
     held: dict[str, Any] = _library().__dict__
     return {name: kind for name, kind in held.items() if isinstance(kind, type)}
 
 
-def _given(field: Field[Any], value: Value) -> Any:
+def _convert_argument(field: Field[Any], value: Value) -> Any:
     """A value as written, for a parameter; truth is written as a number."""
     return bool(value) if isinstance(field.default, bool) else value
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 MOST_LAG = 1024  # entries of a partition in the released code
@@ -69,9 +69,9 @@ class LagKV(Scorer):
     def under(self, tokens: int) -> LagKV:
         return self if self.lag is not None else replace(self, lag=self._lag(tokens))
 
-    def least(self) -> Ends:
+    def least(self) -> ProtectedTokens:
         """The sinks."""
-        return Ends(first=self.sinks)
+        return ProtectedTokens(first=self.sinks)
 
     def score(self, seen: Observation) -> Packed:
         entries = seen.entries

@@ -13,19 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.observation import Observation
-from larder.policy.joining import Look
-from larder.policy.scorers._observing import Observing
+from larder.policy.attention_reduction import ObservationWindow
+from larder.policy.scorers._observing import AttentionScorer
 
 
 @dataclass(frozen=True)
-class LastQuery(Observing):
+class LastQuery(AttentionScorer):
     """Softmax weight from the newest token alone."""
 
     def published(self) -> tuple[str, str]:
         return ("sum", "layer_mean")
 
-    def look(self, seen: Observation) -> Look:
-        return Look(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
+    def look(self, seen: Observation) -> ObservationWindow:
+        return ObservationWindow(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
 
 
 Part = LastQuery

@@ -28,12 +28,12 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.ops.pooling import running_max
-from larder.policy.joining import Look
-from larder.policy.scorers._observing import Observing
+from larder.policy.attention_reduction import ObservationWindow
+from larder.policy.scorers._observing import AttentionScorer
 
 
 @dataclass(frozen=True)
-class Lookahead(Observing):
+class Lookahead(AttentionScorer):
     """Attention from drafted queries, summed, then smoothed over `kernel` positions.
 
     Args:
@@ -65,8 +65,8 @@ class Lookahead(Observing):
     def published(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Observation) -> Look:
-        return Look(seen.queries[:, -self.tokens :], seen.entries)
+    def look(self, seen: Observation) -> ObservationWindow:
+        return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         del seen

@@ -26,7 +26,7 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation, Phase
 from larder.core.types import Packed
 from larder.ops.column_statistics import reduce_columns
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 
@@ -56,16 +56,16 @@ class Morph(Scorer):
     def queries(self) -> int:
         return self.window
 
-    def least(self) -> Ends:
+    def least(self) -> ProtectedTokens:
         """The window, and the newest token beside it while text is generated."""
-        return Ends(last=self.window + 1)
+        return ProtectedTokens(last=self.window + 1)
 
     def score(self, seen: Observation) -> Packed:
         judges = self._judges(seen)
         start = seen.length - self.window - self._newest(seen)
         older = seen.entries.between(0, max(start, 0))
         heads = reduce_columns(
-            _Fused(self.fusion),
+            _FusedQueries(self.fusion),
             judges.queries,
             older.keys,
             *older.layout,
@@ -87,7 +87,7 @@ class Morph(Scorer):
 
 
 @dataclass(frozen=True)
-class _Fused:
+class _FusedQueries:
     """Gathers one number per entry: the highest of the query heads, joined over queries."""
 
     fusion: Fusion

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
-from larder.policy.joining import Look
-from larder.policy.scorers._observing import Observing
-from larder.policy.scorers._surroundings import with_own_keys
+from larder.policy.attention_reduction import ObservationWindow
+from larder.policy.scorers._observing import AttentionScorer
+from larder.policy.scorers._surroundings import with_pass_keys
 
 
 @dataclass(frozen=True)
-class Patched(Observing):
+class Patched(AttentionScorer):
     """The highest weight that any prompt token of any query head of the group gives an entry.
 
     Args:
@@ -55,10 +55,12 @@ class Patched(Observing):
     def published(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Observation) -> Look:
+    def look(self, seen: Observation) -> ObservationWindow:
         if self.variant is not Variant.PAPER:
-            return Look(seen.queries, seen.entries)
-        return Look(seen.queries, with_own_keys(seen, seen.entries), seen.query_positions)
+            return ObservationWindow(seen.queries, seen.entries)
+        return ObservationWindow(
+            seen.queries, with_pass_keys(seen, seen.entries), seen.query_positions
+        )
 
     def finish(self, seen: Observation, heads: list[Tensor]) -> Packed:
         pairs = zip(heads, seen.entries.lengths, strict=True)

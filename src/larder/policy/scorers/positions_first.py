@@ -26,8 +26,8 @@ from enum import Enum
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation, Prompts, ScratchPrompt
-from larder.policy.joining import Look
-from larder.policy.scorers._observing import Observing
+from larder.policy.attention_reduction import ObservationWindow
+from larder.policy.scorers._observing import AttentionScorer
 
 
 class Content(Enum):
@@ -44,7 +44,7 @@ class Content(Enum):
 
 
 @dataclass(frozen=True)
-class PositionsFirst(Observing):
+class PositionsFirst(AttentionScorer):
     """The mean weight that pseudo queries give an entry.
 
     Args:
@@ -81,8 +81,8 @@ class PositionsFirst(Observing):
     def published(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
-    def look(self, seen: Observation) -> Look:
-        return Look(seen.queries[:, -self.tokens :], seen.entries)
+    def look(self, seen: Observation) -> ObservationWindow:
+        return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
 
     def _text(self, block: tuple[int, ...], book: Prompts) -> tuple[int, ...]:
         if self.content is Content.FIXED:

@@ -33,15 +33,15 @@ from larder.core.cutting import even_ranges
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, PackedMask, Variant
-from larder.policy.joining import Look
-from larder.policy.scorers._observing import Observing
-from larder.policy.scorers._surroundings import keys_of, with_own_keys
+from larder.policy.attention_reduction import ObservationWindow
+from larder.policy.scorers._observing import AttentionScorer
+from larder.policy.scorers._surroundings import select_keys, with_pass_keys
 
 QUOTED = 8  # tokens of the chunk before that a request repeats; the paper's number
 
 
 @dataclass(frozen=True)
-class Reconstruct(Observing):
+class Reconstruct(AttentionScorer):
     """KVzip: the weight an entry gets while its surroundings are being repeated.
 
     Args:
@@ -84,11 +84,11 @@ class Reconstruct(Observing):
     def published(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Observation) -> Look:
+    def look(self, seen: Observation) -> ObservationWindow:
         if self.variant is Variant.LARDER:
-            return Look(seen.queries, seen.entries.between(*seen.span))
-        shared = keys_of(seen, self._shared(seen))
-        return Look(seen.queries, with_own_keys(seen, shared), seen.query_positions)
+            return ObservationWindow(seen.queries, seen.entries.between(*seen.span))
+        shared = select_keys(seen, self._shared(seen))
+        return ObservationWindow(seen.queries, with_pass_keys(seen, shared), seen.query_positions)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         positions = seen.entries.packed_positions()

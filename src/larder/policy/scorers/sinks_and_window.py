@@ -14,7 +14,7 @@ import torch
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.ends import Ends
+from larder.policy.ends import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 
@@ -32,9 +32,9 @@ class SinksAndWindow(Scorer):
         if self.sinks < 0:
             raise BadParameter(f"sinks_and_window.sinks must be 0 or more, got {self.sinks}.")
 
-    def least(self) -> Ends:
+    def least(self) -> ProtectedTokens:
         """The sinks, and the latest token."""
-        return Ends(self.sinks, 1)
+        return ProtectedTokens(self.sinks, 1)
 
     def score(self, seen: Observation) -> Packed:
         positions = seen.entries.packed_positions()

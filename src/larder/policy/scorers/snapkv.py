@@ -25,9 +25,9 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
 from larder.ops.pooling import running_max, running_mean
-from larder.policy.ends import Ends
-from larder.policy.joining import Look
-from larder.policy.scorers._observing import Observing
+from larder.policy.attention_reduction import ObservationWindow
+from larder.policy.ends import ProtectedTokens
+from larder.policy.scorers._observing import AttentionScorer
 
 
 class Pool(Enum):
@@ -38,7 +38,7 @@ class Pool(Enum):
 
 
 @dataclass(frozen=True)
-class SnapKV(Observing):
+class SnapKV(AttentionScorer):
     """Attention from the last `window` queries, summed, then smoothed over `kernel` positions.
 
     Args:
@@ -70,11 +70,13 @@ class SnapKV(Observing):
     def published(self) -> tuple[str, str]:
         return ("max", "group_max") if self.variant is Variant.CODE else ("sum", "group_sum")
 
-    def look(self, seen: Observation) -> Look:
+    def look(self, seen: Observation) -> ObservationWindow:
         if self.variant is Variant.CODE:
-            return Look(seen.queries, seen.entries)
+            return ObservationWindow(seen.queries, seen.entries)
         voters = seen.query_positions[-self.window :]
-        return Look(seen.queries[:, -self.window :], seen.entries, voters, int(voters[0]))
+        return ObservationWindow(
+            seen.queries[:, -self.window :], seen.entries, voters, int(voters[0])
+        )
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         votes = torch.cat(heads)
@@ -87,9 +89,11 @@ class SnapKV(Observing):
         pooled = torch.cat([smooth(head, self.kernel) for head in parts])
         return pooled.masked_fill(is_voter, torch.inf)
 
-    def least(self) -> Ends:
+    def least(self) -> ProtectedTokens:
         """The window that votes."""
-        return Ends() if self.variant is Variant.CODE else Ends(last=self.window)
+        return (
+            ProtectedTokens() if self.variant is Variant.CODE else ProtectedTokens(last=self.window)
+        )
 
 
 Part = SnapKV

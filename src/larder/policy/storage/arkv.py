@@ -29,15 +29,15 @@ from larder.core.inspected import StorageStatistics
 from larder.core.observation import Observation
 from larder.core.spec import LayerSpec
 from larder.ops.column_statistics import CHUNK
-from larder.policy.preference import check_taus, of_last_queries, totals
-from larder.policy.storage._tiers import Tier, Tiered
+from larder.policy.preference import check_taus, gather_last_queries, sum_statistics
+from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 from larder.policy.storage.quantized import check_codec
 
 LEAST_VARIANCE = 1e-8  # of a weight over the queries, under the kurtosis
 
 
 @dataclass(frozen=True)
-class ARKV(Tiered):
+class ARKV(MixedPrecisionStorage):
     """Each layer's share of exact entries from what its attention looks like.
 
     Args:
@@ -63,8 +63,8 @@ class ARKV(Tiered):
         if not 2 <= self.window <= CHUNK:
             raise BadParameter(f"arkv.window must be 2 to {CHUNK} tokens, got {self.window}.")
 
-    def tiers(self) -> tuple[Tier, ...]:
-        return (Tier(Codec(self.bits, self.bits, self.group), 0.0),)
+    def tiers(self) -> tuple[PrecisionTier, ...]:
+        return (PrecisionTier(Codec(self.bits, self.bits, self.group), 0.0),)
 
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
         self.check(layers, itemsize)
@@ -80,7 +80,7 @@ class ARKV(Tiered):
 
     def inspect(self, seen: Observation) -> StorageStatistics:
         """The logarithm of the layer's preference."""
-        sums = totals(of_last_queries(_Moments(), seen, self.window), 3)
+        sums = sum_statistics(gather_last_queries(_WeightMoments(), seen, self.window), 3)
         factors = zip(sums, (self.tau1, self.tau2, self.tau3), strict=True)
         tiny = torch.finfo(torch.float64).tiny
         return StorageStatistics(numbers=(sum(math.log(max(f, tiny)) / tau for f, tau in factors),))
@@ -90,7 +90,7 @@ class ARKV(Tiered):
         return [math.exp(each.numbers[0] - highest) for each in inspected]
 
 
-class _Moments:
+class _WeightMoments:
     """Entropy, variance and kurtosis of the weights that an entry gets, from one chunk of them."""
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 
-NOTHING = StorageStatistics()
+NO_INSPECTION = StorageStatistics()
 
 
 class Storage(ABC):
@@ -65,7 +65,7 @@ class Storage(ABC):
     def inspect(self, seen: Observation) -> StorageStatistics:
         """What `grade` must know of a layer beyond its scores; taken as the layer goes by."""
         del seen
-        return NOTHING
+        return NO_INSPECTION
 
     @abstractmethod
     def grade(

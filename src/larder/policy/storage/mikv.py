@@ -24,12 +24,12 @@ from larder.core.codec import Codec
 from larder.core.errors import BadParameter
 from larder.core.inspected import StorageStatistics
 from larder.core.observation import Observation
-from larder.policy.storage._tiers import Tier, Tiered
+from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 from larder.policy.storage.quantized import check_codec
 
 
 @dataclass(frozen=True)
-class MiKV(Tiered):
+class MiKV(MixedPrecisionStorage):
     """Important entries exact or at `high` bits, the others at `low` bits.
 
     Args:
@@ -62,20 +62,20 @@ class MiKV(Tiered):
         if self.window < 1:
             raise BadParameter(f"mikv.window must be at least 1 token, got {self.window}.")
 
-    def tiers(self) -> tuple[Tier, ...]:
+    def tiers(self) -> tuple[PrecisionTier, ...]:
         low = Codec(self.low, self.low, self.group, balance=self.balance)
-        lower = Tier(low, 1 - self.important)
+        lower = PrecisionTier(low, 1 - self.important)
         if not self.high:
             return (lower,)
-        return Tier(Codec(self.high, self.high, self.group), self.important), lower
+        return PrecisionTier(Codec(self.high, self.high, self.group), self.important), lower
 
     def inspect(self, seen: Observation) -> StorageStatistics:
         if not self.balance:
             return StorageStatistics()
-        return StorageStatistics(channels=peaks(seen, self.window))
+        return StorageStatistics(channels=channel_balance(seen, self.window))
 
 
-def peaks(seen: Observation, window: int) -> Float[Tensor, "K D"]:
+def channel_balance(seen: Observation, window: int) -> Float[Tensor, "K D"]:
     """The largest key over the largest query of each channel, by absolute value."""
     entries = seen.entries
     heads = range(len(entries.lengths))

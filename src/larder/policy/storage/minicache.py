@@ -22,7 +22,7 @@ from larder.core.observation import Entries, LayerScores
 from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
-from larder.policy.storage._tiers import standing
+from larder.policy.storage._mixed_precision import kept_grades
 from larder.policy.storage.base import Storage
 
 
@@ -60,7 +60,7 @@ class MiniCache(Storage):
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
         del scored, quota, share
-        grades = standing(plan, entries)
+        grades = kept_grades(plan, entries)
         start = 0
         for length in plan.lengths:
             grades[start : start + max(length - self.recent, 0)] = 1

@@ -38,8 +38,14 @@ from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Packed
 from larder.policy.aggregation.max import Max
-from larder.policy.preference import of_last_queries
-from larder.policy.storage._tiers import Grades, Tier, Tiered, shared_out, standing
+from larder.policy.preference import gather_last_queries
+from larder.policy.storage._mixed_precision import (
+    Grades,
+    MixedPrecisionStorage,
+    PrecisionTier,
+    assign_grades,
+    kept_grades,
+)
 from larder.policy.storage.quantized import check_codec
 
 BITS = (8, 4, 2)
@@ -48,7 +54,7 @@ NORM = 0.9  # which of the queries' norms, as a quantile
 
 
 @dataclass(frozen=True)
-class QAQ(Tiered):
+class QAQ(MixedPrecisionStorage):
     """Bits of each entry's key and value from what error they may have.
 
     Args:
@@ -72,11 +78,11 @@ class QAQ(Tiered):
         if self.window < 1:
             raise BadParameter(f"qaq.window must be at least 1 token, got {self.window}.")
 
-    def tiers(self) -> tuple[Tier, ...]:
+    def tiers(self) -> tuple[PrecisionTier, ...]:
         """Every pair of bits, keys before values; the budget is reckoned with the first."""
         pairs = [(key, value) for key in BITS for value in BITS]
         return tuple(
-            Tier(Codec(key, value, self.group, self.outliers), float(place == 0))
+            PrecisionTier(Codec(key, value, self.group, self.outliers), float(place == 0))
             for place, (key, value) in enumerate(pairs)
         )
 
@@ -93,7 +99,7 @@ class QAQ(Tiered):
     def inspect(self, seen: Observation) -> StorageStatistics:
         """How much each entry is looked at; the norm of the queries that do."""
         queries = seen.queries[:, -self.window :]
-        heads = of_last_queries(Max(), seen, self.window)
+        heads = gather_last_queries(Max(), seen, self.window)
         norms = (queries.float() * seen.layer.scaling).square().sum(-1).flatten()
         weights = torch.cat([head.amax(0) for head in heads])
         return StorageStatistics(weights=weights, numbers=(float(norms.quantile(NORM)),))
@@ -102,10 +108,10 @@ class QAQ(Tiered):
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
         del share
-        held = standing(plan, entries)
+        held = kept_grades(plan, entries)
         room = self.rooms(quota, entries.like.shape[1], entries.like.dtype.itemsize)[0]
         ranked, found = self.rank(scored, entries)[plan.kept], self.found(entries, scored)
-        leaving = shared_out(plan, ranked, held, [room], [self.group])
+        leaving = assign_grades(plan, ranked, held, [room], [self.group])
         grades = torch.where((held == 0) & (leaving > 0), found[plan.kept], held)
         return replace(plan, grades=grades)
 
@@ -117,8 +123,8 @@ class QAQ(Tiered):
         value = (12 / total).sqrt() * self.value_error / weights
         growth = total**3 / (total - 1).clamp(min=1) * self.key_error**2 + 1
         key = (12 / max(scored.inspected.numbers[0], 1e-12) * growth.log()).sqrt()
-        keys = _choice(needed_bits(self._ranges(entries.pack(entries.keys)), key))
-        values = _choice(needed_bits(self._ranges(entries.pack(entries.values)), value))
+        keys = _bits_index(needed_bits(self._ranges(entries.pack(entries.keys)), key))
+        values = _bits_index(needed_bits(self._ranges(entries.pack(entries.values)), value))
         places = entries.packed_positions()
         is_new = places > places.max() - (self.window - 1)
         return (1 + len(BITS) * keys + values).masked_fill(is_new, 1).to(torch.int8)
@@ -137,7 +143,7 @@ def needed_bits(ranges: Float[Tensor, " T"], deviation: Float[Tensor, " T"]) -> 
     return torch.ceil(torch.log2(ranges / (2 * deviation) + 1))
 
 
-def _choice(needed: Float[Tensor, " T"]) -> Int64[Tensor, " T"]:
+def _bits_index(needed: Float[Tensor, " T"]) -> Int64[Tensor, " T"]:
     """Which of `BITS` is enough for each vector."""
     return sum((needed <= bits).long() for bits in BITS[1:])  # pyright: ignore
 

@@ -20,11 +20,11 @@ from larder.core.codec import Codec
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores
 from larder.core.types import Packed
-from larder.policy.storage._tiers import Tier, Tiered
+from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 
 
 @dataclass(frozen=True)
-class Quantized(Tiered):
+class Quantized(MixedPrecisionStorage):
     """The latest entries exact, all others rounded.
 
     Args:
@@ -40,8 +40,8 @@ class Quantized(Tiered):
     def __post_init__(self) -> None:
         check_codec("quantized", self.bits, self.group, self.outliers)
 
-    def tiers(self) -> tuple[Tier, ...]:
-        return (Tier(Codec(self.bits, self.bits, self.group, self.outliers), 1.0),)
+    def tiers(self) -> tuple[PrecisionTier, ...]:
+        return (PrecisionTier(Codec(self.bits, self.bits, self.group, self.outliers), 1.0),)
 
     @property
     def parked(self) -> Codec:

@@ -23,11 +23,11 @@ from larder.core.errors import BadParameter
 from larder.core.inspected import StorageStatistics
 from larder.core.observation import Entries, LayerScores, Observation
 from larder.core.types import Packed
-from larder.policy.storage._tiers import Tier, Tiered
+from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 
 
 @dataclass(frozen=True)
-class ThinK(Tiered):
+class ThinK(MixedPrecisionStorage):
     """All entries but the latest keep a share of their key channels.
 
     Args:
@@ -47,18 +47,18 @@ class ThinK(Tiered):
             if count < 1:
                 raise BadParameter(f"think.{name} must be at least 1, got {count}.")
 
-    def tiers(self) -> tuple[Tier, ...]:
-        return (Tier(Codec(0, 0, self.group, channels=self.channels), 1.0),)
+    def tiers(self) -> tuple[PrecisionTier, ...]:
+        return (PrecisionTier(Codec(0, 0, self.group, channels=self.channels), 1.0),)
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         del scored
         return entries.packed_positions().float()
 
     def inspect(self, seen: Observation) -> StorageStatistics:
-        return StorageStatistics(channels=energies(seen, self.window))
+        return StorageStatistics(channels=channel_energies(seen, self.window))
 
 
-def energies(seen: Observation, window: int) -> Float[Tensor, "K D"]:
+def channel_energies(seen: Observation, window: int) -> Float[Tensor, "K D"]:
     """Mean square of the queries times mean square of the keys, per channel."""
     entries = seen.entries
     heads = range(len(entries.lengths))

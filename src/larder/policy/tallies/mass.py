@@ -12,7 +12,7 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.ops.column_statistics import GroupReduction
-from larder.policy.tallies._weights import State, Votes, carried_on
+from larder.policy.tallies._attention_weights import QueryWeights, State, update_columns
 from larder.policy.tallies.base import Tally
 
 
@@ -22,10 +22,10 @@ class Mass(Tally):
     columns = ("mass",)
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return carried_on(seen, self.columns, GroupReduction.SUM, _added)
+        return update_columns(seen, self.columns, GroupReduction.SUM, _added)
 
 
-def _added(state: State, votes: Votes) -> State:
+def _added(state: State, votes: QueryWeights) -> State:
     return (state[0] + votes.total,)
 
 

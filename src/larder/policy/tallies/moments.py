@@ -16,7 +16,7 @@ from larder.core.observation import Observation
 from larder.ops.column_statistics import GroupReduction
 from larder.ops.marking import mask_until
 from larder.ops.moments import added_moments
-from larder.policy.tallies._weights import State, Votes, carried_on
+from larder.policy.tallies._attention_weights import QueryWeights, State, update_columns
 from larder.policy.tallies.base import Tally
 
 
@@ -29,10 +29,10 @@ class Moments(Tally):
     columns = ("moment_count", "moment_mean", "moment_spread")
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return carried_on(seen, self.columns, GroupReduction.MEAN, _joined)
+        return update_columns(seen, self.columns, GroupReduction.MEAN, _joined)
 
 
-def _joined(state: State, votes: Votes) -> State:
+def _joined(state: State, votes: QueryWeights) -> State:
     count, mean, spread = state
     if len(votes.times) == 1:
         counted = mask_until(votes.places, int(votes.times[0]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.ops.column_statistics import GroupReduction
-from larder.policy.tallies._weights import newest_weights
+from larder.policy.tallies._attention_weights import newest_query_weights
 from larder.policy.tallies.base import Tally
 
 NEWEST = "newest"
@@ -25,7 +25,7 @@ class Newest(Tally):
     columns = (NEWEST,)
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return {NEWEST: newest_weights(seen, GroupReduction.SUM)}
+        return {NEWEST: newest_query_weights(seen, GroupReduction.SUM)}
 
 
 Part = Newest

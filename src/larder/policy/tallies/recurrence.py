@@ -19,22 +19,22 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.ops.column_statistics import GroupReduction
-from larder.policy.tallies._weights import State, Votes, carried_on
+from larder.policy.tallies._attention_weights import QueryWeights, State, update_columns
 from larder.policy.tallies.base import Tally
 
 ALPHA = 1e-4
 
 
-class Recurrence(Tally):
+class RecurrenceTally(Tally):
     """The columns `last_needed`, a true position, and `longest_gap`, in tokens; 0 for never."""
 
     columns = ("last_needed", "longest_gap")
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return carried_on(seen, self.columns, GroupReduction.MAX, _tracked)
+        return update_columns(seen, self.columns, GroupReduction.MAX, _tracked)
 
 
-def _tracked(state: State, votes: Votes) -> State:
+def _tracked(state: State, votes: QueryWeights) -> State:
     times = votes.times.to(torch.float32)[:, None]
     comes = votes.places >= votes.times[0]
     last = torch.where(comes, votes.places.to(torch.float32) - 1, state[0])
@@ -45,4 +45,4 @@ def _tracked(state: State, votes: Votes) -> State:
     return latest[-1], torch.maximum(state[1], gaps)
 
 
-Part = Recurrence
+Part = RecurrenceTally

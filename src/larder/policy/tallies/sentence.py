@@ -19,7 +19,7 @@ from larder.policy.tallies.base import Tally
 ENDS = "sentence_ends"
 
 
-class Sentence(Tally):
+class SentenceTally(Tally):
     """The column `sentence`."""
 
     columns = ("sentence",)
@@ -44,4 +44,4 @@ class Sentence(Tally):
         return {"sentence": column}
 
 
-Part = Sentence
+Part = SentenceTally

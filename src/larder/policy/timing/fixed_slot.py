@@ -22,7 +22,7 @@ import torch
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.joining import Joining, Unasked, Unobserved
+from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
 from larder.policy.scorers.base import Scorer
 from larder.policy.scoring import Scoring
 from larder.policy.timing.base import Timing
@@ -49,7 +49,7 @@ class FixedSlot(Timing):
 
     @cached_property
     def _scoring(self) -> Scoring:
-        return Scoring(SlotOrder(self.distance), Joining(Unobserved(), Unasked()))
+        return Scoring(SlotOrder(self.distance), AttentionReduction(NoAggregation(), NoHeadRule()))
 
     @property
     def scoring(self) -> Scoring | None:

@@ -98,7 +98,7 @@ class Split(Timing):
 
     @property
     def scoring(self) -> Scoring | None:
-        return None if self.scorer is None else _parsed(self.scorer)
+        return None if self.scorer is None else _parse_scoring(self.scorer)
 
     def under(self, tokens: int) -> Split:
         """With `every` filled in from the tokens that are expected."""
@@ -149,7 +149,7 @@ class Split(Timing):
 
 
 @cache
-def _parsed(sentence: str) -> Scoring:
+def _parse_scoring(sentence: str) -> Scoring:
     return Scoring.parse(sentence)
 
 

@@ -10,7 +10,7 @@ from larder.core.observation import Entries
 from larder.core.types import Packed
 
 
-def shared(scores: Packed, entries: Entries, size: int, best: int) -> Packed:
+def pool_spans(scores: Packed, entries: Entries, size: int, best: int) -> Packed:
     """The mean of the `best` highest scores of each span, for all its entries.
 
     Infinite scores stay as they are and are not counted.
@@ -19,10 +19,10 @@ def shared(scores: Packed, entries: Entries, size: int, best: int) -> Packed:
         size: positions in a span; the first span of every head starts at position 0.
     """
     spans = entries.packed_positions().long() // size
-    return shared_by(scores, spans, entries.lengths, best)
+    return pool_groups(scores, spans, entries.lengths, best)
 
 
-def shared_by(
+def pool_groups(
     scores: Packed, spans: Int64[Tensor, " T"], lengths: tuple[int, ...], best: int
 ) -> Packed:
     """The mean of the `best` highest scores of entries of a head that have the same number.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.units._spans import shared
+from larder.policy.units._spans import pool_spans
 from larder.policy.units.base import Unit
 
 
@@ -44,7 +44,7 @@ class Chunk(Unit):
         return self.layers
 
     def pool(self, scores: Packed, seen: Observation) -> Packed:
-        return shared(scores, seen.entries, self.size, len(scores))
+        return pool_spans(scores, seen.entries, self.size, len(scores))
 
 
 Part = Chunk

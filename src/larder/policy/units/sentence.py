@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.tallies.sentence import ENDS
-from larder.policy.units._spans import shared_by
+from larder.policy.units._spans import pool_groups
 from larder.policy.units.base import Unit
 
 
@@ -29,7 +29,7 @@ class Sentence(Unit):
 
     def pool(self, scores: Packed, seen: Observation) -> Packed:
         labels = seen.entries.column("sentence").abs().long()
-        return shared_by(scores, labels, seen.entries.lengths, len(scores))
+        return pool_groups(scores, labels, seen.entries.lengths, len(scores))
 
 
 Part = Sentence

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.units._spans import shared
+from larder.policy.units._spans import pool_spans
 from larder.policy.units.base import Unit
 
 EVEN = 1e-9  # 100 * 0.29 is a little less than 29
@@ -50,7 +50,9 @@ class Window(Unit):
         return self.layers
 
     def pool(self, scores: Packed, seen: Observation) -> Packed:
-        return shared(scores, seen.entries, self.size, max(1, int(self.size * self.best + EVEN)))
+        return pool_spans(
+            scores, seen.entries, self.size, max(1, int(self.size * self.best + EVEN))
+        )
 
 
 Part = Window

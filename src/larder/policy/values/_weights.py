@@ -5,7 +5,7 @@ from __future__ import annotations
 from larder.core.types import Packed
 
 
-def as_weights(scores: Packed) -> Packed:
+def non_negative_weights(scores: Packed) -> Packed:
     """Numbers of 0 or more, 0 where a score is infinite.
 
     Scores that can be negative are no weights: the layer's lowest is then taken from all of them.
@@ -15,6 +15,6 @@ def as_weights(scores: Packed) -> Packed:
     return (scores - lowest).masked_fill(~finite, 0.0)
 
 
-def infinities_of(scores: Packed, weighed: Packed) -> Packed:
+def restore_infinities(scores: Packed, weighed: Packed) -> Packed:
     """What was weighed, with the infinite scores as they were."""
     return weighed.where(scores.isfinite(), scores)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.values._weights import as_weights, infinities_of
+from larder.policy.values._weights import non_negative_weights, restore_infinities
 from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 
 
@@ -30,15 +30,17 @@ class Caote(ValueRule):
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
         del selection
-        weights = torch.split(as_weights(scores), list(seen.entries.lengths))
+        weights = torch.split(non_negative_weights(scores), list(seen.entries.lengths))
         moves = [
-            _moves(head, seen.entries.head_values(index).float())
+            _output_changes(head, seen.entries.head_values(index).float())
             for index, head in enumerate(weights)
         ]
-        return infinities_of(scores, torch.cat(moves))
+        return restore_infinities(scores, torch.cat(moves))
 
 
-def _moves(weights: Float[Tensor, " S"], values: Float[Tensor, "S D"]) -> Float[Tensor, " S"]:
+def _output_changes(
+    weights: Float[Tensor, " S"], values: Float[Tensor, "S D"]
+) -> Float[Tensor, " S"]:
     """How far the mean of the values moves without each of them."""
     if not len(weights):
         return weights

@@ -30,7 +30,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed, PackedMask
-from larder.policy.values._weights import as_weights, infinities_of
+from larder.policy.values._weights import non_negative_weights, restore_infinities
 from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 
 ROWS = 1 << 10  # values that are projected at once
@@ -85,8 +85,8 @@ class Criticality(ValueRule):
         norms = [_norms(seen, head) for head in range(len(lengths))]
         if self.norms is Norms.SHARE:
             norms = _shares(norms, torch.split(finite, lengths))
-        weighed = (as_weights(scores) + self.epsilon) * torch.cat(norms)
-        weighed = infinities_of(scores, weighed)
+        weighed = (non_negative_weights(scores) + self.epsilon) * torch.cat(norms)
+        weighed = restore_infinities(scores, weighed)
         if not selection.quota:
             return weighed
         return weighed.masked_fill(self._first(scores, selection, lengths), torch.inf)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
-from larder.prefill.base import Schedule, Steps, read_blocks
-from larder.prefill.reader import Lane, Reader
+from larder.prefill.base import Schedule, Steps, prefill_blocks
+from larder.prefill.reader import PrefillReader, PrefillSequence
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class Blockwise(Schedule):
         if self.tokens is not None and self.tokens < 1:
             raise BadParameter(f"blockwise.tokens must be at least 1, got {self.tokens}.")
 
-    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
-        return read_blocks(reader, [(lane,) for lane in lanes], ids, self.tokens or len(ids))
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
+        return prefill_blocks(reader, [(lane,) for lane in lanes], ids, self.tokens or len(ids))
 
 
 Part = Blockwise

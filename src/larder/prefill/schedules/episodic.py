@@ -16,9 +16,9 @@ from enum import Enum
 
 from larder.core.cutting import even_ranges
 from larder.core.errors import BadParameter
-from larder.prefill.base import Schedule, Steps, read_blocks
-from larder.prefill.reader import Lane, Reader
-from larder.prefill.room import fitting
+from larder.prefill.base import Schedule, Steps, prefill_blocks
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.room import max_parallel_caches
 
 
 class Together(Enum):
@@ -40,7 +40,8 @@ class Episodic(Schedule):
         tokens: M_block, the most tokens read between two plans; blocks are of nearly the same
             length. Left out, the smaller of 512 and the budget.
         together: the most caches read in one pass, in groups of nearly the same size; or
-            `fitting`, as many as an accelerator's free memory holds and one on a CPU; or `all`.
+            `max_parallel_caches`, as many as an accelerator's free memory holds and one on a CPU;
+            or `all`.
     """
 
     tokens: int | None = None
@@ -55,19 +56,25 @@ class Episodic(Schedule):
                 f"got {self.together}."
             )
 
-    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
         block = self.tokens or len(ids)
         most = self._together(reader, lanes, ids, block)
         groups = [lanes[start:stop] for start, stop in even_ranges(len(lanes), most)]
-        return read_blocks(reader, groups, ids, block)
+        return prefill_blocks(reader, groups, ids, block)
 
     def _together(
-        self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...], block: int
+        self,
+        reader: PrefillReader,
+        lanes: Sequence[PrefillSequence],
+        ids: tuple[int, ...],
+        block: int,
     ) -> int:
         if self.together is Together.ALL:
             return len(lanes)
         if self.together is Together.FITTING:
-            return fitting(reader, lanes, ids, block)
+            return max_parallel_caches(reader, lanes, ids, block)
         return self.together
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from larder.core.needs import Need
 from larder.prefill.base import Schedule, Steps
-from larder.prefill.reader import Lane, Reader
+from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Bounds activations; without a plan in between, pieces of any size leave the same cache. The last
 # piece is longer where a scorer judges by more tokens than this, and all where a part asks for it.
@@ -26,14 +26,18 @@ class Whole(Schedule):
 
     tokens: ClassVar[None] = None
 
-    def steps(self, reader: Reader, lanes: Sequence[Lane], ids: tuple[int, ...]) -> Steps[None]:
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
         total = len(ids) * len(lanes)
         for number, lane in enumerate(lanes):
             yield from self._lane(reader, lane, ids)
             reader.finish(lane)
             yield len(ids) * (number + 1), total
 
-    def _lane(self, reader: Reader, lane: Lane, ids: tuple[int, ...]) -> Steps[None]:
+    def _lane(
+        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+    ) -> Steps[None]:
         start = lane.cache.next_position
         scorer = reader.planner.scorer
         voters = max(PIECE_TOKENS, scorer.least().last)  # they stay themselves

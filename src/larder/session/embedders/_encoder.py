@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from larder.core.errors import ModelError
-from larder.models.quieting import quiet
+from larder.models.transformers_logging import silence_transformers
 
 BATCH = 32
 
@@ -85,7 +85,7 @@ def _load(source: str, padding_side: str) -> tuple[Any, Any]:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        with quiet():
+        with silence_transformers():
             tokenizer = AutoTokenizer.from_pretrained(source, padding_side=padding_side)
             model, report = AutoModel.from_pretrained(source, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

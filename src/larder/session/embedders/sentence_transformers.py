@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float32
 
 from larder.core.errors import DependencyError, ModelError
-from larder.models.quieting import quiet
+from larder.models.transformers_logging import silence_transformers
 from larder.session.embedders._encoder import BATCH, load_failure_message, unit_rows
 from larder.session.embedders.base import Embedder
 
@@ -59,7 +59,7 @@ def _load(source: str, device: str) -> Any:
             'run `pip install "larder[embed]"`, or take the embedder `minilm` or `tokens`.'
         ) from error
     try:
-        with quiet():
+        with silence_transformers():
             return SentenceTransformer(source, device=device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(load_failure_message(source, error)) from error

@@ -1,0 +1,257 @@
+"""From a name or a folder to a verified decoder with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from larder.core.arguments import check_type
+from larder.core.errors import BadParameter, ModelError
+from larder.models.decoder import Decoder
+from larder.models.transformers_logging import silence_transformers
+from larder.models.verification import check_rope, reference_logits, verify
+
+SEED = "seed"
+AUTO = "auto"
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What damaged or hostile files make transformers, torch and tokenizers raise while they load.
+LOAD_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    SafetensorError,
+    StrictDataclassError,
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A decoder, the tokenizer that came with it, and the name it was asked for by."""
+
+    decoder: Decoder
+    tokenizer: Any
+    name: str
+
+
+def load(
+    name: str = SEED, device: str = "cpu", dtype: str | torch.dtype | None = None
+) -> LoadedModel:
+    """Load a model and prove that it works through Larder's attention.
+
+    Args:
+        name: `seed` for the bundled model, a local folder, or a Hugging Face name.
+        device: where it runs, as torch spells it.
+        dtype: `float32` (default on a CPU), `bfloat16` (default elsewhere) or `float16`, as a name
+            or as torch has it; `auto` for the one that the weights are saved in.
+
+    Raises:
+        BadParameter: the device or the dtype is none.
+        ModelError: it cannot be loaded, or cannot be honored; the message says what to do.
+    """
+    check_type("model", name, str, "a name or a folder as a string")
+    check_type("device", device, str, "a string such as cpu or cuda:0")
+    source = str(files("larder.models") / "seed") if name == SEED else name
+    _check_folder(source)
+    with silence_transformers():
+        return _load(name, source, device, dtype)
+
+
+def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    kind = AUTO if dtype == AUTO else torch_dtype(dtype, device)
+    config = _call_transformers(name, _read_config, source)
+    check_rope(config)
+    if not Path(source).is_dir():
+        _check_hub_indexes(source)
+    options = {"trust_remote_code": False, **_dtype_option(kind)}
+    module = _call_transformers(name, AutoModelForCausalLM.from_pretrained, source, **options)
+    _check_dtype(name, module.dtype)
+    module = move_to_device(module, device).eval()
+    tokenizer = _call_transformers(
+        name, AutoTokenizer.from_pretrained, source, trust_remote_code=False
+    )
+    return LoadedModel(wrap_model(module), tokenizer, name)
+
+
+def seed_tokenizer() -> Any:
+    """The bundled model's, without its weights."""
+    from transformers import AutoTokenizer
+
+    with silence_transformers():
+        return AutoTokenizer.from_pretrained(str(files("larder.models") / "seed"))
+
+
+def wrap_model(module: Any) -> Decoder:
+    """A decoder around a model that is already in memory, verified.
+
+    Raises:
+        ModelError: it cannot be honored; the model is left as it was.
+    """
+    check_rope(module.config)
+    expected = reference_logits(module.eval())
+    decoder = Decoder(module)
+    try:
+        verify(decoder, expected)
+    except BaseException:
+        decoder.release()
+        raise
+    return decoder
+
+
+def _check_folder(source: str) -> None:
+    """What can be said about a local folder before transformers tries it."""
+    folder = Path(source)
+    if not folder.exists():
+        if folder.is_absolute() or source.startswith((".", "~")):
+            raise ModelError(f"The model folder {source} does not exist: check --model.")
+        return
+    if not folder.is_dir():
+        raise ModelError(f"{source} is a file: give --model the folder that holds config.json.")
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{source} has no config.json: give --model a folder saved by transformers."
+        )
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ModelError(
+            f"{source} has a config.json but no weights (*.safetensors): download them into it."
+        )
+    for index in (folder / name for name in INDEX_NAMES):
+        if index.is_file():
+            _check_weight_map(index)
+
+
+def _check_hub_indexes(name: str) -> None:
+    """Check the indexes of a model by name before its weights are fetched."""
+    from transformers.utils.hub import cached_file
+
+    for index in INDEX_NAMES:
+        try:
+            found = cached_file(name, index)
+        except OSError:  # most models have no such file, and what is missing is told later
+            continue
+        _check_weight_map(Path(str(found)))
+
+
+def _check_weight_map(index: Path) -> None:
+    """Raises: ModelError: an index of weights names files outside the model's folder."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        outside = sorted(shard for shard in set(shards) if _escapes_folder(shard))
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{index} does not map weights to files ({type(error).__name__}): download it again."
+        ) from error
+    if outside:
+        raise ModelError(
+            f"{index} names the weight file {outside[0]!r}, which is outside the model's folder: "
+            "a weight_map may only name files beside it. Do not trust this model."
+        )
+
+
+def _escapes_folder(shard: Any) -> bool:
+    """Whether a relative file name leads out of the folder that it is relative to."""
+    kinds = PurePosixPath(shard), PureWindowsPath(shard)
+    return any(path.is_absolute() or path.drive or ".." in path.parts for path in kinds)
+
+
+def _call_transformers(name: str, function: Any, *args: Any, **options: Any) -> Any:
+    """Call into transformers and turn its refusals into one line of ours."""
+    try:
+        return function(*args, **options)
+    except LOAD_FAILURES as error:
+        said = " ".join(str(error).split()).split(". ")[0] or type(error).__name__
+        raise ModelError(
+            f"The model {name!r} cannot be loaded: {said}. Give a local folder, a Hugging Face "
+            f"name that this machine can reach, or leave --model out for the bundled one."
+        ) from error
+
+
+def _read_config(source: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def _torch_device(device: str) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise BadParameter(
+            f"device must be a device that torch knows, such as cpu, cuda, cuda:1 or mps, "
+            f"got {device!r}."
+        ) from error
+    if place.type == "meta":
+        raise BadParameter(
+            "device must be a device that computes, such as cpu, cuda, cuda:1 or mps, "
+            f"got {device!r}, where tensors have shapes but no numbers."
+        )
+    return place
+
+
+def torch_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
+    """What a model's numbers are held in.
+
+    Raises:
+        BadParameter: no such type, or no such device.
+    """
+    place = _torch_device(device)
+    if dtype is None:
+        return torch.float32 if place.type == "cpu" else torch.bfloat16
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise BadParameter(
+            f"dtype must be one of {', '.join(DTYPES)}, or {AUTO} for that of saved weights, got "
+            f"{dtype!r}."
+        )
+    return DTYPES[name]
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises: ModelError: the weights are saved in numbers that Larder does not compute in."""
+    if dtype not in DTYPES.values():
+        raise ModelError(
+            f"The model {name!r} is saved in {dtype}: give dtype as one of {', '.join(DTYPES)}."
+        )
+
+
+def _dtype_option(dtype: torch.dtype | str) -> dict[str, torch.dtype | str]:
+    """The keyword changed its name in transformers 4.56."""
+    import transformers
+    from packaging.version import Version
+
+    old = Version(transformers.__version__) < Version("4.56")
+    return {"torch_dtype" if old else "dtype": dtype}
+
+
+def move_to_device(module: Any, device: str) -> Any:
+    """The module on a device.
+
+    Raises:
+        ModelError: the device cannot be used here.
+    """
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        said = str(error).splitlines()[0].rstrip(".")
+        raise ModelError(
+            f"The device {device} cannot be used: {said}. Leave it out for the CPU."
+        ) from error

@@ -1,0 +1,80 @@
+"""Where heads look in a text of random tokens that is read several times over.
+
+Tang et al., "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads" (2024),
+arXiv:2407.15891, section 3.2, takes 2500 tokens four times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.models.decoder import Decoder
+from larder.models.measurements._attention_capture import (
+    CHUNK_TOKENS,
+    AttentionInputs,
+    capture_attention,
+    flatten_layers,
+)
+from larder.models.measurements.base import Granularity, Measurement, SampleText
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class RepeatedText(Measurement):
+    """The weight that a token gives to one place in each earlier reading, on average over tokens.
+
+    One number per kv head, the highest of its query heads.
+
+    Args:
+        tokens: length of the text that is repeated. Drawn from the tokens of the bundled text, each
+            once before any comes again, so that special tokens take no part.
+        times: how often it is read.
+    """
+
+    tokens: int = 500
+    times: int = 4
+    grain = Granularity.KV_HEAD
+    ahead: ClassVar[int]  # how far behind its own place in an earlier reading a token looks
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2 or self.times < 2:
+            raise BadParameter(f"A text of 2 tokens or more is read twice or more, got {self}.")
+
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
+        numbers: dict[int, list[float]] = {}
+
+        def show(layer: int, shown: AttentionInputs) -> None:
+            heads = self._mass(shown).unflatten(0, (shown.keys.shape[0], -1))  # [K, R]
+            numbers[layer] = heads.amax(1).tolist()
+
+        capture_attention(decoder, random_tokens(sample.known(), self.tokens) * self.times, show)
+        return flatten_layers(decoder, numbers)
+
+    def _mass(self, shown: AttentionInputs) -> Float[Tensor, " H"]:
+        """Mean over the tokens of all readings but the first."""
+        device = shown.queries.device
+        rows = torch.arange(self.tokens, self.tokens * self.times, device=device)
+        sums = torch.zeros(shown.queries.shape[0], dtype=torch.float64, device=device)
+        back = self.tokens * torch.arange(1, self.times, device=device)
+        for some in rows.split(CHUNK_TOKENS):
+            places = some[:, None] - back  # [Q, readings]
+            found = shown.weights(some).gather(
+                2, (places + self.ahead).clamp(min=0).expand(len(sums), -1, -1)
+            )
+            sums += found.masked_fill(places < 0, 0.0).sum((1, 2)).double()
+        return (sums / len(rows)).float()
+
+
+def random_tokens(known: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Random tokens, the same for the same vocabulary."""
+    source, ids = torch.Generator().manual_seed(SEED), list[int]()
+    while len(ids) < tokens:
+        ids += [known[place] for place in torch.randperm(len(known), generator=source).tolist()]
+    return tuple(ids[:tokens])

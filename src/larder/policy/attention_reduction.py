@@ -1,0 +1,129 @@
+"""How the weights of many queries and query heads become one score per entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from larder.core.family import Family
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Calibration, Entries, Observation
+from larder.core.spec import LayerSpec
+from larder.ops.attention_weights import head_weights_from_logits
+from larder.ops.column_statistics import reduce_columns
+from larder.policy.aggregation.base import Aggregation
+from larder.policy.heads.base import HeadRule
+
+AGGREGATIONS = Family("aggregation", "larder.policy.aggregation")
+HEAD_RULES = Family("heads", "larder.policy.heads")
+
+
+@dataclass(frozen=True)
+class ObservationWindow:
+    """Queries that look at entries.
+
+    Args:
+        positions: true positions of the queries, each of which sees nothing later; None where
+            they are read behind everything and see all of it.
+        before: only entries at earlier true positions are judged; None where all are.
+    """
+
+    queries: Float[Tensor, "H Q D"]
+    entries: Entries
+    positions: Int[Tensor, " Q"] | None = None
+    before: int | None = None
+
+    def is_of(self, seen: Observation) -> bool:
+        """Whether it is what the pass itself has looked at: its own queries, at all entries."""
+        return (
+            self.entries is seen.entries
+            and self.queries.shape == seen.queries.shape
+            and self.queries.data_ptr() == seen.queries.data_ptr()
+        )
+
+    def judged(self) -> tuple[int, ...]:
+        """How many entries of each head are judged: the first ones."""
+        if self.before is None:
+            return self.entries.lengths
+        return self.entries.between(0, self.before).lengths
+
+
+@dataclass(frozen=True)
+class AttentionReduction:
+    """An aggregation over queries, then a rule over the heads that share a kv head."""
+
+    aggregation: Aggregation
+    heads: HeadRule
+
+    @staticmethod
+    def named(aggregation: str, heads: str) -> AttentionReduction:
+        """With the parameters that the parts have by default."""
+        return AttentionReduction(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
+
+    def join(self, look: ObservationWindow, seen: Observation) -> list[Float[Tensor, " _"]]:
+        """One number per entry and kv head; the entries' softmax weights are never all held."""
+        entries = look.entries
+        judged = look.judged() if self.aggregation.mixes else entries.lengths
+        is_local = not (self.aggregation.mixes or self.aggregation.counts)
+        if seen.logits is not None and is_local and look.is_of(seen):
+            # As gathered from the only query, whose logits attention has left behind.
+            weights = self.aggregation.alone(head_weights_from_logits(seen.logits, *entries.layout))
+            joined = self.heads.join_stored(weights, entries, seen.layer, seen.facts)
+            return [self.aggregation.complete(head) for head in joined]
+        key_positions = None if look.positions is None else entries.packed_positions()
+        statistics = reduce_columns(
+            self.aggregation,
+            look.queries,
+            entries.keys,
+            *entries.layout,
+            seen.layer.scaling,
+            query_positions=look.positions,
+            key_positions=key_positions,
+            bias=entries.columns.get(LOG_COUNT),
+            judged=judged,
+        )
+        whole = [
+            pad(head, (0, length - head.shape[-1]))
+            for head, length in zip(statistics, entries.lengths, strict=True)
+        ]
+        joined = self.heads.join(whole, entries, seen.layer, seen.facts)
+        return [
+            pad(self.aggregation.complete(head[:count]), (0, len(head) - count))
+            for head, count in zip(joined, judged, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class NoAggregation(Aggregation):
+    """For scorers that look at no attention: never asked."""
+
+    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
+        return (like,)
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        del state, weights, first, total
+
+    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
+        del total
+        return state[0]
+
+
+@dataclass(frozen=True)
+class NoHeadRule(HeadRule):
+    """For scorers that look at no attention: never asked."""
+
+    def join(
+        self,
+        statistics: Sequence[Float[Tensor, "R _"]],
+        entries: Entries,
+        layer: LayerSpec,
+        facts: Calibration,
+    ) -> list[Float[Tensor, " _"]]:
+        del entries, layer, facts
+        return [head[0] for head in statistics]

@@ -1,0 +1,134 @@
+"""What the queries of a pass gave to each entry, and running columns that take it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Observation
+from larder.ops.attention_weights import weights_from_logits
+from larder.ops.column_statistics import GroupReduction, reduce_columns
+from larder.ops.cpu import attention_weights
+
+
+@dataclass(frozen=True)
+class QueryWeights:
+    """Softmax weights that a few queries, in order, gave to entries of their kv head.
+
+    Args:
+        weights: query heads joined; 0 where a query cannot see an entry.
+        times: true positions of the queries.
+        places: true positions of the entries.
+    """
+
+    weights: Float[Tensor, "c S"]
+    times: Int[Tensor, " c"]
+    places: Int[Tensor, " S"]
+
+    @property
+    def total(self) -> Float[Tensor, " S"]:
+        """What the queries gave together."""
+        return self.weights[0] if len(self.weights) == 1 else self.weights.sum(0)
+
+    @property
+    def sees(self) -> Bool[Tensor, "c S"]:
+        """Which query sees which entry."""
+        return self.places <= self.times[:, None]
+
+
+# The new state of some entries from the old one and a few votes: a number per column and entry.
+State = tuple[Tensor, ...]
+Step = Callable[[State, QueryWeights], State]
+
+
+def update_columns(
+    seen: Observation, names: tuple[str, ...], group: GroupReduction, step: Step
+) -> dict[str, Tensor]:
+    """New values of columns [C] after a pass: `step` taken over its queries, a few at a time.
+
+    Args:
+        names: the columns, in the order of the state.
+        group: how the weights of query heads that share a kv head are joined.
+    """
+    old = tuple(seen.entries.columns[name] for name in names)
+    alone = len(seen.query_positions) == 1
+    new = (
+        _update_single_query(seen, old, group, step)
+        if alone
+        else _update_queries(seen, old, group, step)
+    )
+    return dict(zip(names, new, strict=True))
+
+
+def _update_single_query(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
+    """All heads at once; rows that nobody owns are carried along with weight 0."""
+    weights = newest_query_weights(seen, group)
+    return step(old, QueryWeights(weights[None], seen.query_positions, seen.entries.positions))
+
+
+def newest_query_weights(seen: Observation, group: GroupReduction) -> Float[Tensor, " C"]:
+    """What the newest query of a pass gave to every row of the storage."""
+    entries = seen.entries
+    if seen.logits is not None:
+        return weights_from_logits(seen.logits, *entries.layout, group)
+    bias = entries.columns.get(LOG_COUNT)
+    case = seen.queries[:, -1:], entries.keys, *entries.layout, seen.layer.scaling
+    return attention_weights(*case, group=group, bias=bias)
+
+
+def _update_queries(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
+    new = tuple(column.clone() for column in old)
+    for head, queries in enumerate(seen.queries.chunk(seen.layer.kv_heads)):  # [R, Q, D] each
+        rows = seen.entries.rows(head)
+        keys = seen.entries.keys[rows]
+        counts = seen.entries.columns.get(LOG_COUNT)
+        places = seen.entries.positions[rows]
+        running = _ColumnGather(
+            step, group, tuple(c[rows] for c in old), seen.query_positions, places
+        )
+        [result] = reduce_columns(
+            running,
+            queries,
+            keys,
+            torch.tensor([0]),
+            torch.tensor([len(keys)]),
+            seen.layer.scaling,
+            query_positions=seen.query_positions,
+            key_positions=places,
+            bias=None if counts is None else counts[rows],
+        )
+        for column, numbers in zip(new, result, strict=True):
+            column[rows] = numbers
+    return new
+
+
+@dataclass(frozen=True)
+class _ColumnGather:
+    """Gathers a state of one kv head, a row per column, where others gather one per query head."""
+
+    step: Step
+    group: GroupReduction
+    old: State
+    times: Int[Tensor, " Q"]
+    places: Int[Tensor, " S"]
+
+    def start(self, like: Float[Tensor, "R S"]) -> State:
+        del like
+        return tuple(column.clone() for column in self.old)
+
+    def fold(self, state: State, weights: Float[Tensor, "R c S"], first: int, total: int) -> None:
+        del total
+        count = weights.shape[1]
+        joined = self.group.join(weights.flatten(1)).view(count, -1)
+        votes = QueryWeights(joined, self.times[first : first + count], self.places)
+        for column, numbers in zip(state, self.step(state, votes), strict=True):
+            column.copy_(numbers)
+
+    def finish(self, state: State, total: int) -> Float[Tensor, "N S"]:
+        del total
+        return torch.stack(state)

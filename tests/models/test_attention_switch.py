@@ -1,0 +1,63 @@
+"""What a decoder takes of a model while it holds it: that model's attention, and nobody else's."""
+
+from __future__ import annotations
+
+import torch
+
+from larder.cache.sequence import CacheForm, SequenceCache
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+from larder.models.tiny import tiny
+from model_runs import own_logits, some_ids
+
+
+def test_models_that_share_a_configuration_are_held_one_by_one() -> None:
+    one, other = tiny("gemma3"), tiny("gemma3", seed=1)
+    shared = one.config
+    for part in other.modules():
+        if "config" in vars(part):
+            part.config = shared
+    expected = own_logits(other, some_ids(9))
+    with Decoder(one):
+        assert one.config._attn_implementation == "larder"
+        assert one.model.config is one.config is one.model.layers[0].self_attn.config
+        assert other.config is shared and shared._attn_implementation != "larder"
+        assert torch.equal(own_logits(other, some_ids(9)), expected)
+        with Decoder(other) as second:
+            assert second.spec.layers == Decoder(tiny("gemma3")).spec.layers
+    assert all(vars(part).get("config", shared) is shared for part in one.modules())
+    assert one.config is other.config is shared
+
+
+def test_layers_are_found_where_a_class_names_a_part_that_it_has_not() -> None:
+    module = tiny("gemma3")
+    module.base_model_prefix = "language_model"  # as in transformers 4.54
+    hidden = torch.randn(3, module.config.hidden_size)
+    with Decoder(module) as decoder:
+        assert decoder.body is module.model
+        assert torch.allclose(decoder._head.logits(hidden), module.lm_head(hidden))
+
+
+def test_attention_may_be_wrapped_as_kvpress_wraps_it() -> None:
+    """What it takes is then handed on by its place, as transformers' own functions have it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    decoder, called = Decoder(tiny("qwen3")), list[int]()
+    inner, ids = ALL_ATTENTION_FUNCTIONS["larder"], some_ids(12)
+
+    def wrapper(module, query, key, value, attention_mask, dropout, **rest):
+        called.append(module.layer_idx)
+        return inner(module, query, key, value, attention_mask, dropout, **rest)
+
+    def logits() -> torch.Tensor:
+        row = BatchSegment(SequenceCache(decoder.spec, CacheForm.DENSE), ids)
+        return decoder.predict([row], Mode.APPEND, range(len(ids)))
+
+    expected = logits()
+    ALL_ATTENTION_FUNCTIONS["larder"] = wrapper
+    try:
+        assert torch.equal(logits(), expected)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["larder"]  # what is registered shows again
+    assert called == [0, 1]

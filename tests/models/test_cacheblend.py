@@ -1,0 +1,117 @@
+"""Pieces read elsewhere, put together: as by hand, and exact where everything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from larder.cache.sequence import CacheForm, SequenceCache
+from larder.core.errors import BadParameter, CacheError, ModelError
+from larder.core.types import Mode
+from larder.models.cacheblend import ContextChunk, blend
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+from larder.models.tiny import tiny
+from larder.ops.rope import rerotate
+from model_runs import some_ids
+from references.blending import blended
+
+ONE, TWO, ASKED = some_ids(7, seed=1), some_ids(9, seed=2), some_ids(3, seed=3)
+TEXT = ONE + TWO + ASKED
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(tiny("llama", layers=4))
+
+
+def read(decoder: Decoder, ids: Any, form: CacheForm = CacheForm.DENSE) -> SequenceCache:
+    cache = SequenceCache(decoder.spec, form)
+    decoder.read([BatchSegment(cache, tuple(ids))], Mode.APPEND)
+    return cache
+
+
+def pieces(decoder: Decoder) -> list[ContextChunk]:
+    """The second piece stood behind other tokens when it was read."""
+    behind = read(decoder, (*some_ids(4, seed=9), *TWO))
+    return [
+        ContextChunk(ONE, read(decoder, ONE)),
+        ContextChunk(TWO, behind, 4),
+        ContextChunk(ASKED),
+    ]
+
+
+def difference(one: SequenceCache, other: SequenceCache) -> float:
+    states = one.state(), other.state()
+    assert states[0].keys() == states[1].keys() and one.meta() == other.meta()
+    return max(float((states[0][n] - states[1][n]).abs().max()) for n in states[0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_blending_is_what_is_done_by_hand(decoder: Decoder, share: float) -> None:
+    parts = pieces(decoder)
+    held: list[Any] = [[] for _ in decoder.spec.layers]
+    for piece in parts:
+        for layer in decoder.spec.layers:
+            if piece.cache is None:
+                held[layer.index] += [None] * len(piece.ids)
+                continue
+            state = piece.cache.state()
+            places = torch.arange(piece.cache.next_position)
+            radians = torch.tensor(layer.radians)
+            bare = rerotate(state[f"{layer.index}.keys"], places, torch.zeros_like(places), radians)
+            for n in range(piece.start, piece.start + len(piece.ids)):
+                held[layer.index].append((bare[:, n], state[f"{layer.index}.values"][:, n]))
+    with torch.no_grad():
+        expected, chosen = blended(decoder.module, TEXT, held, share)
+    found = blend(decoder, parts, share)
+    assert found.chosen.tolist() == chosen
+    state = found.cache.state()
+    for index, (keys, values) in enumerate(expected):
+        assert torch.allclose(state[f"{index}.keys"], torch.stack(keys, 1), atol=1e-4)
+        assert torch.allclose(state[f"{index}.values"], torch.stack(values, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+def test_computing_everything_is_reading(architecture: str) -> None:
+    decoder = Decoder(tiny(architecture, layers=3))
+    full = read(decoder, TEXT)
+    found = blend(decoder, pieces(decoder), 1.0)
+    assert found.chosen.tolist() == list(range(len(TEXT)))
+    assert difference(found.cache, full) < 1e-4
+    nexts = [
+        decoder.predict([BatchSegment(c, (5,))], Mode.APPEND, [0]) for c in (found.cache, full)
+    ]
+    assert torch.allclose(*nexts, atol=1e-3)
+
+
+def test_what_stood_at_the_beginning_does_not_deviate(decoder: Decoder) -> None:
+    found = blend(decoder, [ContextChunk(ONE, read(decoder, ONE)), ContextChunk(ASKED)], 0.0)
+    assert difference(found.cache, read(decoder, ONE + ASKED)) < 1e-4
+    assert float(found.deviations[: len(ONE)].max()) < 1e-6
+    assert found.chosen.tolist() == list(range(len(ONE), len(ONE + ASKED)))
+
+
+def test_computing_the_more_is_the_nearer(decoder: Decoder) -> None:
+    full = read(decoder, TEXT).state()["3.values"]
+    errors = [
+        float((blend(decoder, pieces(decoder), s).cache.state()["3.values"] - full).norm())
+        for s in (0.0, 0.5, 1.0)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_what_cannot_be_blended_is_refused(decoder: Decoder) -> None:
+    whole = read(decoder, ONE)
+    for share, parts in ((1.1, [ContextChunk(ONE)]), (0.5, [])):
+        with pytest.raises(BadParameter, match="share"):
+            blend(decoder, parts, share)
+    for cache, start in ((read(decoder, ONE, CacheForm.RAGGED), 0), (whole, 1), (whole, -1)):
+        with pytest.raises(CacheError):
+            blend(decoder, [ContextChunk(ONE, cache, start)])
+    for other in (tiny("gemma3", layers=3), tiny("llama", layers=1)):
+        with pytest.raises(ModelError, match="read them"):
+            blend(Decoder(other), [ContextChunk(ONE)])
+    assert not decoder.body.layers[1]._forward_pre_hooks, "no hook is left"

@@ -1,0 +1,146 @@
+"""What a pass through a model does to a cache, and takes back when it fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from builders import a_plan
+from larder.cache.sequence import CacheForm, SequenceCache
+from larder.core.errors import CacheError, InputError, ModelError
+from larder.core.types import Mode
+from larder.models.forward_batch import BatchSegment, ForwardBatch, LayerActivations
+from model_runs import read_on, some_ids
+
+CPU = torch.device("cpu")
+
+
+def recordings(decoder, cache, ids, mode) -> dict[int, LayerActivations]:
+    seen: dict[int, LayerActivations] = {}
+
+    def watch(row: int, layer: int, recorded: LayerActivations) -> None:
+        assert row == 0
+        seen[layer] = recorded
+
+    decoder.read([BatchSegment(cache, ids)], mode, watch)
+    return seen
+
+
+def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
+    decoder = adopted(architecture)
+    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    read_on(decoder, cache, some_ids(12), 5)
+    before = cache.state()
+    probed = recordings(decoder, cache, some_ids(4, seed=1), Mode.PROBE)
+    assert all(torch.equal(t, before[name]) for name, t in cache.state().items())
+    assert cache.next_position == 12
+    appended = recordings(decoder, cache, some_ids(4, seed=1), Mode.APPEND)
+    assert probed.keys() == appended.keys() == {0, 1}
+    assert probed[1].positions.tolist() == [12, 13, 14, 15]
+    for name in ("queries", "keys", "values"):  # the first layer does not depend on attention
+        assert torch.equal(vars(probed[0])[name], vars(appended[0])[name])
+    assert torch.equal(cache.entries(1).head_keys(0)[-4:], appended[1].keys[0])
+
+
+def test_scratch_leaves_every_bit(architecture, adopted) -> None:
+    decoder = adopted(architecture)
+    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    read_on(decoder, cache, some_ids(12), 5)
+    before, size = cache.state(), cache.nbytes
+    recordings(decoder, cache, some_ids(7, seed=1), Mode.SCRATCH)
+    assert all(torch.equal(t, before[name]) for name, t in cache.state().items())
+    assert (cache.nbytes, cache.next_position) == (size, 12)
+
+
+@pytest.mark.parametrize(
+    "form, block, failing",
+    [(CacheForm.DENSE, 11, 1), (CacheForm.RAGGED, 1, 0), (CacheForm.RAGGED, 11, 1)],
+)
+def test_a_pass_that_fails_halfway_is_taken_back(
+    architecture, adopted, monkeypatch, form, block, failing
+) -> None:
+    decoder, ids = adopted(architecture), some_ids(40)
+    cache, twin = (SequenceCache(decoder.spec, form) for _ in range(2))
+    for each in (cache, twin):
+        read_on(decoder, each, ids[:20], 10)
+
+    def fail(row: int, layer: int, recorded: LayerActivations) -> None:
+        if layer == failing:
+            raise MemoryError("no more")
+
+    with pytest.raises(MemoryError):
+        decoder.read([BatchSegment(cache, ids[20 : 20 + block])], Mode.APPEND, fail)
+    assert cache.next_position == 20
+    for layer in decoder.spec.managed:
+        assert torch.equal(
+            cache.entries(layer.index).packed_positions(),
+            twin.entries(layer.index).packed_positions(),
+        )
+    got, expected = (read_on(decoder, each, ids[20:], 7) for each in (cache, twin))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
+    decoder = adopted("llama")
+    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    journey = ForwardBatch([BatchSegment(cache, (5,))], Mode.APPEND, torch.device("cpu"), None)
+    journey.called.add(1)
+    with pytest.raises(ModelError, match=r"Layers \[0\]"):
+        journey.finish()
+
+
+def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
+    decoder = adopted("llama")
+    cache, twin = (SequenceCache(decoder.spec, CacheForm.RAGGED) for _ in range(2))
+    for each in (cache, twin):
+        read_on(decoder, each, some_ids(12), 5)
+    finish = ForwardBatch.finish
+
+    def deaf(journey: ForwardBatch) -> None:
+        journey.called.discard(1)
+        finish(journey)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForwardBatch, "finish", deaf)
+        with pytest.raises(ModelError, match=r"Layers \[1\]"):
+            decoder.read([BatchSegment(cache, some_ids(4))], Mode.APPEND)
+    assert cache.next_position == 12
+    assert cache.lengths() == twin.lengths()
+
+
+@pytest.mark.parametrize("mode", [Mode.APPEND, Mode.SCRATCH])
+def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None:
+    decoder = adopted("llama")
+    cache, other = (SequenceCache(decoder.spec, CacheForm.RAGGED) for _ in range(2))
+    for each in (cache, other):
+        read_on(decoder, each, some_ids(12), 5)
+
+    def plan_and_fail(row: int, layer: int, recorded: LayerActivations) -> None:
+        if (row, layer) == (0, 0):
+            lengths = cache.entries(0).lengths
+            cache.apply(0, a_plan([range(0, length, 2) for length in lengths], lengths))
+        if layer == 1:
+            raise MemoryError("no more")
+
+    rows = [BatchSegment(cache, some_ids(4)), BatchSegment(other, some_ids(4))]
+    with pytest.raises(MemoryError):
+        decoder.read(rows, mode, plan_and_fail)
+    for use in (cache.state, cache.fork, lambda: cache.entries(1), lambda: cache.surrender(CPU)):
+        with pytest.raises(CacheError, match="read the text again"):
+            use()
+    with pytest.raises(CacheError, match="read the text again"):
+        decoder.read([BatchSegment(cache, some_ids(4))], Mode.APPEND)
+    assert other.lengths() == ((12, 12), (12, 12))  # nothing was planned here: it is taken back
+    read_on(decoder, other, some_ids(4), 4)
+
+
+@pytest.mark.parametrize(
+    "ids, rule",
+    [((), "no tokens"), ((5, 128), "id 128"), ((-1,), "id -1"), ((5, -3, 7), "id -3")],
+)
+def test_ids_that_no_model_knows_are_refused(adopted, ids, rule) -> None:
+    decoder = adopted("llama")
+    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    with pytest.raises(InputError, match=rule):
+        decoder.read([BatchSegment(cache, ids)], Mode.APPEND)
+    assert cache.next_position == 0

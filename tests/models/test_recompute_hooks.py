@@ -1,0 +1,182 @@
+"""Caches that hold what keys and values follow from answer as if nothing had been rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cache_stores import same_bits
+from larder.cache.forms.rebuilt import recomputed_layers
+from larder.cache.sequence import CacheForm, SequenceCache
+from larder.core.errors import BadParameter, CacheError
+from larder.core.plan import Plan
+from larder.core.rebuilding import RecomputeSource, RecomputeSpec
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from model_runs import read_on, some_ids
+
+MANNERS = {
+    "every": RecomputeSpec(),
+    "one": RecomputeSpec(RecomputeSource.ONE, 1),
+    "ids": RecomputeSpec(RecomputeSource.IDS),
+}
+EACH = pytest.mark.parametrize("manner", MANNERS)
+READ, NEAR, LAYERS = 24, 3, 3
+IDS = some_ids(READ + 8)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+def decoder(request) -> Decoder:
+    return wrap_model(tiny(request.param, layers=LAYERS))
+
+
+def bare(decoder: Decoder, manner: str) -> SequenceCache:
+    return SequenceCache(decoder.spec, CacheForm.REBUILT, rebuilding=MANNERS[manner])
+
+
+def evict(cache: SequenceCache) -> None:
+    """All but the latest, and in each head another one of the others."""
+    for layer in cache.spec.managed:
+        if not cache.makeup.governs(layer):
+            continue
+        lengths, kept, start = cache.lengths()[layer.index], [], 0
+        for head, length in enumerate(lengths):
+            kept += [start + head, *range(start + length - NEAR, start + length)]
+            start += length
+        cache.apply(layer.index, Plan(torch.tensor(kept), (NEAR + 1,) * len(lengths)))
+
+
+def filled(decoder: Decoder, manner: str, ids: tuple[int, ...] = IDS) -> SequenceCache:
+    cache = bare(decoder, manner)
+    for start in (0, 10):
+        decoder.read([BatchSegment(cache, ids[start : start + 10])], Mode.APPEND)
+        evict(cache)
+    decoder.read([BatchSegment(cache, ids[20:READ])], Mode.APPEND)
+    return cache
+
+
+def full(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
+    """Logits over a cache that holds everything."""
+    return read_on(decoder, SequenceCache(decoder.spec, CacheForm.DENSE), ids, len(ids))
+
+
+@EACH
+def test_logits_are_those_over_a_full_cache(decoder, manner) -> None:
+    cache, whole = filled(decoder, manner), full(decoder, IDS)
+    for store in recomputed_layers(cache.stores):
+        least = cache.makeup.rebuilding.depth
+        assert all(len(own) == 16 for own in store.gone) == (store.layer.index >= least)
+    got = [read_on(decoder, cache, IDS[READ : READ + 3], 1)]
+    got.append(read_on(decoder, cache, IDS[READ + 3 :], 5))  # and many at once
+    assert torch.allclose(torch.cat(got), whole[READ:], atol=1e-4)
+
+
+@EACH
+def test_several_rows_and_scratch_texts_each_see_their_own(decoder, manner) -> None:
+    other = some_ids(READ + 8, seed=3)
+    caches = [filled(decoder, manner), filled(decoder, manner, other), bare(decoder, manner)]
+    texts = [IDS[READ : READ + 2], other[READ : READ + 3], IDS[:1]]
+    before = [cache.state() for cache in caches]
+    rows = [BatchSegment(cache, ids) for cache, ids in zip(caches, texts, strict=True)]
+    got = decoder.predict(rows, Mode.SCRATCH, range(6))
+    assert all(same_bits(c.state(), b) for c, b in zip(caches, before, strict=True))
+    assert torch.allclose(decoder.predict(rows, Mode.APPEND, range(6)), got, atol=1e-4)
+    whole = [
+        full(decoder, IDS[: READ + 2])[READ:],
+        full(decoder, other[: READ + 3])[READ:],
+        full(decoder, IDS[:1]),
+    ]
+    assert torch.allclose(got, torch.cat(whole), atol=1e-4)
+
+
+@EACH
+def test_it_comes_back_and_goes_its_own_way(three_layers, manner) -> None:
+    decoder, cache = three_layers, filled(three_layers, manner)
+    state = cache.state()
+    back = SequenceCache.restore(decoder.spec, state, cache.meta())
+    assert back.makeup == cache.makeup and same_bits(back.state(), state)
+    fork = cache.fork()
+    expected = read_on(decoder, cache, IDS[READ:], 1)
+    for copy in (back, fork):
+        assert torch.equal(read_on(decoder, copy, IDS[READ:], 1), expected)
+    assert cache.nbytes == sum(
+        t.untyped_storage().nbytes() for s in cache.stores for t in s.tensors()
+    )
+
+
+@EACH
+def test_what_is_taken_back_is_read_anew(three_layers, manner) -> None:
+    decoder, cache = three_layers, filled(three_layers, manner)
+    cache.truncate(READ - 2)
+    got = read_on(decoder, cache, IDS[READ - 2 :], 4)
+    whole = full(decoder, IDS)[READ - 2 :]
+    assert torch.allclose(got, whole, atol=1e-4)
+
+
+def failing(decoder: Decoder) -> Callable[[int, int, object], None]:
+    def watch(row: int, layer: int, recorded: object) -> None:
+        if layer == LAYERS - 1:
+            raise KeyboardInterrupt
+
+    return watch
+
+
+@EACH
+def test_a_pass_that_breaks_leaves_nothing(three_layers, manner) -> None:
+    decoder = three_layers
+    cache, expected = filled(decoder, manner), filled(decoder, manner)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.read([BatchSegment(cache, IDS[READ : READ + 2])], Mode.APPEND, failing(decoder))
+    assert not any(module._forward_pre_hooks for module in decoder.module.modules())
+    got, own = (read_on(decoder, each, IDS[READ:], 2) for each in (cache, expected))
+    assert torch.allclose(got, own, atol=1e-5)
+
+
+@EACH
+def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None:
+    """By hand, for the tiny Llama: 64 numbers a residual, 4 query and 2 kv heads of 16."""
+    cache, shape = filled(three_layers, manner), three_layers.shape
+    tokens = sum(store.tokens for store in recomputed_layers(cache.stores))
+    operations = sum(store.operations for store in recomputed_layers(cache.stores))
+    three_layers.read([BatchSegment(cache, IDS[READ : READ + 1])], Mode.APPEND)
+    gone = len({*torch.cat(recomputed_layers(cache.stores)[-1].gone).tolist()})
+    sources = sum(store.source.nbytes for store in recomputed_layers(cache.stores))
+    per_token = {"every": 3 * 4 * shape.hidden, "one": 4 * shape.hidden, "ids": 4}[manner]
+    assert sources == (READ + 1) * per_token
+    reread = recomputed_layers(cache.stores)[-1].wanted
+    run = {"every": 3 * gone, "one": 3 * reread, "ids": 3 * reread}[manner]
+    assert sum(s.tokens for s in recomputed_layers(cache.stores)) - tokens == run
+    made = sum(s.operations for s in recomputed_layers(cache.stores)) - operations
+    below = reread * (shape.projections + shape.rest)
+    again = reread * (shape.projections + shape.rest + 2 * 4 * 16 * (reread + 1))
+    assert (
+        made
+        == {
+            "every": 3 * gone * shape.projections,
+            "one": below + 2 * again,
+            "ids": 3 * again,
+        }[manner]
+    )
+
+
+def test_what_cannot_come_back_is_refused(three_layers) -> None:
+    cache = filled(three_layers, "ids")
+    with pytest.raises(CacheError, match="to be forgotten, but held='ids' reads the text again"):
+        cache.forget(2, 4)
+    every = filled(three_layers, "every")
+    every.forget(2, 4)
+    for store in recomputed_layers(every.stores):
+        assert not {2, 3} & {*torch.cat(store.gone).tolist()}
+    with pytest.raises(CacheError, match="nobody rebuilds them"):
+        new = torch.zeros(4, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
+        every.attend(0, *new, torch.tensor([READ]), Mode.SCRATCH, (1,))
+    with pytest.raises(BadParameter, match="recompute.depth must be at least 1, got 0: before"):
+        RecomputeSpec(RecomputeSource.ONE, 0)
+    one = filled(three_layers, "one")
+    with pytest.raises(CacheError, match="Layer 0 lies before the residual of layer 1"):
+        one.apply(0, Plan(torch.tensor([0, READ]), (1, 1)))

@@ -1,0 +1,329 @@
+"""Many queries and query heads become one number per entry, as the loops say."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from builders import a_layer, a_view, head_numbers, some_entries
+from larder.core.errors import BadParameter
+from larder.core.observation import Observation
+from larder.ops.column_statistics import CHUNK
+from larder.policy.aggregation.defensive import Defensive
+from larder.policy.aggregation.ema import Ema
+from larder.policy.aggregation.max import Max
+from larder.policy.aggregation.mean import Mean
+from larder.policy.aggregation.mean_variance import MeanVariance
+from larder.policy.aggregation.scaled_mean import ScaledMean
+from larder.policy.aggregation.sum import Sum
+from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
+from larder.policy.heads.group_mean import GroupMean
+from larder.policy.heads.layer_mean import LayerMean
+from larder.session.policy import Policy
+from references import layer_mean
+from references.attention_loop import group_of, heads_of, positions_of, weights
+
+PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
+UNEVEN = [[0, 1, 4, 5, 9, 10, 11], [2, 3, 9, 10, 11], [0, 5, 9, 10, 11]]
+
+
+def view(group: int = 2, heads: list[list[int]] = UNEVEN, queries: int = 3) -> Observation:
+    return a_view(a_layer(len(heads), group), heads, queries)
+
+
+def some_weights(queries: int, entries: int, heads: int = 2, seed: int = 0) -> Tensor:
+    """Rows that sum to 1, in which early queries do not see late entries."""
+    logits = 2 * torch.randn(heads, queries, entries, generator=torch.Generator().manual_seed(seed))
+    late = torch.arange(entries) - torch.arange(queries)[:, None] > entries // 2
+    return logits.masked_fill(late, -torch.inf).softmax(-1)
+
+
+def streamed(aggregation: Any, rows: Tensor, chunk: int) -> Tensor:
+    """What an aggregation makes of weights handed over in a buffer that is used again."""
+    total = rows.shape[1]
+    state = aggregation.start(torch.zeros(rows.shape[0], rows.shape[2]))
+    for first in range(0, total, chunk):
+        buffer = rows[:, first : first + chunk].clone()
+        aggregation.fold(state, buffer, first, total)
+        assert torch.equal(buffer, rows[:, first : first + chunk])
+        buffer.fill_(torch.nan)
+    return aggregation.finish(state, total)
+
+
+@given(
+    queries=st.integers(1, 7),
+    entries=st.integers(1, 6),
+    heads=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_an_aggregation_equals_its_loop_in_chunks_of_any_size(
+    aggregation, loop_of, queries, entries, heads, seed
+) -> None:
+    rows = some_weights(queries, entries, heads, seed)
+    expected = [loop_of(aggregation).joined(aggregation, head) for head in rows.tolist()]
+    for chunk in (1, 2, queries):
+        got = streamed(aggregation, rows, chunk)
+        assert got.dtype is torch.float32
+        assert got.shape == (heads, entries)
+        for one, other in zip(got.tolist(), expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def test_without_queries_an_aggregation_is_0(aggregation) -> None:
+    assert streamed(aggregation, torch.zeros(2, 0, 3), 1).tolist() == [[0.0] * 3] * 2
+
+
+@given(
+    held=st.lists(st.sets(st.integers(0, 12), max_size=8), min_size=1, max_size=3),
+    group=st.integers(1, 3),
+    seed=st.integers(0, 5),
+)
+def test_a_head_rule_equals_its_loop_on_heads_of_any_length(
+    heads, loop_of, held, group, seed
+) -> None:
+    layer, places = a_layer(len(held), group), [sorted(head) for head in held]
+    source = torch.Generator().manual_seed(seed)
+    statistics = [torch.rand(group, len(head), generator=source) for head in places]
+    before = [head.clone() for head in statistics]
+    facts = {"retrieval": head_numbers(layer.query_heads)}
+    got = heads.join(statistics, some_entries(layer, places), layer, facts)
+    expected = loop_of(heads).joined(heads, [head.tolist() for head in statistics], places)
+    assert_equal(got, expected)
+    assert all(torch.equal(a, b) for a, b in zip(statistics, before, strict=True))
+
+
+def assert_equal(got: list[Tensor], expected: list[list[float]]) -> None:
+    assert [len(head) for head in got] == [len(head) for head in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype is torch.float32
+        assert one.tolist() == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def looped(
+    joining: AttentionReduction, seen: Observation, causal: bool, loop_of: Any
+) -> list[list[float]]:
+    """Softmax weights, aggregation and head rule, all by loops."""
+    positions = [positions_of(seen.entries, head) for head in heads_of(seen)]
+    statistics = []
+    for head in heads_of(seen):
+        rows = [
+            [row_of(seen, query_head, query, positions[head], causal) for query in queries_of(seen)]
+            for query_head in group_of(seen, head)
+        ]
+        loop = loop_of(joining.aggregation)
+        statistics.append([loop.joined(joining.aggregation, query_head) for query_head in rows])
+    own = loop_of(joining.heads).joined(joining.heads, statistics, positions)
+    loop = loop_of(joining.aggregation)
+    if not joining.aggregation.mixes:
+        return own
+    return [loop.completed(joining.aggregation, head) for head in own]
+
+
+def queries_of(seen: Observation) -> range:
+    return range(seen.queries.shape[1])
+
+
+def row_of(
+    seen: Observation, query_head: int, query: int, positions: list[int], causal: bool
+) -> list[float]:
+    at = int(seen.query_positions[query])
+    visible = [not causal or place <= at for place in positions]
+    return weights(seen, query_head, query, visible) if any(visible) else [0.0] * len(visible)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_joining_equals_the_loops_on_uneven_heads(aggregation, heads, loop_of, causal) -> None:
+    seen, joining = view(), AttentionReduction(aggregation, heads)
+    positions = seen.query_positions if causal else None
+    got = joining.join(ObservationWindow(seen.queries, seen.entries, positions), seen)
+    assert_equal(got, looped(joining, seen, causal, loop_of))
+
+
+def test_queries_that_see_nothing_and_heads_that_hold_nothing(aggregation, heads, loop_of) -> None:
+    seen = view(heads=[[], [5, 6, 7], [0, 1, 2, 6, 7]])
+    joining = AttentionReduction(aggregation, heads)
+    assert int(seen.query_positions[0]) == 5
+    early = replace(seen, query_positions=seen.query_positions - 2)
+    got = joining.join(
+        ObservationWindow(early.queries, early.entries, early.query_positions), early
+    )
+    assert_equal(got, looped(joining, early, True, loop_of))
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor holds that is made meanwhile."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
+        return made
+
+
+def test_no_head_has_the_weights_of_all_its_queries_at_once(aggregation, heads) -> None:
+    queries, entries, group = 8 * CHUNK, 32, 2
+    seen = view(group, [list(range(600 - entries, 600))] * 2, queries)
+    with Largest() as largest:
+        AttentionReduction(aggregation, heads).join(
+            ObservationWindow(seen.queries, seen.entries), seen
+        )
+    assert 2 * group * CHUNK * entries <= largest.numbers < group * queries * entries
+
+
+def test_what_is_looked_at_is_not_written_to(aggregation, heads) -> None:
+    seen = view()
+    tensors = (seen.queries, seen.query_positions, seen.entries.keys, seen.entries.positions)
+    before = [tensor.clone() for tensor in tensors]
+    AttentionReduction(aggregation, heads).join(
+        ObservationWindow(seen.queries, seen.entries, seen.query_positions), seen
+    )
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_the_order_of_kv_heads_does_not_matter(aggregation, heads) -> None:
+    scores = (0.1, 0.7, 0.3, 0.2, 0.9, 0.0)
+    seen, order = replace(view(), facts={"retrieval": scores}), [2, 0, 1]
+    joining, old = AttentionReduction(aggregation, heads), seen.entries
+    rows = [head * seen.layer.group + r for head in order for r in range(seen.layer.group)]
+    turned = replace(
+        old,
+        starts=tuple(old.starts[head] for head in order),
+        lengths=tuple(old.lengths[head] for head in order),
+    )
+    straight = joining.join(ObservationWindow(seen.queries, old, seen.query_positions), seen)
+    other = replace(seen, facts={"retrieval": tuple(scores[row] for row in rows)})
+    got = joining.join(ObservationWindow(seen.queries[rows], turned, seen.query_positions), other)
+    assert_equal(got, [straight[head].tolist() for head in order])
+
+
+def test_half_precision_is_joined_in_float32(aggregation, heads) -> None:
+    seen, joining = view(), AttentionReduction(aggregation, heads)
+    keys, queries = seen.entries.keys.bfloat16(), seen.queries.bfloat16()
+    low = joining.join(ObservationWindow(queries, replace(seen.entries, keys=keys)), seen)
+    wide = joining.join(
+        ObservationWindow(queries.float(), replace(seen.entries, keys=keys.float())), seen
+    )
+    assert_equal(low, [head.tolist() for head in wide])
+
+
+def test_small_variance_about_a_large_mean_is_not_lost() -> None:
+    noise = torch.randn(1, 64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = (0.9 + 1e-4 * noise).float()
+    gamma = 1e9
+    for chunk in (1, 7, 64):
+        got = (streamed(MeanVariance(gamma), rows, chunk) - 0.9) / gamma
+        assert got.tolist()[0] == pytest.approx(rows.double().var(1).tolist()[0], rel=1e-3)
+
+
+def test_special_cases_of_one_aggregation_are_another() -> None:
+    rows = some_weights(5, 4)
+    mean = streamed(Mean(), rows, 2)
+    assert torch.allclose(streamed(Ema(beta=1.0), rows, 2), mean)
+    assert torch.allclose(streamed(Ema(beta=0.0), rows, 2), rows[:, -1])
+    assert torch.allclose(streamed(MeanVariance(gamma=0.0), rows, 2), mean)
+    assert torch.allclose(streamed(Sum(), rows, 2), 5 * mean)
+    assert streamed(MeanVariance(), rows[:, :1], 1).allclose(rows[:, 0])
+    worst = Defensive(kernel=1)
+    risk = streamed(worst, rows, 2)
+    assert torch.allclose(risk, streamed(Max(), rows, 2))
+    lifted = worst.complete(risk[0])
+    assert torch.equal(lifted[lifted > risk[0].mean()], risk[0][risk[0] == lifted])
+    assert (lifted > risk[0]).any()
+
+
+def test_queries_that_tell_nothing_apart_give_1_however_many_keys_they_see() -> None:
+    rows = torch.tensor([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.25, 0.25, 0.25]]])
+    assert streamed(ScaledMean(), rows[:, 2:], 1).tolist() == [[1.0, 1.0, 1.0, 1.0]]
+    assert streamed(ScaledMean(), rows[:, :2], 1).tolist() == [[1.0, 0.5, 0.0, 0.0]]
+    assert streamed(Mean(), rows[:, :2], 1).tolist() == [[0.75, 0.25, 0.0, 0.0]]
+
+
+def test_the_newest_token_is_scaled_by_the_entries_of_its_own_head() -> None:
+    # What attention left behind of one query holds all heads: 2 entries here, 8 there.
+    seen = view(1, [[0, 1], list(range(8))], 1)
+    seen = replace(seen, queries=torch.zeros_like(seen.queries))
+    seen = replace(seen, logits=torch.zeros(1, len(seen.entries.positions)))
+    joining = AttentionReduction(ScaledMean(), GroupMean())
+    assert_equal(
+        joining.join(ObservationWindow(seen.queries, seen.entries), seen), [[1.0] * 2, [1.0] * 8]
+    )
+
+
+def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
+    sentence = "protect(sinks=1, recent=1) > snapkv(window=2, kernel=3) > {} > uniform(tokens=6)"
+    held = [list(range(20))] * 3
+    kept = {}
+    for rule in (LayerMean(), GroupMean()):
+        name = "layer_mean()" if rule == LayerMean() else "group_mean()"
+        planner = Policy.parse(sentence.format(name)).planner
+        seen = view(2, held, 5)
+        scored = planner.judge(seen, planner.score(seen), 6)
+        plan = planner.plan({0: scored}, {0: 6}, lambda index, seen=seen: seen.entries)[0]
+        heads = torch.split(plan.kept, list(plan.lengths))
+        kept[name] = [(head - 20 * index).tolist() for index, head in enumerate(heads)]
+    assert kept["layer_mean()"][0] == kept["layer_mean()"][1] == kept["layer_mean()"][2]
+    assert kept["group_mean()"][0] != kept["group_mean()"][1]
+
+
+def test_positions_are_matched_where_heads_hold_different_entries() -> None:
+    layer = a_layer(2, 1)
+    entries = some_entries(layer, [[0, 3, 7], [3, 9]])
+    statistics = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[6.0, 5.0]])]
+    joined = LayerMean().join(statistics, entries, layer, {})
+    assert [head.tolist() for head in joined] == [[1.0, 4.0, 3.0], [4.0, 5.0]]
+
+
+def test_heads_that_hold_the_same_and_heads_that_do_not_are_joined_alike() -> None:
+    layer = a_layer(3, 2)
+    whole = [0, 3, 7, 9]
+    for held in ([whole] * 3, [whole, whole, [0, 3, 7, 8]], [whole, whole, [0, 3]], [[]] * 3):
+        entries = some_entries(layer, held)
+        source = torch.Generator().manual_seed(len(held[2]))
+        statistics = [torch.rand(2, len(places), generator=source) for places in held]
+        joined = LayerMean().join(statistics, entries, layer, {})
+        expected = layer_mean.joined(None, [rows.tolist() for rows in statistics], held)
+        for head, wanted in zip(joined, expected, strict=True):
+            assert head.tolist() == pytest.approx(wanted)
+
+
+WRONG = {
+    "mean_variance.gamma": [-1.0, float("inf"), float("nan")],
+    "ema.beta": [-0.1, 1.1, float("nan")],
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_parameters_out_of_range_are_refused(named) -> None:
+    part, parameter = named.split(".")
+    kind = {"mean_variance": MeanVariance, "ema": Ema}[part]
+    for value in WRONG[named]:
+        with pytest.raises(BadParameter, match=re.escape(f"{named} must be")):
+            kind(**{parameter: value})
+
+
+def frozen_and_cited(part: Any) -> None:
+    for field in fields(part):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, field.name, None)
+    module = inspect.getmodule(type(part))
+    assert PAPER.search(module.__doc__), module.__name__
+
+
+def test_an_aggregation_is_frozen_and_names_its_paper(aggregation) -> None:
+    frozen_and_cited(aggregation)
+
+
+def test_a_head_rule_is_frozen_and_names_its_paper(heads) -> None:
+    frozen_and_cited(heads)

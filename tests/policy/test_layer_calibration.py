@@ -1,0 +1,62 @@
+"""What was measured of a model reaches the layer and the head that it was measured of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from builders import a_layer, a_view
+from larder.core.errors import ModelError
+from larder.core.observation import Calibration
+from larder.policy.budgets.uniform import Uniform
+from larder.policy.layer_calibration import mean_per_kv_head, split_by_layer
+from larder.session.policy import Policy
+
+FACTS = {"echo": (0.1, 0.2, 0.3, 0.4), "squeeze": (0.5, 0.6)}
+
+
+def test_layers_get_their_own_numbers() -> None:
+    told = split_by_layer(FACTS, (1, 5))
+    assert told == {
+        1: {"echo": (0.1, 0.2), "squeeze": (0.5,)},
+        5: {"echo": (0.3, 0.4), "squeeze": (0.6,)},
+    }
+    assert split_by_layer(FACTS, ()) == {}
+    assert split_by_layer({}, (0, 1)) == {0: {}, 1: {}}
+
+
+def test_numbers_of_query_heads_become_means_of_their_groups() -> None:
+    assert mean_per_kv_head((1.0, 3.0, 5.0, 9.0), 2) == (2.0, 7.0)
+    assert mean_per_kv_head((1.0, 3.0), 2) == (1.0, 3.0)
+    assert mean_per_kv_head((), 2) == ()
+
+
+def test_numbers_that_fit_no_layers_or_heads_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"'echo' has 4 numbers, which 3 managed layers cannot"):
+        split_by_layer({"echo": FACTS["echo"]}, (0, 1, 2))
+    with pytest.raises(ModelError, match="2 kv heads was calibrated by 3 numbers"):
+        mean_per_kv_head((1.0, 2.0, 3.0), 2)
+
+
+@dataclass(frozen=True)
+class Weighing(Uniform):
+    """A budget that counts heads by what was measured."""
+
+    def head_weights(self, facts: Calibration) -> tuple[float, ...]:
+        return tuple(10 * value for value in facts["echo"])
+
+
+def test_a_planner_tells_a_layer_what_it_knows() -> None:
+    policy = Policy.parse("snapkv(window=1) > group_max()")
+    planner = policy.planner
+    planner = type(planner)(planner.protect, planner.scorer, Weighing(), planner.compensation)
+    seen = a_view(a_layer(2, 2, index=5), [[0, 1, 2], [0, 2]])
+    assert planner.knowing(seen).facts == {}
+    assert planner.judge(seen, torch.zeros(5), 9).weights == ()
+    knowing = planner.under(FACTS, (1, 5), {"ends": frozenset({3})})
+    told = knowing.knowing(seen)
+    assert told.facts == {"echo": (0.3, 0.4), "squeeze": (0.6,)}
+    assert told.lexicon == {"ends": frozenset({3})}
+    assert knowing.judge(told, torch.zeros(5), 9).weights == (3.0, 4.0)

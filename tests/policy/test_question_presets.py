@@ -1,0 +1,51 @@
+"""Presets for contexts that end with the question keep what that question needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from larder import Engine
+from larder.core.errors import UsageError
+from larder.models.loader import LoadedModel
+from larder_bench.datasets.lifelog_questions import lifelog_conversation
+from larder_bench.scoring.teacher_forcing import score_answers
+
+NAMES = ("laq", "laq_guidance", "dapq", "whole() > positions_first() > uniform()")
+
+
+@pytest.fixture(scope="module")
+def right(seed_model: LoadedModel) -> dict[str, int]:
+    """How many of two questions each policy answers at a quarter of the context."""
+    full = Engine(seed_model, "full")
+    log = lifelog_conversation(0, 500, lambda text: len(full.scribe.encode(text)), 2)
+    return {name: _right(full.under(name, "25%"), log) for name in NAMES} | {
+        "full": sum(one.exact for one in score_answers(full, full.read(log), log.questions))
+    }
+
+
+def _right(engine: Engine, log) -> int:
+    asks_first = "question" in engine.policy.scorer.wanted()
+    found = 0
+    for question in log.questions:
+        one = replace(log, questions=(question,))
+        memory = engine.read(one, {"question": question.question} if asks_first else {})
+        found += sum(answer.exact for answer in score_answers(engine, memory, one.questions))
+    return found
+
+
+def test_drafts_that_answer_the_question_find_what_it_needs(right: dict[str, int]) -> None:
+    assert right["laq"] == right["full"] > right["laq_guidance"]
+
+
+def test_pseudo_tokens_behind_the_question_find_what_it_needs(right: dict[str, int]) -> None:
+    assert right["dapq"] > right[NAMES[3]]
+
+
+@pytest.mark.parametrize("name", ["laq", "dapq"])
+def test_a_question_that_is_not_known_is_asked_for(seed_model: LoadedModel, name: str) -> None:
+    engine = Engine(seed_model, name, "25%")
+    log = lifelog_conversation(0, 300, lambda text: len(engine.scribe.encode(text)), 1)
+    with pytest.raises(UsageError, match="needs the question before reading"):
+        engine.read(log)

@@ -1,0 +1,140 @@
+"""What a policy is shown of a compact layer is what its attention saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from builders import Tokens, a_layer, a_plan, draw
+from cache_stores import append, extend
+from cache_stores import attend as attend_behind
+from larder.cache.forms.compact import CompactLayer
+from larder.cache.sequence import SequenceCache
+from larder.cache.spec import CacheForm
+from larder.core.observation import Observation
+from larder.core.types import Mode
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.ops.attention import attention
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.placing import rotate_to_cache_positions
+from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import own_logits, read_on, some_ids
+
+HELD = 11
+
+
+def a_store() -> CompactLayer:
+    """Two heads that lost different entries."""
+    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    append(store, draw(store.layer, HELD))
+    store.apply(a_plan([[0, 3, 4, 9, 10], [1, 10]], [HELD, HELD]))
+    return store
+
+
+def shown(store: CompactLayer, new: Tokens, own: int) -> Observation:
+    told = (store.layer, store.entries(), new.queries, new.positions, HELD + own, (0, HELD))
+    return rotate_to_cache_positions(Observation(*told, keys=new.keys), own)
+
+
+def looked_at(seen: Observation, new: Tokens, head: int, own: int) -> torch.Tensor:
+    """Attention of a head's queries to what they are shown, under a causal mask."""
+    keys, values = seen.entries.head_keys(head), seen.entries.head_values(head)
+    if not own:
+        keys = torch.cat([keys, seen.keys[head]])
+        values = torch.cat([values, new.values[head]])
+    count = new.queries.shape[1]
+    mask = torch.ones(count, len(keys)).tril(len(keys) - count).bool()
+    group = seen.queries.unflatten(0, (2, 2))[head]
+    return attention(group, keys, values, seen.layer.scaling, mask)[0]
+
+
+@pytest.mark.parametrize("own", [0, 4])
+def test_what_is_shown_explains_what_was_attended(own) -> None:
+    store, new = a_store(), draw(a_layer(2, 2), 4, HELD)
+    out = extend(store, new) if own else attend_behind(store, new)
+    seen = shown(store, new, own)
+    for head in range(2):
+        expected = out.unflatten(0, (2, 2))[head]
+        torch.testing.assert_close(looked_at(seen, new, head, own), expected, atol=2e-5, rtol=1e-4)
+    assert not torch.allclose(seen.queries, new.queries, atol=0.1)
+
+
+def test_places_follow_what_each_head_holds() -> None:
+    store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
+    assert shown(store, new, 0).turned_to.tolist() == [[5, 6, 7], [2, 3, 4]]
+    append(store, new)
+    seen = shown(store, new, 3)
+    assert seen.turned_to.tolist() == [[5, 6, 7], [2, 3, 4]]
+    entries = seen.entries
+    assert entries.pack(entries.turned_to).tolist() == [*range(8), *range(5)]
+
+
+@pytest.mark.parametrize("shift", [7, -2, -4])
+def test_a_shifted_text_stands_away_from_what_each_head_holds(shift) -> None:
+    store, new = a_store(), draw(a_layer(2, 2), 3, HELD + shift)
+    out = store.attend(new.queries, new.keys, new.values, new.positions, (3,), shift)
+    seen = shown(store, new, 0)
+    firsts = [max(5 + shift, 0), max(2 + shift, 0)]
+    assert seen.turned_to.tolist() == [[first, first + 1, first + 2] for first in firsts]
+    for head in range(2):
+        expected = out.unflatten(0, (2, 2))[head]
+        torch.testing.assert_close(looked_at(seen, new, head, 0), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> None:
+    ids, new = some_ids(20), some_ids(6, seed=1)
+    expected: list[torch.Tensor] = []
+    with wrap_model(tiny("llama", layers=2)) as decoder:
+        for form in (CacheForm.RAGGED, CacheForm.COMPACT):
+            cache = SequenceCache(decoder.spec, form)
+            read_on(decoder, cache, ids, 20)
+            for shift in (0, 30, -15):
+                row = BatchSegment(cache, new, shift=shift)
+                expected.append(decoder.predict([row], Mode.SCRATCH, range(6)))
+    near, far, early, *compact = expected
+    assert (near - far).abs().max() > 1e-2
+    assert (near - early).abs().max() > 1e-2
+    torch.testing.assert_close(torch.stack(compact), torch.stack([near, far, early]))
+
+
+def test_true_positions_are_shown_as_they_are() -> None:
+    store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
+    entries = replace(store.entries(), places=torch.empty(0, dtype=torch.int32))
+    seen = Observation(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
+    assert rotate_to_cache_positions(seen, 0) is seen
+    assert seen.turned_to.tolist() == [[11, 12, 13]] * 2
+    assert seen.entries.turned_to is entries.positions
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+def test_a_cut_text_is_read_as_if_it_were_short(architecture) -> None:
+    """In a model of one layer keys depend on their own token alone: gaps must leave no trace."""
+    module = tiny(architecture, layers=1)
+    ids = some_ids(60)
+    kept, new = (*ids[:2], *ids[30:50]), ids[50:]
+    expected = own_logits(module, (*kept, *new))[len(kept) :]
+    sentence = "blockwise(tokens=9) > protect(sinks=2, recent=0) > sinks_and_window(sinks=2) > "
+    caches = []
+    with wrap_model(module) as decoder:
+        for storage in ("compact", "exact"):
+            policy = Policy.parse(f"{sentence} uniform(tokens=22) > {storage}()")
+            desk = ModelRuntime(
+                decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {}
+            )
+            shelf = build_caches(desk, policy.filled(22, None), ids[:50], [{}], PeakMemoryMeter())
+            caches.append(shelf.activate(0))
+        compact, exact = (read_on(decoder, cache, new, 4) for cache in caches)
+    assert caches[0].next_position == 60
+    assert (compact - expected).abs().max() < 1e-4
+    assert (exact - expected).abs().max() > 1e-2
+
+
+def _nobody(name: str) -> Any:
+    raise AssertionError(name)

@@ -1,0 +1,309 @@
+"""Entries go while text is generated, and the model sees no more and no less than what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.observation import Observation
+from larder.core.types import Mode
+from larder.engine.generate import StoppingCriteria, generate, no_observer
+from larder.engine.sampler import SamplingParams
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import LayerActivations
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.policy.timing.split import Split
+from larder.prefill.decode_eviction import DecodeEviction
+from larder.prefill.meter import PeakMemoryMeter
+from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
+from references import mass
+from references.tally_loop import Listener
+
+LAYERS, HEADS, M = 3, 2, 24
+CONTEXT, QUESTION, STEPS = 40, 5, 60
+TOLERANCE = 1e-4  # float32, on logits whose spread is about 1 to 3
+
+BLOCKS = "blockwise(tokens=8)"
+POLICIES = {
+    "h2o": f"{BLOCKS} > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()",
+    "mass": f"{BLOCKS} > protect(sinks=1, recent=2) > column_mass() > pooled() > every_step()",
+    "tova": "whole() > protect(sinks=0, recent=0) > last_query() > uniform() > every_step()",
+    "roco": f"{BLOCKS} > protect(sinks=0, recent=3) > roco() > uniform() > every_step()",
+    "morph": f"{BLOCKS} > protect(sinks=2, recent=0) > morph(window=3) > lagged(tokens=4)",
+    "lazy": f"{BLOCKS} > protect(sinks=0, recent=6) > recurrence() > uniform() > lagged(tokens=6)",
+    "novelty": f"{BLOCKS} > protect(sinks=1, recent=3) > novelty() > uniform() > every_step()",
+    "lagkv": f"{BLOCKS} > protect(sinks=2, recent=2) > lagkv(sinks=2, lag=4) > uniform() > "
+    "lagged(tokens=4)",
+    "slide": "whole() > protect(sinks=0, recent=4) > last_query() > sum() > group_mean() > "
+    "pooled() > split(reading=0.5)",
+    "discontinuous": "whole() > protect(sinks=0, recent=3) > column_mass() > uniform() > "
+    'split(reading=0.5, strategy="discontinuous", recent=4, every=5)',
+}
+PYRAMID = f"{BLOCKS} > protect(sinks=0, recent=2) > column_mass() > pyramid() > every_step()"
+LONG = ("h2o", "mass")  # the others answer in fewer tokens
+
+
+class Overheard(Decoder):
+    """A decoder of one sequence that remembers what every query could see, and every logit."""
+
+    def hear_anew(self) -> None:
+        self.visible: dict[tuple[int, int, int], set[int]] = {}  # layer, kv head, position
+        self.logits: list[Tensor] = []
+        self.listener = Listener()  # of the first layer
+
+    def predict(self, *given: Any) -> Tensor:
+        logits = super().predict(*given)
+        self.logits += list(logits)
+        return logits
+
+    def _run(self, module: Any, rows: Any, mode: Mode, observer: Any, **options: Any) -> Any:
+        [row] = rows
+        start, end = row.cache.next_position, row.cache.next_position + len(row.ids)
+        for layer in range(LAYERS):
+            entries = row.cache.entries(layer)
+            for head in range(HEADS):
+                held = set(entries.head_positions(head).tolist())
+                for at in range(start, end):
+                    self.visible[layer, head, at] = held | {*range(start, at + 1)}
+
+        def watch(number: int, layer: int, recorded: LayerActivations) -> None:
+            if layer == 0:
+                told = (recorded.queries, recorded.positions, end, (0, end))
+                self.listener.hear(Observation(self.spec.layers[0], row.cache.entries(0), *told))
+            if observer is not None:
+                observer(number, layer, recorded)
+
+        return super()._run(module, rows, mode, watch, **options)
+
+
+@dataclass
+class Bounded:
+    """Hands a policy's observers on, and counts entries before each layer's turn and afterwards.
+
+    Afterwards is at once where texts are read, and when the pass is over where single tokens are.
+    """
+
+    tending: DecodeEviction
+    quotas: Mapping[int, int]
+    wrong: list[str] = field(default_factory=list)
+    storages: list[list[Tensor]] = field(default_factory=lambda: [[] for _ in range(LAYERS)])
+
+    def __call__(self, numbers: Any, rows: Any, steps: Any) -> Any:
+        inner = self.tending.observer(numbers, rows, steps)
+        waiting = self.tending.planner.timing.excess() or 0
+
+        def watch(row: int, layer: int, recorded: LayerActivations) -> None:
+            cache = rows[row].cache
+            self._count(cache, layer, steps[row], waiting + len(rows[row].ids))
+            inner(row, layer, recorded)
+            if any(len(other.ids) > 1 for other in rows):
+                self._count(cache, layer, steps[row], waiting)
+            elif (row, layer) == (len(rows) - 1, LAYERS - 1):
+                for other, step in zip(rows, steps, strict=True):
+                    for each in range(LAYERS):
+                        self._count(other.cache, each, step, waiting)
+            storage = cache.entries(layer).keys
+            if not any(storage is known for known in self.storages[layer][-1:]):
+                self.storages[layer].append(storage)
+
+        return watch
+
+    def _count(self, cache: SequenceCache, layer: int, step: int, beyond: int) -> None:
+        held = sum(cache.lengths()[layer])
+        quota = self.tending.planner.timing.quota(self.quotas[layer], M, step)
+        if held > (quota + beyond) * HEADS:
+            self.wrong.append(f"layer {layer}: {held} of {quota} + {beyond}")
+
+
+def a_desk(decoder: Decoder) -> ModelRuntime:
+    """Reads token ids alone: there is no text to write, and nothing to measure."""
+
+    def nobody(name: str) -> Any:
+        raise AssertionError(name)
+
+    return ModelRuntime(decoder, object.__new__(TokenizerAdapter), nobody, lambda names: {})
+
+
+def a_policy(sentence: str) -> Policy:
+    return Policy.parse(sentence).filled(M, None)
+
+
+def after_reading(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:
+    desk = a_desk(decoder)
+    return build_caches(desk, policy, some_ids(context), [{}], PeakMemoryMeter()).activate(0)
+
+
+def answer(decoder: Decoder, caches: Any, tended: Any, steps: int = STEPS) -> list[list[int]]:
+    """Answers to questions of different lengths, token by token."""
+    questions = [some_ids(QUESTION + n, seed=n + 1) for n in range(len(caches))]
+    return generate(
+        decoder, caches, questions, SamplingParams(), StoppingCriteria(steps), tend=tended
+    )
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return wrap_model(tiny("qwen3", layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def overheard() -> Overheard:
+    made = wrap_model(tiny("qwen3", layers=LAYERS))
+    made.__class__ = Overheard
+    return made
+
+
+def masked(ids: tuple[int, ...], visible: dict[tuple[int, int, int], set[int]]) -> Tensor:
+    """Logits [T, V] of one full pass of the plain model, where a query sees what it saw."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def attend(module, query, key, value, mask, scaling, **rest):
+        count, group = query.shape[2], query.shape[1] // HEADS
+        shown = torch.zeros(HEADS, count, count, dtype=torch.bool)
+        for head in range(HEADS):
+            for at in range(count):
+                shown[head, at, sorted(visible[module.layer_idx, head, at])] = True
+        keys, values = (states.repeat_interleave(group, 1) for states in (key, value))
+        logits = query @ keys.transpose(2, 3) * scaling
+        logits = logits.masked_fill(~shown.repeat_interleave(group, 0), -torch.inf)
+        return (logits.softmax(-1) @ values).transpose(1, 2), None
+
+    module = tiny("qwen3", layers=LAYERS)
+    AttentionInterface.register("masked", attend)
+    AttentionMaskInterface.register("masked", lambda *a, **k: None)
+    try:
+        module.set_attn_implementation("masked")
+        with torch.no_grad():
+            return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    finally:
+        del AttentionInterface._global_mapping["masked"]
+        del AttentionMaskInterface._global_mapping["masked"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_generated_logits_are_those_of_a_masked_model(overheard, name) -> None:
+    policy = a_policy(POLICIES[name])
+    overheard.hear_anew()
+    cache = after_reading(overheard, policy, CONTEXT)
+    tending = decode_planner(a_desk(overheard), policy, [cache])
+    bounded = Bounded(tending, tending.quotas[0])
+    steps = STEPS if name in LONG else STEPS // 3
+    [said] = answer(overheard, [cache], bounded, steps)
+    assert len(said) == steps and len(set(said)) > 5
+    ids = some_ids(CONTEXT) + some_ids(QUESTION, seed=1) + tuple(said[:-1])
+    expected = masked(ids, overheard.visible)[CONTEXT + QUESTION - 1 :]
+    assert expected.std() > 0.5
+    assert (torch.stack(overheard.logits) - expected).abs().max() < TOLERANCE
+    assert bounded.wrong == [] and cache.next_position == len(ids)
+    seen = [len(overheard.visible[0, head, len(ids) - 1]) for head in range(HEADS)]
+    assert sum(seen) <= HEADS * (M + 1 + (policy.timing.excess() or 0))
+    if isinstance(policy.timing, Split):
+        kept = overheard.visible[2, 1, CONTEXT]
+        assert {at for at in kept if at < CONTEXT} <= overheard.visible[2, 1, len(ids) - 1]
+
+
+@pytest.mark.parametrize("name", ["h2o", "mass"])
+def test_what_a_cache_remembers_is_what_every_query_said(overheard, name) -> None:
+    policy = a_policy(POLICIES[name])
+    overheard.hear_anew()
+    cache = after_reading(overheard, policy, CONTEXT)
+    answer(overheard, [cache], decode_planner(a_desk(overheard), policy, [cache]).observer, 20)
+    entries = cache.entries(0)
+    for head in range(HEADS):
+        rows = entries.rows(head)
+        held = zip(entries.positions[rows].tolist(), entries.columns["mass"][rows], strict=True)
+        for place, column in held:
+            told = mass.remembered(overheard.listener.told[head, place])
+            assert float(column) == pytest.approx(told["mass"], rel=1e-4)
+
+
+def test_all_heads_keep_what_the_newest_token_looks_at(decoder) -> None:
+    policy = a_policy(POLICIES["tova"])
+    cache = after_reading(decoder, policy, CONTEXT)
+    answer(decoder, [cache], decode_planner(a_desk(decoder), policy, [cache]).observer, 20)
+    for layer in range(LAYERS):
+        entries = cache.entries(layer)
+        one, other = (entries.head_positions(head).tolist() for head in range(HEADS))
+        assert one == other and len(one) == M
+        assert one != list(range(cache.next_position - M, cache.next_position))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
+    policy = a_policy(POLICIES[name])
+    cache = after_reading(decoder, policy, CONTEXT)
+    cache.reserve(QUESTION + 1)
+    tending = decode_planner(a_desk(decoder), policy, [cache])
+    bounded = Bounded(tending, tending.quotas[0])
+    held = cache.nbytes
+    answer(decoder, [cache], bounded, STEPS // 2)
+    fresh = [len(storages) for storages in bounded.storages]
+    # Heads that share a budget outgrow their regions now and then; heads of their own never do.
+    assert fresh == [1] * LAYERS if name != "mass" else max(fresh) <= 3
+    assert cache.nbytes == held if name != "mass" else cache.nbytes < 4 * held
+
+
+@pytest.mark.parametrize("sentence", [POLICIES["mass"], POLICIES["discontinuous"], PYRAMID])
+def test_sequences_of_different_lengths_give_what_each_gives_alone(decoder, sentence) -> None:
+    policy, contexts = a_policy(sentence), (CONTEXT, 9)
+    together = [after_reading(decoder, policy, context) for context in contexts]
+    tending = decode_planner(a_desk(decoder), policy, together)
+    assert tending.starts == contexts
+    said = answer(decoder, together, tending.observer, 15)
+    for n, context in enumerate(contexts):
+        alone = after_reading(decoder, policy, context)
+        single = decode_planner(a_desk(decoder), policy, [alone])
+        question = some_ids(QUESTION + n, seed=n + 1)
+        got = generate(
+            decoder,
+            [alone],
+            [question],
+            SamplingParams(),
+            StoppingCriteria(15),
+            tend=single.observer,
+        )
+        assert got == [said[n]]
+        assert_same(alone, together[n], 1e-4)
+
+
+def assert_same(one: SequenceCache, other: SequenceCache, within: float) -> None:
+    mine, its = one.state(), other.state()
+    assert set(mine) == set(its)
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, its[name], rtol=within, atol=within)
+
+
+def test_a_policy_of_reading_leaves_generating_alone(decoder) -> None:
+    policy = a_policy(f"{BLOCKS} > protect(sinks=1, recent=2) > column_mass() > pooled()")
+    watched, plain = (after_reading(decoder, policy, CONTEXT) for _ in range(2))
+    assert decode_planner(a_desk(decoder), policy, [plain]) is None
+    quotas = dict.fromkeys(range(LAYERS), M)
+    tending = DecodeEviction(policy.planner, M, (quotas,), (CONTEXT,))
+    said = answer(decoder, [plain], no_observer, 20)
+    assert answer(decoder, [watched], tending.observer, 20) == said
+    mine, its = watched.state(), plain.state()
+    kept = [name for name in its if "column." not in name]
+    assert all(torch.equal(mine[name], its[name]) for name in kept)
+    assert sum(map(sum, plain.lengths())) == LAYERS * HEADS * (M + QUESTION + 20 - 1)
+
+
+def test_a_bound_that_is_broken_is_noticed(decoder) -> None:
+    policy = a_policy(POLICIES["h2o"])
+    cache = after_reading(decoder, policy, CONTEXT)
+    tending = decode_planner(a_desk(decoder), policy, [cache])
+    [quotas] = tending.quotas
+    larger = replace(tending, quotas=({layer: quota + 1 for layer, quota in quotas.items()},))
+    lax = Bounded(larger, quotas)
+    answer(decoder, [cache], lax, 10)
+    assert lax.wrong

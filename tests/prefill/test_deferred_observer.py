@@ -1,0 +1,58 @@
+"""A pass that is shown when it is over: everything, in order, and nothing before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
+from larder.models.forward_batch import LayerActivations
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.prefill.afterwards import DeferredObserver
+from larder.prefill.meter import PeakMemoryMeter
+from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
+
+TOLD = [(row, layer) for layer in range(3) for row in range(2)]
+
+
+def recorded(mark: int) -> LayerActivations:
+    some = torch.full((1, 1, 1), float(mark))
+    return LayerActivations(some, some, some, torch.tensor([mark]))
+
+
+def test_an_observer_is_told_all_in_order_once_the_pass_is_over() -> None:
+    heard: list[tuple[int, int, int]] = []
+    watching = DeferredObserver(
+        lambda row, layer, made: heard.append((row, layer, int(made.positions[0]))), len(TOLD)
+    )
+    for mark, (row, layer) in enumerate(TOLD):
+        assert heard == []
+        watching(row, layer, recorded(mark))
+    assert heard == [(row, layer, mark) for mark, (row, layer) in enumerate(TOLD)]
+
+
+@pytest.mark.parametrize("storage, is_afterwards", [("exact", True), ("compact", False)])
+def test_single_tokens_are_judged_afterwards_where_a_look_copies_nothing(
+    storage: str, is_afterwards: bool
+) -> None:
+    sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > column_mass() > {storage}() > "
+    policy = Policy.parse(sentence + "every_step()").filled(12, None)
+    decoder = wrap_model(tiny("qwen3", layers=2))
+    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), lambda name: 0, lambda names: {})  # type: ignore
+    cache = build_caches(desk, policy, some_ids(20), [{}], PeakMemoryMeter()).activate(0)
+    tended, kinds = decode_planner(desk, policy, [cache]), []
+
+    def observing(*given: Any) -> Any:
+        observer = tended.observer(*given)
+        kinds.append(isinstance(observer, DeferredObserver))
+        return observer
+
+    generate(decoder, [cache], [some_ids(3)], SamplingParams(), StoppingCriteria(3), tend=observing)
+    assert kinds == [False, is_afterwards, is_afterwards]

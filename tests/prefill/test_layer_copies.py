@@ -1,0 +1,165 @@
+"""How often a layer is looked at that copies what it shows, and that the copies are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, draw
+from cache_stores import append
+from larder.cache.forms.compact import CompactLayer
+from larder.cache.sequence import SequenceCache
+from larder.core.plan import Plan
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
+from larder.models.decoder import Decoder
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.prefill.decode_eviction import DecodeEviction
+from larder.prefill.meter import PeakMemoryMeter
+from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
+
+LAYERS, M, CONTEXT, STEPS = 2, 12, 20, 6
+JUDGED = {
+    "attention": "protect(sinks=0, recent=2) > column_mass() > uniform()",
+    "positions": "protect(sinks=2, recent=0) > sinks_and_window(sinks=2) > uniform()",
+    "merging": "protect(sinks=0, recent=2) > column_mass() > uniform() > fold_ema()",
+}
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return wrap_model(tiny("llama", layers=LAYERS))
+
+
+def read(
+    decoder: Decoder, policy: Policy, meter: PeakMemoryMeter
+) -> tuple[ModelRuntime, SequenceCache]:
+    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
+    return desk, build_caches(desk, policy, some_ids(CONTEXT), [{}], meter).activate(0)
+
+
+def answer(
+    decoder: Decoder, cache: SequenceCache, tended: DecodeEviction | None, steps: int
+) -> None:
+    assert tended is not None
+    question = [some_ids(3, seed=1)]
+    generate(
+        decoder, [cache], question, SamplingParams(), StoppingCriteria(steps), tend=tended.observer
+    )
+
+
+def counting(monkeypatch: Any, kind: type, name: str) -> list[Any]:
+    """One entry for every time that a method is called from now on."""
+    calls: list[Any] = []
+    called: Callable[..., Any] = getattr(kind, name)
+
+    def counted(self: Any, *given: Any) -> Any:
+        calls.append(self)
+        return called(self, *given)
+
+    monkeypatch.setattr(kind, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
+    sentence = f"blockwise(tokens=8) > {JUDGED[name]} > compact() > every_step()"
+    policy = Policy.parse(sentence).filled(M, None)
+    desk, cache = read(decoder, policy, PeakMemoryMeter())
+    tended = decode_planner(desk, policy, [cache])
+    answer(decoder, cache, tended, 1)
+    calls = counting(monkeypatch, CompactLayer, "_turned")
+    answer(decoder, cache, tended, STEPS)
+    steps = STEPS - 1  # the first token comes from the question, read as a whole
+    turns = 2 if name == "merging" else 1  # merging turns what it merges again
+    assert (steps + 1) * LAYERS <= len(calls) <= (turns * steps + 3) * LAYERS
+    assert all(not store._kept for store in cache._stores)
+
+
+def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
+    policy = Policy.parse(
+        "protect(sinks=0, recent=2) > snapkv(window=4) > uniform() > lagged(tokens=9)"
+    ).filled(M, None)
+    desk, cache = read(decoder, policy, PeakMemoryMeter())
+    tended = decode_planner(desk, policy, [cache])
+    looks = counting(monkeypatch, SequenceCache, "entries")
+    answer(decoder, cache, tended, 2)
+    assert not looks
+
+
+def test_what_a_look_copies_is_counted() -> None:
+    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    append(store, draw(store.layer, 9))
+    store.allocate(5)
+    held, shown = store.nbytes, store.entries()
+    assert store.viewed_bytes == store.attended_bytes == shown.keys.nbytes + shown.places.nbytes
+    store.listen()
+    new = draw(store.layer, 1, 9)
+    store.append(new.keys, new.values, new.positions)
+    store.attend_held(new.queries, new.positions)
+    assert store.nbytes == held + store.viewed_bytes
+    kept = store.entries()
+    assert store.nbytes == held
+    again = store.entries()
+    assert torch.equal(kept.pack(kept.keys), again.pack(again.keys))  # slack may hold NaN
+
+
+@pytest.mark.parametrize("change", ["append", "apply", "truncate", "compact", "allocate"])
+def test_kept_keys_are_forgotten_when_anything_changes(change) -> None:
+    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    append(store, draw(store.layer, 9))
+    new, more = draw(store.layer, 1, 9), draw(store.layer, 2, 10)
+    store.listen()
+    store.append(new.keys, new.values, new.positions)
+    store.attend_held(new.queries, new.positions)
+    change_it = {
+        "append": lambda: append(store, more),
+        "apply": lambda: store.apply(_all_but_first(store)),
+        "truncate": lambda: store.truncate(7),
+        "compact": store.compact,
+        "allocate": lambda: store.allocate(9),
+    }[change]
+    change_it()
+    shown, alike = store.entries(), store.fork().entries()
+    assert len(shown.keys) >= sum(store.lengths)
+    assert torch.equal(shown.pack(shown.turned_to), alike.pack(alike.turned_to))
+    for head in range(2):
+        assert torch.equal(shown.head_keys(head), alike.head_keys(head))
+
+
+class Watching(PeakMemoryMeter):
+    """Notes what passed beside the caches, and what a look at them would have copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[int, int]] = []
+
+    def note(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
+        super().note(caches, passing_bytes)
+        copied = max(cache.viewed_bytes(layer) for cache in caches for layer in range(LAYERS))
+        self.noted.append((passing_bytes, copied))
+
+
+def test_the_peak_of_reading_counts_what_looks_copy(decoder) -> None:
+    sentence = f"blockwise(tokens=8) > {JUDGED['positions']} > compact()"
+    meter = Watching()
+    read(decoder, Policy.parse(sentence).filled(M, None), meter)
+    layer = decoder.spec.layers[0]
+    fullest = layer.kv_heads * (M + 8) * (layer.head_dim * 4 + 4)
+    assert max(copied for _, copied in meter.noted) >= fullest
+    assert any(passing >= copied >= fullest for passing, copied in meter.noted)
+
+
+def _all_but_first(store: CompactLayer) -> Plan:
+    return a_plan([range(1, length) for length in store.lengths], store.lengths)
+
+
+def _nobody(name: str) -> Any:
+    raise AssertionError(name)

@@ -1,0 +1,183 @@
+"""How many caches are read together: as many as asked for, or as many as fit."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from larder.core.errors import BadParameter
+from larder.models.decoder import Decoder
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.prefill import room
+from larder.prefill.base import no_progress
+from larder.prefill.reader import PrefillReader
+from larder.prefill.schedules.blockwise import Blockwise
+from larder.prefill.schedules.episodic import Episodic, Together
+from larder.session.policy import Policy
+from model_runs import some_ids
+
+EPICACHE = 'patched(prompt="episode") > sensitivity()'
+PROTECTED = f"protect(sinks=1, recent=2) > {EPICACHE}"
+TOKENS, BLOCK, LANES = 14, 9, 5
+
+
+class Sizes(list[int]):
+    """How many lanes each settlement had, while a test lasts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        settling = PrefillReader.settling
+
+        def spy(reader: PrefillReader, lanes: Any, *rest: Any) -> Any:
+            self.append(len(lanes))
+            return settling(reader, lanes, *rest)
+
+        monkeypatch.setattr(PrefillReader, "settling", spy)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    return Sizes(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def watched() -> Decoder:
+    """Two layers; nothing need be remembered of what they read."""
+    return wrap_model(tiny("qwen3", layers=2))
+
+
+@pytest.fixture(scope="module")
+def read(watched, reader_for, lane_for) -> Any:
+    """The lanes that a schedule leaves, and the meter."""
+
+    def run(schedule: Any, lanes: int = LANES, sentence: str = EPICACHE) -> Any:
+        planner = Policy.parse(f"protect(sinks=1, recent=2) > {sentence}").planner
+        reader = reader_for(watched, planner, TOKENS, 50)
+        built = [lane_for(watched, episode=some_ids(3 + n, seed=n)) for n in range(lanes)]
+        schedule.read(reader, built, some_ids(50), no_progress)
+        return built, reader.meter
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def blockwise(read) -> Any:
+    """What blockwise builds under a sentence."""
+    return cache(lambda sentence: read(Blockwise(BLOCK), sentence=sentence))
+
+
+def assert_same(one: Any, other: Any, within: float) -> None:
+    for left, right in zip(one, other, strict=True):
+        mine, its = left.cache.state(), right.cache.state()
+        assert left.cache.meta() == right.cache.meta()
+        for name in mine:
+            torch.testing.assert_close(mine[name], its[name], atol=within, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "sentence, together",
+    [
+        *((EPICACHE, together) for together in (1, 3, *Together)),
+        *(("keydiff() > global()", together) for together in (3, Together.ALL)),
+    ],
+)
+def test_any_number_builds_what_blockwise_builds(read, blockwise, together, sentence) -> None:
+    one, _ = blockwise(sentence)
+    other, _ = read(Episodic(BLOCK, together), sentence=sentence)
+    assert_same(one, other, 1e-4)
+
+
+@pytest.mark.parametrize("together, expected", [(2, {1, 2}), (3, {2, 3}), (40, {5})])
+def test_a_number_is_the_most_read_together(read, sizes, together, expected) -> None:
+    read(Episodic(BLOCK, together))
+    assert set(sizes) == expected
+    assert len(sizes) == -(-LANES // together) * 6  # blocks
+
+
+def test_all_are_read_together_if_asked(read, sizes) -> None:
+    read(Episodic(BLOCK, Together.ALL))
+    assert set(sizes) == {LANES}
+
+
+def test_on_a_cpu_one_is_read_after_the_other(read, blockwise, sizes) -> None:
+    assert room.free_device_bytes(torch.device("cpu")) is None
+    one, held = blockwise(EPICACHE)
+    sizes.clear()
+    other, also = read(Policy.parse("epicache").filled(TOKENS, BLOCK).schedule)
+    assert set(sizes) == {1}
+    assert_same(one, other, 0)
+    assert (also.peak_bytes, also.peak_entries) == (held.peak_bytes, held.peak_entries)
+    _, more = read(Policy.parse("epicache_batched").filled(TOKENS, BLOCK).schedule)
+    assert more.peak_entries > 2 * held.peak_entries
+
+
+@pytest.mark.parametrize("fit", [0, 2, 3, 100])
+def test_as_many_are_read_together_as_fit(
+    watched, reader_for, lane_for, read, sizes, monkeypatch, fit
+) -> None:
+    reader = reader_for(watched, Policy.parse(PROTECTED).planner, TOKENS, 50)
+    longest, ids = lane_for(watched, episode=some_ids(3 + LANES - 1)), some_ids(50)
+    each = room.cache_bytes(reader, longest, ids, BLOCK)
+    each += room.activation_bytes(reader, longest, ids[:BLOCK])
+    free = int(fit * each / room.USABLE_FRACTION) + 1
+    monkeypatch.setattr(room, "free_device_bytes", lambda device: free)
+    read(Episodic(BLOCK))
+    most = max(1, min(fit, LANES))
+    assert max(sizes) == -(-LANES // -(-LANES // most))
+    assert len(sizes) == -(-LANES // most) * 6
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("total", [150, 400])
+def test_no_cache_takes_more_than_it_was_given_room_for(
+    reader_for, lane_for, architecture, total
+) -> None:
+    decoder, ids = wrap_model(tiny(architecture, layers=4)), some_ids(total)
+    tokens, block = 100, 80  # larger than the slack that storage grows by
+    sentence = "protect(sinks=1, recent=2) > keydiff() > uniform()"
+    reader = reader_for(decoder, Policy.parse(sentence).planner, tokens, total)
+    lane = lane_for(decoder)
+    bound = room.cache_bytes(reader, lane, ids, block)
+    Episodic(block).read(reader, [lane], ids, no_progress)
+    assert bound / 2 < reader.meter.peak_bytes <= bound
+
+
+def test_a_long_prompt_needs_room_to_pass(watched, reader_for, lane_for) -> None:
+    reader = reader_for(watched, Policy.parse(PROTECTED).planner, TOKENS, 50)
+    short, long = (lane_for(watched, episode=some_ids(n)) for n in (3, 300))
+    block = some_ids(BLOCK)
+    assert room.activation_bytes(reader, long, block) * BLOCK == 300 * room.activation_bytes(
+        reader, short, block
+    )
+
+
+def test_free_memory_counts_what_the_allocator_holds_unused(monkeypatch) -> None:
+    told = {"mem_get_info": (100, 1000), "memory_reserved": 60, "memory_allocated": 20}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert room.free_device_bytes(torch.device("cuda")) == 140
+    assert room.free_device_bytes(torch.device("meta")) is None
+
+
+def test_what_needs_no_prompt_needs_room_for_its_block(watched, reader_for, lane_for) -> None:
+    plain = reader_for(watched, Policy.parse("keydiff() > uniform()").planner, 50, 50)
+    asked = reader_for(watched, Policy.parse(PROTECTED).planner, 50, 50)
+    lane, block = lane_for(watched, episode=some_ids(3)), some_ids(BLOCK)
+    assert (
+        room.activation_bytes(plain, lane, block) == room.activation_bytes(asked, lane, block) > 0
+    )
+
+
+@pytest.mark.parametrize("together", [0, -1])
+def test_no_cache_at_all_is_refused(together) -> None:
+    with pytest.raises(BadParameter, match='at least 1 cache, "fitting" or "all"'):
+        Episodic(BLOCK, together)
+
+
+@pytest.mark.gpu
+def test_an_accelerator_tells_what_is_free() -> None:
+    free = room.free_device_bytes(torch.device("cuda"))
+    assert free is not None and free > 0

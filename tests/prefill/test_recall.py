@@ -1,0 +1,258 @@
+"""Generating over what is parked, found by every way there is: exact, bounded, and kept whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from _pytest.outcomes import Failed
+from torch import Tensor
+
+from larder.cache.offload.page_fetch import PageFetcher
+from larder.cache.offload.slow_tier import SlowTier
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BudgetError
+from larder.core.recall import RECALLS, PrefillRecall
+from larder.core.types import Mode
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.policy.protect import Protect
+from larder.policy.scorers.keydiff import KeyDiff
+from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.session.caches import SessionCaches
+from larder.session.capacity import entries_per_head, recall_budget_tokens
+from larder.session.policy import Policy
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.presets import PRESETS
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import own_logits, some_ids
+
+CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 28, 2
+STAYING, LAG = 8, 4  # entries of the fast tier, and those that may pile up
+# Sizes for texts as short as these; all other parts find entries one by one.
+SIZES = {
+    "bounds": "page=4",
+    "clusters": "size=4",
+    "dci": "page=4",
+    "graph": "least=8, links=4",
+    "mpcache": "page=4",
+    "rocket": "ratio=4",
+    "wave": "page=4, size=4, update=8, segment=16",
+}
+PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
+
+
+@dataclass(frozen=True)
+class Hearing(SamplingParams):
+    """Chooses as ever, and remembers the logits it chose from."""
+
+    heard: list[Tensor] = field(default_factory=list)
+
+    def choose(self, logits: Tensor, source: Any) -> int:
+        self.heard.append(logits.clone())
+        return super().choose(logits, source)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return wrap_model(tiny("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    """The same model on its own attention."""
+    return tiny("qwen3")
+
+
+def policy(name: str, recalled: int) -> Policy:
+    if name == "graph":
+        pytest.importorskip("usearch")
+    sizes = f"tokens={recalled}, dense=0, {SIZES.get(name, '')}".removesuffix(", ")
+    parts = f"sinks_and_window(sinks=2) > uniform() > park() > {name}({sizes})"
+    sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {parts} > lagged(tokens={LAG})"
+    return Policy.parse(sentence).filled(STAYING + LAG + recalled, None)
+
+
+def desk(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> ModelRuntime:
+    """Args: closing: tokens that end a sentence."""
+    scribe = object.__new__(TokenizerAdapter)
+    vars(scribe)["_closing_tokens"] = closing
+    return ModelRuntime(decoder, scribe, lambda name: pytest.fail(name), lambda names: {})
+
+
+def said(
+    decoder: Decoder,
+    wanted: Policy,
+    cache: SequenceCache,
+    ids: Any,
+    steps: int,
+    allowed: int = STAYING,
+) -> Any:
+    """The next tokens, and the logits of each; the bound is looked at after every pass."""
+    hearing, most = Hearing(), (allowed + LAG - 1) * HEADS * len(decoder.spec.layers)
+    over: list[int] = []
+
+    def watch(row: int, token: int) -> bool:
+        over.extend([cache.managed_entries] * (cache.managed_entries > most))
+        return True
+
+    observer = decode_planner(desk(decoder), wanted, [cache]).observer
+    [tokens] = generate(decoder, [cache], [ids], hearing, StoppingCriteria(steps), watch, observer)
+    assert over == []
+    return tuple(tokens), torch.stack(hearing.heard)
+
+
+def park_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have entries parked although the budget still has room for them."""
+    for room in ("pages_of", "unparked_of"):
+        monkeypatch.setattr(f"larder.session.prefill.{room}", lambda policy: 0)
+
+
+def read(decoder: Decoder, wanted: Policy) -> SessionCaches:
+    return build_caches(desk(decoder), wanted, CONTEXT, [{}], PeakMemoryMeter())
+
+
+@PARTS
+def test_where_everything_is_recalled_generated_text_is_the_full_caches(
+    decoder, own, name, monkeypatch
+) -> None:
+    wanted = policy(name, 320)
+    park_at_once(monkeypatch)
+    cache = read(decoder, wanted).activate(0)
+    tokens, heard = said(decoder, wanted, cache, QUESTION, STEPS)
+    ids = (*CONTEXT, *QUESTION, *tokens)
+    expected = own_logits(own, ids)[-STEPS - 1 : -1]
+    assert torch.allclose(heard, expected, atol=1e-3)
+    assert cache.pages[0] > 0
+
+
+def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
+    decoder, own, monkeypatch
+) -> None:
+    wanted = policy("votes", 320)
+    wanted = replace(wanted, recall=replace(wanted.recall, prefill=PrefillRecall.RECALLED))
+    park_at_once(monkeypatch)
+    monkeypatch.setattr(SlowTier, "attended", lambda self, queries: pytest.fail("attended to all"))
+    cache = read(decoder, wanted).activate(0)
+    tokens, heard = said(decoder, wanted, cache, QUESTION, 5)
+    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
+    assert torch.allclose(heard, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("closing", [frozenset(range(128)), frozenset[int]()])
+def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeypatch) -> None:
+    """Every token is the first of one, or the first of all is."""
+    wanted, steps, seen = policy("sentences", 8), 6, list[int]()
+    cache = build_caches(desk(decoder, closing), wanted, CONTEXT, [{}], PeakMemoryMeter()).activate(
+        0
+    )
+    recalled = PageFetcher.recalled
+
+    def noting(self: PageFetcher, *given: Any) -> Any:
+        parts = recalled(self, *given)
+        seen.append(parts is None)
+        return parts
+
+    monkeypatch.setattr(PageFetcher, "recalled", noting)
+    observer = decode_planner(desk(decoder, closing), wanted, [cache]).observer
+    generate(
+        decoder, [cache], [QUESTION], Hearing(), StoppingCriteria(steps), lambda *_: True, observer
+    )
+    layers = len(decoder.spec.layers)
+    later = [bool(closing)] * (len(seen) - layers)
+    assert len(later) == (steps - 2) * layers
+    assert seen == [True] * layers + later
+
+
+def test_correcting_what_was_not_missed_changes_nothing(decoder, own, monkeypatch) -> None:
+    wanted = policy("flat", 320)
+    park_at_once(monkeypatch)
+    recall = replace(wanted.recall, corrected=2)  # as many as are protected; keydiff spares none
+    wanted = replace(wanted, recall=recall, scorer=KeyDiff())
+    tokens, heard = said(decoder, wanted, read(decoder, wanted).activate(0), QUESTION, 12)
+    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-13:-1]
+    assert torch.allclose(heard, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("manner", ["held='every'", "held='one', depth=1", "held='ids'"])
+def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
+    """The smallest of budgets answers as the full cache, also from the shelf."""
+    ends = f"sinks_and_window(sinks=2) > uniform() > recompute({manner}) > lagged(tokens={LAG})"
+    sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {ends}"
+    wanted, steps = Policy.parse(sentence).filled(STAYING, None), 6
+    cache = read(decoder, wanted).activate(0)
+    first, heard = said(decoder, wanted, cache, QUESTION, steps)
+    shelf = SessionCaches(decoder.spec, [cache])
+    second, later = said(decoder, wanted, shelf.activate(0), some_ids(2, seed=9), steps)
+    cache = shelf.activate(0)
+    ids = (*CONTEXT, *QUESTION, *first[: steps - 1], *some_ids(2, seed=9), *second)
+    expected = own_logits(own, ids)
+    at = len(CONTEXT) + len(QUESTION) - 1
+    assert torch.allclose(heard, expected[at : at + steps], atol=1e-3)
+    assert torch.allclose(later, expected[-steps - 1 : -1], atol=1e-3)
+
+
+@PARTS
+def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder, name) -> None:
+    wanted = policy(name, 8)
+    cache = read(decoder, wanted).activate(0)
+    said(decoder, wanted, cache, QUESTION, 7)
+    pages, moved = cache.pages
+    assert 0 < moved <= pages
+    twin = cache.fork()
+    shelf = SessionCaches(decoder.spec, [cache.fork()])
+    ways = cache, twin, shelf.activate(0)
+    live, forked, shelved = (said(decoder, wanted, own, some_ids(3, seed=9), 4) for own in ways)
+    assert forked[0] == shelved[0] and torch.equal(forked[1], shelved[1])
+    assert live[0] == forked[0] and torch.allclose(live[1], forked[1], atol=1e-4)
+
+
+def test_pages_that_leave_no_room_for_what_stays_are_refused(decoder) -> None:
+    wanted = replace(policy("flat", 6), protect=Protect(sinks=2, recent=9))
+    message = "of 18 tokens has no room for the 6 that flat.* the 4 that lagged.* the 11"
+    with pytest.raises(BudgetError, match=message):
+        read(decoder, wanted)
+
+
+def test_every_preset_that_recalls_has_room_for_its_lag_inside_the_budget(decoder) -> None:
+    presets = [Policy.parse(name).filled(256, None) for name in PRESETS]
+    recalling = [each for each in presets if each.recall is not None]
+    assert len(recalling) > 10
+    for each in recalling:
+        most = entries_per_head(each, decoder.spec) + (each.timing.excess() or 0) + 1
+        assert most + recall_budget_tokens(each) == 256
+
+
+def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder, own) -> None:
+    wanted = policy("flat", len(CONTEXT) + len(QUESTION) + 4 - STAYING)
+    cache = read(decoder, wanted).activate(0)
+    tokens, heard = said(decoder, wanted, cache, QUESTION, 5, allowed=wanted.budget.tokens)
+    expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
+    assert torch.allclose(heard, expected, atol=1e-5)
+    assert cache.pages == (0, 0) and not any(tier.recalls for tier in cache.tiers)
+    assert cache.tiers[0].foreseen_bytes == 0
+    said(decoder, wanted, cache, some_ids(1), LAG, allowed=wanted.budget.tokens)
+    assert all(tier.recalls for tier in cache.tiers)  # it is full, and makes room for pages
+    assert cache.managed_entries <= (STAYING + LAG - 1) * HEADS * len(decoder.spec.layers)
+
+
+def test_a_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkeypatch) -> None:
+    wanted = policy("flat", 8)
+    monkeypatch.setattr(PageFetcher, "recalled", lambda *given: pytest.fail("recalled"))
+    cache = read(decoder, wanted).activate(0)
+    heard = said(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
+    expected = own_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]
+    assert torch.allclose(heard, expected, atol=1e-5)
+    lane = PrefillSequence(cache, {})
+    reader = PrefillReader(decoder, wanted.planner, STAYING, {}, PeakMemoryMeter())
+    reader.append([lane], (5,))
+    reader.append([lane], (6,))
+    with pytest.raises(Failed, match="recalled"):
+        decoder.read([BatchSegment(cache, (7,))], Mode.APPEND)

@@ -1,0 +1,89 @@
+"""Layers that share scores keep the same entries, and only those that hold the same do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import a_layer, a_view
+from larder.core.types import Packed
+from larder.prefill.base import no_progress
+from larder.prefill.leading import SharedLayerScores
+from larder.prefill.schedules.blockwise import Blockwise
+from larder.session.policy import Policy
+from model_runs import some_ids
+
+HELD = [[0, 1, 4], [2, 4]]
+SENTENCE = "protect(sinks=1, recent=2) > snapkv(window=2, kernel=1) > {unit} > {budget}"
+
+
+class Scores:
+    """Counts how often it is asked, and never says the same."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, seen) -> Packed:
+        self.asked += 1
+        return torch.full((sum(seen.entries.lengths),), float(self.asked))
+
+
+def test_the_first_of_a_group_speaks_for_it() -> None:
+    leading, score, seen = SharedLayerScores(2), Scores(), a_view(a_layer(2, 2), HELD)
+    said = [float(leading.scores(0, place, seen, score)[0]) for place in range(5)]
+    assert said == [1, 1, 2, 2, 3]
+    said = [float(SharedLayerScores(1).scores(0, place, seen, score)[0]) for place in range(2)]
+    assert said == [4, 5]
+
+
+def test_rows_of_a_pass_have_leaders_of_their_own() -> None:
+    leading, score, seen = SharedLayerScores(2), Scores(), a_view(a_layer(2, 2), HELD)
+    said = [
+        [float(leading.scores(row, place, seen, score)[0]) for row in (0, 1)] for place in (0, 1)
+    ]
+    assert said == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("other", [[[0, 1, 3], [2, 4]], [[0, 1], [2, 3, 4]], [[0, 1, 4], [4]]])
+def test_a_layer_that_holds_something_else_decides_for_itself(other) -> None:
+    leading, score, layer = SharedLayerScores(3), Scores(), a_layer(2, 2)
+    seen, apart = a_view(layer, HELD), a_view(layer, other)
+    said = [leading.scores(0, place, view, score) for place, view in enumerate((seen, apart, seen))]
+    assert [float(scores[0]) for scores in said] == [1, 2, 1]
+    assert len(said[1]) == sum(apart.entries.lengths)
+
+
+def kept(watched, reader_for, lane_for, unit: str, budget: str = "uniform()") -> list[list[int]]:
+    planner = Policy.parse(SENTENCE.format(unit=unit, budget=budget)).planner
+    reader, lane = reader_for(watched, planner, 12, 50), lane_for(watched, planner)
+    Blockwise(8).read(reader, [lane], some_ids(50), no_progress)
+    return [
+        lane.cache.entries(layer.index).packed_positions().tolist()
+        for layer in watched.spec.managed
+    ]
+
+
+@pytest.mark.parametrize("unit", ["chunk(size=3, layers={})", "window(size=3, layers={})"])
+def test_layers_that_share_keep_the_same(watched, reader_for, lane_for, unit) -> None:
+    fixtures = watched, reader_for, lane_for
+    alone, paired, all_three = (kept(*fixtures, unit.format(layers)) for layers in (1, 2, 3))
+    assert alone[0] == paired[0] == all_three[0]
+    assert alone[1] != alone[0] and alone[2] not in alone[:2]
+    assert paired[1] == paired[0] != paired[2]
+    assert all_three[0] == all_three[1] == all_three[2]
+
+
+def test_budgets_that_differ_by_layer_end_the_sharing(watched, reader_for, lane_for) -> None:
+    fixtures = watched, reader_for, lane_for
+    shared = kept(*fixtures, "chunk(size=3, layers=3)", "pyramid(beta=2)")
+    assert len({len(layer) for layer in shared}) == 3
+
+
+def test_nothing_is_shared_unless_asked() -> None:
+    planner = Policy.parse("snapkv()").planner
+    assert planner.unit.layers_together == 1
+    unit = Policy.parse("snapkv() > chunk(layers=2)").planner.unit
+    assert unit.layers_together == 2
+    assert replace(unit, layers=1).layers_together == 1
