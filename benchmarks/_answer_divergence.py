@@ -16,8 +16,8 @@ from larder.engine.sampler import SamplingParams
 from larder.models.forward_batch import BatchSegment
 from larder.prefill.base import split_blocks
 from larder.prefill.reader import PrefillSequence
-from larder.server.rule import Rule
-from larder.server.sitting import ID, Asked, Said
+from larder.server.serving_policy import ServingPolicy
+from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, GenerationParams
 from larder.session.prompts import common_prompts
 
 TIE_GAP = 1e-3  # of the two best logits: below, rounding may decide
@@ -43,18 +43,26 @@ class AnswerDivergence:
         return self.gap < TIE_GAP
 
 
-def exported_turns(exported: bytes) -> list[Said]:
+def exported_turns(exported: bytes) -> list[CompletedTurn]:
     """What was said in a session, token for token, of the file that a server exports."""
     document = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(exported))
-    asked = Asked(SamplingParams(), 0, ())
+    asked = GenerationParams(SamplingParams(), 0, ())
     return [
-        Said((), array(ID, t["prompt"]), t["text"], array(ID, t["answer"]), t["unread"], asked, "")
+        CompletedTurn(
+            (),
+            array(TOKEN_TYPECODE, t["prompt"]),
+            t["text"],
+            array(TOKEN_TYPECODE, t["answer"]),
+            t["unread"],
+            asked,
+            "",
+        )
         for t in document["said"]
     ]
 
 
 def first_divergence(
-    engine: Engine, first: Sequence[Said], second: Sequence[Said]
+    engine: Engine, first: Sequence[CompletedTurn], second: Sequence[CompletedTurn]
 ) -> AnswerDivergence | None:
     """Where two courses of a session part; None where they are the same.
 
@@ -83,13 +91,15 @@ def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 @torch.no_grad()
-def _logit_gap(engine: Engine, before: Sequence[Said], said: Said, answered: int) -> float:
+def _logit_gap(
+    engine: Engine, before: Sequence[CompletedTurn], said: CompletedTurn, answered: int
+) -> float:
     """The text up to there is read once more, in the blocks of the server; then one token is asked.
 
     Policies that drop may hold other entries than they did then, since blocks end elsewhere when
     turns are read as one text.
     """
-    rule = Rule.of(engine)
+    rule = ServingPolicy.of(engine)
     ids = [token for each in before for part in (each.prompt, each.answer) for token in part]
     text = (*ids, *said.prompt, *said.answer[:answered])
     cache, reader = rule.empty(), rule.reader(len(text))

@@ -33,9 +33,9 @@ from scipy.stats import ks_2samp
 
 from larder.engine.engine import Engine
 from larder.models.loader import load
-from larder.server.local_hub import LocalHub
-from larder.server.persisting import Persisting
-from larder.server.request import Refusal, Report, Request, Turn
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import ApiError, ChatMessage, Report, Request
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
 
@@ -67,7 +67,7 @@ class FirstTokenListener:
 class TenantTimingProbe:
     """Asks one hub in the names of many tenants."""
 
-    def __init__(self, hub: LocalHub, source: random.Random) -> None:
+    def __init__(self, hub: LocalEngineClient, source: random.Random) -> None:
         self._hub, self._source = hub, source
         self._count = 0
 
@@ -85,7 +85,7 @@ class TenantTimingProbe:
         """Seconds to the first token of an answer."""
         ear = FirstTokenListener()
         begun = time.perf_counter()
-        self._hub.submit(Request(tenant, (Turn("user", text),), None, max_new_tokens=1), ear)
+        self._hub.submit(Request(tenant, (ChatMessage("user", text),), None, max_new_tokens=1), ear)
         ear.ended.wait()
         if ear.error is not None:
             raise ear.error
@@ -108,7 +108,7 @@ class TenantTimingProbe:
         begun = time.perf_counter()
         try:
             self._hub.session(asks, "x" if arm == "other" else "y")
-        except Refusal:
+        except ApiError:
             return time.perf_counter() - begun
         raise AssertionError("another tenant's session was shown")
 
@@ -151,8 +151,8 @@ def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
     source = random.Random(0)
     engine = Engine(load(model), "full")
     store = Store(str(folder / "blobs"), folder)
-    keeper = Persisting(store, engine.loaded.decoder.spec)
-    hub = LocalHub(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), keeper=keeper)
+    keeper = StoreSessionPersistence(store, engine.loaded.decoder.spec)
+    hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), keeper=keeper)
     audit = TenantTimingProbe(hub, source)
     try:
         for arm in ARMS:  # what is slow the first time

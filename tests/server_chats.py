@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from larder.server.request import Turn
+from larder.server.request import ChatMessage
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from topic_embedder import TopicEmbedder
@@ -35,7 +35,7 @@ KINDS = {
 }
 SAID = ["My dog is 7.", "The car is red.", "My dog eats.", "What car?"]
 HISTORY = [
-    Turn(role, f"{text} {n}")
+    ChatMessage(role, f"{text} {n}")
     for n in range(3)
     for role, text in (
         ("user", "The dog eats apples."),

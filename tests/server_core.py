@@ -10,10 +10,10 @@ from threading import Event
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
-from larder.server.core import Core
-from larder.server.keeper import Keeper
-from larder.server.request import Report, Request, Ticket, Turn
-from larder.server.vault import Vault
+from larder.server.engine_core import EngineCore
+from larder.server.persistence.base import SessionPersistence
+from larder.server.request import ChatMessage, Report, Request, Ticket
+from larder.server.tiers.disk import DiskTier
 from larder.session.embedders.base import Embedder
 from larder.store.ledger import ByteBudgets, Tier
 
@@ -79,8 +79,8 @@ class Served:
         policy: str = "full",
         device: int | None = None,
         host: int | None = None,
-        keeper: Keeper | None = None,
-        vault: Vault | None = None,
+        keeper: SessionPersistence | None = None,
+        vault: DiskTier | None = None,
         rows: int = 64,
         tokens: int = BUDGET,
         block: int | None = BLOCK,
@@ -95,21 +95,21 @@ class Served:
         totals = {Tier.DEVICE: device, Tier.HOST: host}
         budgets = ByteBudgets({tier: size for tier, size in totals.items() if size is not None})
         times, self.news = count(1_700_000_000), Event()
-        self.core = Core(
+        self.core = EngineCore(
             engine,
             budgets,
             eviction,
             rows,
             64,
-            keeper or Keeper(),
-            vault or Vault(),
+            keeper or SessionPersistence(),
+            vault or DiskTier(),
             lambda: float(next(times)),
             self.news.set,
         )
 
     def submit(
         self,
-        turns: Sequence[Turn],
+        turns: Sequence[ChatMessage],
         session: str | None = None,
         tenant: str = "a",
         **options: object,
@@ -131,7 +131,9 @@ class Served:
                 assert self.news.wait(30)
                 self.news.clear()
 
-    def ask(self, turns: Sequence[Turn], session: str | None = None, **options: object) -> Client:
+    def ask(
+        self, turns: Sequence[ChatMessage], session: str | None = None, **options: object
+    ) -> Client:
         """The answer, told to the end."""
         client, _ = self.submit(turns, session, **options)  # pyright: ignore
         self.run()
@@ -150,11 +152,11 @@ class Served:
         assert parked <= core.ledger.used(Tier.HOST), (parked, core.ledger.used(Tier.HOST))
 
 
-def user(text: str) -> Turn:
-    return Turn("user", text)
+def user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
 
 
-def told(number: int, sentences: int = 2) -> list[Turn]:
+def told(number: int, sentences: int = 2) -> list[ChatMessage]:
     """A message like no other."""
     facts = "".join(
         f"Box {number * 7 + n} holds {number + 3 * n} coins. " for n in range(sentences)
@@ -162,6 +164,6 @@ def told(number: int, sentences: int = 2) -> list[Turn]:
     return [user(f"{facts}What does box {number * 7} hold?")]
 
 
-def answered(turns: Sequence[Turn], client: Client, more: str) -> list[Turn]:
+def answered(turns: Sequence[ChatMessage], client: Client, more: str) -> list[ChatMessage]:
     """The conversation with the answer, and what is said next."""
-    return [*turns, Turn("assistant", client.text), user(more)]
+    return [*turns, ChatMessage("assistant", client.text), user(more)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from larder.engine.snapshots import ModelSnapshots
 from larder.models.loader import LoadedModel
-from larder.server.keeper import Durability
-from larder.server.persisting import Persisting
-from larder.server.vault import StoreVault
+from larder.server.persistence.base import Durability
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.tiers.disk import StoreDiskTier
 from larder.store.fs.base import FileSystem
 from larder.store.store import Store
 from server_core import Served
@@ -32,8 +32,10 @@ class Stored:
     ) -> None:
         url = str(folder / "blobs") if place is None else place
         self.store = Store(url, folder / "home", secret=b"s" * 32)
-        self.keeper = Persisting(self.store, loaded.decoder.spec)
-        self.vault = StoreVault(self.keeper, ModelSnapshots(self.store, loaded, codec), durability)
+        self.keeper = StoreSessionPersistence(self.store, loaded.decoder.spec)
+        self.vault = StoreDiskTier(
+            self.keeper, ModelSnapshots(self.store, loaded, codec), durability
+        )
         own = {"keeper": self.keeper, "vault": self.vault, **served}
         self.served = Served(loaded, **own)  # pyright: ignore
         self.core, self.ask, self.run = self.served.core, self.served.ask, self.served.run

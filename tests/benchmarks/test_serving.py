@@ -14,8 +14,8 @@ import torch
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment
-from larder.server import archive
-from larder.server.sitting import ID
+from larder.server.persistence import session_file
+from larder.server.session_state import TOKEN_TYPECODE
 from server_core import Served, answered, characters, told
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -44,10 +44,10 @@ def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
     turns = told(1)
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
-    said = divergence.exchanges(archive.told(served.core.sessions.find("a", "x")))
+    said = divergence.exchanges(session_file.encode_session(served.core.sessions.find("a", "x")))
     engine = Engine(characters(), "full")
     assert divergence.parting(engine, said, said) is None
-    other = array(ID, said[1].answer)
+    other = array(TOKEN_TYPECODE, said[1].answer)
     other[2] += 1
     found = divergence.parting(engine, said, [said[0], replace(said[1], answer=other)])
     assert found is not None and (found.exchange, found.place) == (1, 2)

@@ -9,7 +9,7 @@ import pytest
 
 from cli_results import Run, complaint
 from larder.core.errors import UsageError
-from larder.server.cluster.serving import check_store, why
+from larder.server.cluster.ray_serve import check_store, error_reason
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_why_a_replica_did_not_start() -> None:
       File "x.py", line 3, in load
     larder.core.errors.ModelError: The model 'x' cannot be loaded: give a local folder.
     """
-    assert why(told) == "The model 'x' cannot be loaded: give a local folder."
-    assert why("Too few processors.\n") == "Too few processors."
-    assert why("") == "Ray does not say why."
+    assert error_reason(told) == "The model 'x' cannot be loaded: give a local folder."
+    assert error_reason("Too few processors.\n") == "Too few processors."
+    assert error_reason("") == "Ray does not say why."

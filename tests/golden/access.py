@@ -99,10 +99,10 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     """
     from larder.cli.serve import ServeOptions
     from larder.cli.serve_backends import local_hub
-    from larder.server.app import create_app
-    from larder.server.tenants import Loopback
-    from larder.server.web.archive import Archive
-    from larder.server.web.desk import Settings
+    from larder.server.http.app import create_app
+    from larder.server.http.app_state import HttpSettings
+    from larder.server.http.archive import Archive
+    from larder.server.http.auth import LoopbackAuth
     from larder.store.encryption import encryption_for, read_key
 
     asked = ServeOptions(**options)
@@ -110,8 +110,8 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
         sealing = encryption_for(read_key(asked.key_file), "archive")
         with patch.object(question_run, "load", _load), local_hub(asked) as hub:
             archive = Archive(home / "server" / "archive.sqlite", sealing=sealing)
-            limits = Settings(max_new_tokens=asked.max_new_tokens)
-            with _listening(create_app(hub, Loopback(), archive, limits)) as url:
+            limits = HttpSettings(max_new_tokens=asked.max_new_tokens)
+            with _listening(create_app(hub, LoopbackAuth(), archive, limits)) as url:
                 yield url
 
 
@@ -119,7 +119,7 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
 def _listening(application: Any) -> Iterator[str]:
     import uvicorn
 
-    from larder.server.web.connections import ServerConfig
+    from larder.server.http.connections import ServerConfig
 
     config = ServerConfig(application, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

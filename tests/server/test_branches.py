@@ -10,16 +10,16 @@ import pytest
 from larder.core.errors import StoreSlow
 from larder.core.session_name import root_name
 from larder.models.loader import LoadedModel
-from larder.server.local_hub import LocalHub
-from larder.server.persisting import MOST_NAMES, Persisting
-from larder.server.request import Refusal, Request, Turn
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.store import MAX_CANDIDATES, StoreSessionPersistence
+from larder.server.request import ApiError, ChatMessage, Request
 from server_core import LIMITED, answered, told, user
-from server_hubs import SLOW, Waiting, ask, failing, flip, hub_in
+from server_engine_clients import SLOW, Waiting, ask, failing, flip, hub_in
 
 pytestmark = pytest.mark.usefixtures("unflushed")
 
 
-def names(hub: LocalHub) -> set[str]:
+def names(hub: LocalEngineClient) -> set[str]:
     return {view.name for view in hub.sessions("a")}
 
 
@@ -68,7 +68,7 @@ def test_branches_that_cannot_be_read_go_as_well(
         hub.fork("a", "x~3", "x~backup")
     flip(tmp_path, small, damaged)
     with hub_in(tmp_path, small) as hub:
-        with pytest.raises(Refusal):
+        with pytest.raises(ApiError):
             hub.session("a", damaged)
         assert hub.remove("a", "x", branches=True) == ()
         assert names(hub) == {"y~backup", "x~backup"}
@@ -110,7 +110,7 @@ def test_a_branch_that_nobody_has_named_takes_no_name_that_is_kept(
         assert ask(hub, [*first[:-1], user("How?")]).told.session == "x~3"
 
 
-def ask_exactly(hub: LocalHub, turns: list[Turn], name: str) -> str:
+def ask_exactly(hub: LocalEngineClient, turns: list[ChatMessage], name: str) -> str:
     client = Waiting()
     hub.submit(Request("a", tuple(turns), name, exact=True, max_new_tokens=2), client)
     assert client.over.wait(30)
@@ -136,10 +136,10 @@ def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
     with hub_in(tmp_path, small) as hub:
         first = ask(hub, told(1))
         root = first.told.session
-        texts = [answered(told(1), first, f"Why {number}?") for number in range(MOST_NAMES + 4)]
+        texts = [answered(told(1), first, f"Why {number}?") for number in range(MAX_CANDIDATES + 4)]
         made = [ask(hub, text) for text in texts]
         assert len({each.told.session for each in made}) == len(texts)
-        for text, each in zip(texts[:MOST_NAMES], made, strict=False):  # those that began first
+        for text, each in zip(texts[:MAX_CANDIDATES], made, strict=False):  # those that began first
             ask(hub, answered(text, each, "Sure?"))
     with hub_in(tmp_path, small) as hub:
         new = ask(hub, answered(told(1), first, "Where?")).told.session
@@ -182,9 +182,9 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
-        assert isinstance(hub._keeper, Persisting)
+        assert isinstance(hub._keeper, StoreSessionPersistence)
         with failing(hub._keeper._store.turns, "branches", SLOW):
-            with pytest.raises(Refusal, match="Which branches") as refused:
+            with pytest.raises(ApiError, match="Which branches") as refused:
                 hub.remove("a", "x", branches=True)
             assert refused.value.status == 503
             assert names(hub) == {"x", "x~2", "x~3"}
@@ -194,7 +194,7 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(
         assert names(hub) == {"y"}
 
 
-def calls(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def calls(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the model's thread is asked from now on."""
     made, call = list[object](), hub._thread.call
 
@@ -240,7 +240,7 @@ def test_branches_go_though_what_they_began_as_is_gone(small: LoadedModel, tmp_p
         assert hub.remove("a", "x") == ("x~2", "x~3")
         assert hub.remove("a", "x", branches=True) == ()
         assert names(hub) == set()
-        with pytest.raises(Refusal, match="no session"):
+        with pytest.raises(ApiError, match="no session"):
             hub.remove("a", "x", branches=True)
 
 

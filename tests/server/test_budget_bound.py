@@ -8,9 +8,9 @@ import pytest
 
 from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
 from larder.models.loader import LoadedModel
-from larder.server.request import Turn
-from larder.server.views import view_of
-from larder.server.web.sessions import shown
+from larder.server.http.sessions import session_json
+from larder.server.request import ChatMessage
+from larder.server.session_info import session_info
 from server_core import Served, answered, characters, user
 from topic_embedder import TopicEmbedder
 
@@ -53,7 +53,7 @@ def check_rest(served: Served, name: str) -> tuple[int, int]:
 def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
     deep: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    served, turns = serving(deep, SENTENCES[name]), list[Turn]()
+    served, turns = serving(deep, SENTENCES[name]), list[ChatMessage]()
     long = "whole()" in SENTENCES[name]  # which reads a message beyond the budget as a whole
     said = [text for text in SAID if not long or len(text) < BUDGET // 2]
     for text, after in zip(said, [*said[1:], ""], strict=True):
@@ -97,9 +97,9 @@ def test_a_branch_and_an_edit_stay_within_the_bound(
 def test_a_session_tells_what_it_holds_of_its_budget(deep: LoadedModel) -> None:
     served = serving(deep, KEYDIFF)
     served.ask([user(SAID[1])], "x", max_new_tokens=40)
-    view = shown(view_of(served.core.sessions.find("a", "x")))
+    view = session_json(session_info(served.core.sessions.find("a", "x")))
     assert view["held_tokens"] == view["budget_tokens"] == BUDGET
     full = Served(deep)
     full.ask([user(SAID[1])], "x", max_new_tokens=40)
-    view = shown(view_of(full.core.sessions.find("a", "x")))
+    view = session_json(session_info(full.core.sessions.find("a", "x")))
     assert view["budget_tokens"] is None and view["held_tokens"] > BUDGET

@@ -6,8 +6,8 @@ import pytest
 
 from larder.core.errors import LarderError
 from larder.models.loader import LoadedModel
-from larder.server.request import Refusal, Turn
-from larder.server.scheduler import PATIENCE
+from larder.server.request import ApiError, ChatMessage
+from larder.server.scheduler import MAX_PASSED_BLOCKS
 from larder.store.ledger import Tier
 from server_core import POLICIES, Served, answered, characters, told, user
 
@@ -35,7 +35,7 @@ def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
 ) -> None:
     crowd = Served(small, policy, device=fitting * need(small, policy))
     alone = Served(small, policy)
-    texts: dict[int, list[Turn]] = {number: told(number) for number in range(sessions)}
+    texts: dict[int, list[ChatMessage]] = {number: told(number) for number in range(sessions)}
     for more in ("Why?", "Sure?"):
         own = {n: alone.ask(turns, f"n{n}").text for n, turns in texts.items()}
         clients = {n: crowd.submit(turns, f"n{n}")[0] for n, turns in texts.items()}
@@ -153,11 +153,11 @@ def test_a_listener_that_fails_ends_alone(small: LoadedModel) -> None:
 
 def test_24_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
     served = Served(small, device=60_000)
-    with pytest.raises(Refusal, match="raise the budget") as caught:
+    with pytest.raises(ApiError, match="raise the budget") as caught:
         served.submit(told(1, 30))
     assert (caught.value.status, caught.value.code) == (400, "kv_budget_exceeded")
     assert not list(served.core.sessions) and served.core.ledger.used(Tier.DEVICE) == 0
-    with pytest.raises(Refusal, match="shorten") as caught:
+    with pytest.raises(ApiError, match="shorten") as caught:
         Served(small).submit([user("word " * 1000)])
     assert caught.value.code == "context_length_exceeded"
 
@@ -194,7 +194,7 @@ def test_no_policy_holds_more_than_was_spoken_for(small: LoadedModel, policy: st
 def test_layers_that_slide_a_window_are_never_taken_back() -> None:
     windows = characters("gemma3")
     crowd, alone = Served(windows, device=220_000), Served(windows)
-    texts: dict[int, list[Turn]] = {number: told(number) for number in range(3)}
+    texts: dict[int, list[ChatMessage]] = {number: told(number) for number in range(3)}
     for more in ("Why?", "Sure?"):
         clients = {n: crowd.submit(turns, f"n{n}")[0] for n, turns in texts.items()}
         gone, ticket = crowd.submit(told(7), "gone")
@@ -226,7 +226,7 @@ def test_a_policy_that_cannot_be_served_is_refused_at_the_start(
 
 def test_a_flood_of_one_tenant_leaves_places_for_others(small: LoadedModel) -> None:
     served = Served(small)  # with 64 places
-    with pytest.raises(Refusal, match="wait for") as caught:
+    with pytest.raises(ApiError, match="wait for") as caught:
         for number in range(64):
             served.submit(told(number))
     error = caught.value
@@ -234,7 +234,7 @@ def test_a_flood_of_one_tenant_leaves_places_for_others(small: LoadedModel) -> N
     assert len(served.core.scheduler.queue) == len(served.core.sessions) == 32
     for _ in range(16):
         other, _ = served.submit(told(5), tenant="b")
-    with pytest.raises(Refusal):
+    with pytest.raises(ApiError):
         served.submit(told(5), tenant="b")
     served.run()
     assert other.told.new_tokens and served.ask(told(50)).told.new_tokens
@@ -242,7 +242,7 @@ def test_a_flood_of_one_tenant_leaves_places_for_others(small: LoadedModel) -> N
 
 def test_a_full_queue_takes_nobody(small: LoadedModel) -> None:
     served = Served(small)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ApiError) as caught:
         for number in range(100):
             served.submit(told(1), tenant=f"t{number}")
     assert (caught.value.status, caught.value.code) == (503, "overloaded")
@@ -255,7 +255,7 @@ def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: LoadedMode
     long, _ = served.submit(told(1, 6), max_new_tokens=1)
     served.step()
     [job] = scheduler.running
-    most = (job.left + 1) * (PATIENCE + 3)
+    most = (job.left + 1) * (MAX_PASSED_BLOCKS + 3)
     while long.report is None and scheduler.blocks < most:
         while len(scheduler.queue) + len(scheduler.running) < 3:
             number += 1

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from larder.core.errors import InputError
 from larder.core.session_name import branch_name, check_session_name, root_name
 from larder.models.loader import LoadedModel
-from larder.server.app import create_app
-from larder.server.local_hub import LocalHub
-from larder.server.request import Turn
-from larder.server.tenants import LOCAL, Loopback
-from larder.server.web.archive import Archive
-from larder.server.web.desk import Settings
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LOCAL, LoopbackAuth
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.request import ChatMessage
 from larder.session.transcript.session_file import session_path
 from larder.store.sessions.turn_store import SessionTurn as Written
-from server.web.places import listening
-from server_hubs import hub_in
+from server.http.running_server import listening
+from server_engine_clients import hub_in
 
 PERSIAN = "می‌خواهم"
 ALLOWED = (
@@ -132,7 +132,9 @@ def test_branches_of_a_name_are_names_and_so_is_its_root(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def hub(small: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+def hub(
+    small: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalEngineClient]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         with hub_in(tmp_path_factory.mktemp("names"), small) as made:
@@ -140,8 +142,8 @@ def hub(small: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def client(hub: LocalHub) -> Iterator[httpx2.Client]:
-    app = create_app(hub, Loopback(), Archive(), Settings(max_new_tokens=1))
+def client(hub: LocalEngineClient) -> Iterator[httpx2.Client]:
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=1))
     with listening(app) as url, httpx2.Client(base_url=url, timeout=30) as made:
         yield made
 
@@ -168,7 +170,7 @@ def names(client: httpx2.Client) -> set[str]:
 @example("é" * 255)
 @example("a b　c/d?e#f%20~3")
 def test_30_a_name_that_is_allowed_goes_all_the_way(
-    client: httpx2.Client, hub: LocalHub, name: str
+    client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     root = root_name(name)
     own = [name, root, *(branch_name(root, number) for number in (2, 3, 4, 5))]
@@ -197,7 +199,7 @@ def test_30_a_name_that_is_allowed_goes_all_the_way(
 
 @pytest.mark.parametrize("name", REFUSED, ids=ascii)
 def test_30_a_name_that_is_none_is_refused_at_every_entrance(
-    client: httpx2.Client, hub: LocalHub, name: str
+    client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)
 
@@ -205,12 +207,12 @@ def test_30_a_name_that_is_none_is_refused_at_every_entrance(
 @FEW
 @given(NAMES.filter(lambda name: not is_allowed(name)))
 def test_30_any_name_that_is_none_is_refused_at_every_entrance(
-    client: httpx2.Client, hub: LocalHub, name: str
+    client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)
 
 
-def refuse_everywhere(client: httpx2.Client, hub: LocalHub, name: str) -> None:
+def refuse_everywhere(client: httpx2.Client, hub: LocalEngineClient, name: str) -> None:
     before = names(client)
     fork = client.post(at("x", "/fork"), json={"name": name})
     answers = [ask(client, "Hi", session_id=name), fork]
@@ -236,7 +238,7 @@ def refuse_everywhere(client: httpx2.Client, hub: LocalHub, name: str) -> None:
     with pytest.raises(InputError, match="must"):
         session_path(name)
     with pytest.raises(Exception, match="must") as caught:
-        hub.open(LOCAL, name, (Turn("user", "Hi"),))
+        hub.open(LOCAL, name, (ChatMessage("user", "Hi"),))
     assert caught.value.status == 400  # pyright: ignore
 
 
@@ -248,7 +250,9 @@ def test_bytes_that_are_no_text_are_no_name(client: httpx2.Client) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_session_id")
 
 
-def test_a_session_of_an_earlier_rule_can_still_be_removed(hub: LocalHub, tmp_path: Path) -> None:
+def test_a_session_of_an_earlier_rule_can_still_be_removed(
+    hub: LocalEngineClient, tmp_path: Path
+) -> None:
     store = hub._keeper._store  # pyright: ignore
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("larder.store.sessions.epochs.check_name", lambda name: None)

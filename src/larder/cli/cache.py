@@ -164,7 +164,7 @@ def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
     Who has written it, and in which order, is believed as it stands. The server must not run.
     """
     from larder.core.settings import home
-    from larder.server.web.archive_adoption import adopt as adopt_archive
+    from larder.server.http.archive_sealing import seal_archive as adopt_archive
     from larder.session.transcript.session_file import seal_session_files as adopt_chats
     from larder.store.encryption import encryption_for, read_key
 

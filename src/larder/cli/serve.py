@@ -20,8 +20,8 @@ from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 
 if TYPE_CHECKING:
-    from larder.server.hub import Hub
-    from larder.server.tenants import Door
+    from larder.server.engine_client import EngineClient
+    from larder.server.http.auth import Authenticator
     from larder.store.ledger import ByteBudgets
 
 # What the extra `serve` brings, as modules.
@@ -124,19 +124,23 @@ def _check_extra() -> None:
         )
 
 
-def _run(options: ServeOptions, hub: Hub, door: Door, bound: socket.socket) -> None:
+def _run(
+    options: ServeOptions, hub: EngineClient, door: Authenticator, bound: socket.socket
+) -> None:
     """Serve until a signal ends it."""
     import uvicorn
 
     from larder.cli.question_run import sampling_params
     from larder.core.settings import home
-    from larder.server.app import create_app
-    from larder.server.web.archive import Archive
-    from larder.server.web.connections import ServerConfig
-    from larder.server.web.desk import Settings
+    from larder.server.http.app import create_app
+    from larder.server.http.app_state import HttpSettings
+    from larder.server.http.archive import Archive
+    from larder.server.http.connections import ServerConfig
     from larder.store.encryption import encryption_for, read_key
 
-    settings = Settings(sampling=sampling_params(options), max_new_tokens=options.max_new_tokens)
+    settings = HttpSettings(
+        sampling=sampling_params(options), max_new_tokens=options.max_new_tokens
+    )
     try:
         sealing = encryption_for(read_key(options.key_file), "archive")
         archive = Archive(home() / "server" / "archive.sqlite", sealing=sealing)
@@ -152,7 +156,7 @@ def _run(options: ServeOptions, hub: Hub, door: Door, bound: socket.socket) -> N
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
-def _print_address(options: ServeOptions, hub: Hub, bound: socket.socket) -> None:
+def _print_address(options: ServeOptions, hub: EngineClient, bound: socket.socket) -> None:
     from larder.session.beyond_budget import beyond_budget_line
 
     [served] = hub.models()
@@ -168,24 +172,24 @@ def _print_address(options: ServeOptions, hub: Hub, bound: socket.socket) -> Non
         print(f"larder: {beyond_budget_line(served.beyond_budget)}", file=sys.stderr)
 
 
-def _access_control(options: ServeOptions) -> Door:
+def _access_control(options: ServeOptions) -> Authenticator:
     """Who may ask.
 
     Raises:
         UsageError: everybody could, from anywhere.
     """
-    from larder.server.tenants import Locked, Loopback, is_loopback, keys_of, read_keys
+    from larder.server.http.auth import ApiKeyAuth, LoopbackAuth, is_loopback, load_keys, parse_keys
 
     if options.keys is not None:
-        return Locked(keys_of(options.keys))
+        return ApiKeyAuth(load_keys(options.keys))
     if os.environ.get(API_KEYS_VARIABLE):
-        return Locked(read_keys(os.environ[API_KEYS_VARIABLE], f"${API_KEYS_VARIABLE}"))
+        return ApiKeyAuth(parse_keys(os.environ[API_KEYS_VARIABLE], f"${API_KEYS_VARIABLE}"))
     if not is_loopback(options.host):
         raise UsageError(
             f"--host {options.host} is open to other machines, but there are no API keys: give "
             "--keys FILE, or listen at 127.0.0.1."
         )
-    return Loopback()
+    return LoopbackAuth()
 
 
 def _listening_socket(options: ServeOptions) -> socket.socket:
@@ -227,7 +231,7 @@ def store_budgets(options: ServeOptions) -> ByteBudgets:
 
 def check_store_options(options: ServeOptions) -> None:
     """Raises: UsageError, UnknownName: an option is none that there is."""
-    from larder.server.keeper import Durability
+    from larder.server.persistence.base import Durability
     from larder.store.eviction.base import EVICTIONS
 
     tier_budgets(options)

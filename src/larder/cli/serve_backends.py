@@ -12,9 +12,7 @@ from larder.core.settings import home
 
 if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
-    from larder.server.hub import Hub
-    from larder.server.keeper import Keeper
-    from larder.server.persisting import Persisting
+    from larder.server.engine_client import EngineClient
     from larder.store.store import Store
 
 STORE_FOLDER = "store"  # in the home folder
@@ -26,7 +24,7 @@ KeeperWrapper = Callable[["Persisting"], "Keeper"]
 
 
 @contextmanager
-def local_hub(options: ServeOptions) -> Iterator[Hub]:
+def local_hub(options: ServeOptions) -> Iterator[EngineClient]:
     """One hub in this process."""
     from larder.store.encryption import read_key
 
@@ -39,7 +37,7 @@ def local_hub(options: ServeOptions) -> Iterator[Hub]:
 
 
 @contextmanager
-def ray_hub(options: ServeOptions) -> Iterator[Hub]:
+def ray_hub(options: ServeOptions) -> Iterator[EngineClient]:
     """Several in other processes, which Ray runs.
 
     Raises:
@@ -49,21 +47,21 @@ def ray_hub(options: ServeOptions) -> Iterator[Hub]:
     """
     from larder.cli.question_run import check_model_options
     from larder.core.ray_cluster import connect, require_ray, shutdown
-    from larder.server.cluster.hub import ClusterHub
-    from larder.server.cluster.serving import RayReplicas, Wanted, check_store
+    from larder.server.cluster.client import ClusterEngineClient
+    from larder.server.cluster.ray_serve import RayReplicaSet, ReplicaResources, check_store
     from larder.store.encryption import read_key
     from larder.store.secret import store_secret
 
     require_ray("'larder serve --ray'")
     check_model_options(options)
     replicas = DEFAULT_REPLICAS if options.replicas is None else options.replicas
-    wanted = Wanted(replicas, accelerators=int(options.device.startswith("cuda")))
+    wanted = ReplicaResources(replicas, accelerators=int(options.device.startswith("cuda")))
     secrets = store_secret(home()), read_key(options.key_file)
     opened = partial(replica_hub, options, store_url(options), *secrets)
     machines = connect()
     try:
         check_store(options.store, machines)
-        hub = ClusterHub(RayReplicas(opened, wanted))
+        hub = ClusterEngineClient(RayReplicaSet(opened, wanted))
         try:
             yield hub
         finally:
@@ -75,22 +73,24 @@ def ray_hub(options: ServeOptions) -> Iterator[Hub]:
 @contextmanager
 def replica_hub(
     options: ServeOptions, url: str, secret: bytes, key: bytes | None = None
-) -> Iterator[Hub]:
+) -> Iterator[EngineClient]:
     """One of them, in its process; its index of the store is its machine's own.
 
     Args:
         url: of the store that all have in common.
         secret, key: likewise.
     """
-    from larder.server.sharing import Beating, Sharing
+    from larder.server.persistence.leases import LeasedSessionPersistence, LeaseHeartbeat
     from larder.store.leases import SessionLeases
 
     store = _open_store(options, url, secret, key)
     claims = SessionLeases(store.parts)
-    beating = Beating(claims)
+    beating = LeaseHeartbeat(claims)
 
     try:
-        with _local_hub(options, store, lambda keeper: Sharing(keeper, store, claims)) as hub:
+        with _local_hub(
+            options, store, lambda keeper: LeasedSessionPersistence(keeper, store, claims)
+        ) as hub:
             yield hub
     finally:
         beating.close()
@@ -118,24 +118,24 @@ def _open_store(
 
 
 @contextmanager
-def _local_hub(options: ServeOptions, store: Store, kept: KeeperWrapper) -> Iterator[Hub]:
+def _local_hub(options: ServeOptions, store: Store, kept: KeeperWrapper) -> Iterator[EngineClient]:
     from larder.cli.question_run import open_engine
     from larder.cli.serve import tier_budgets
     from larder.engine.snapshots import ModelSnapshots
-    from larder.server.keeper import Durability
-    from larder.server.local_hub import LocalHub
-    from larder.server.persisting import Persisting
-    from larder.server.sweeping import Sweeping
-    from larder.server.vault import StoreVault
+    from larder.server.local_engine_client import LocalEngineClient
+    from larder.server.persistence.base import Durability
+    from larder.server.persistence.store import StoreSessionPersistence
+    from larder.server.persistence.sweeper import StoreSweeper
+    from larder.server.tiers.disk import StoreDiskTier
 
     engine = open_engine(options)
-    keeper = Persisting(store, engine.loaded.decoder.spec)
+    keeper = StoreSessionPersistence(store, engine.loaded.decoder.spec)
     snapshots = ModelSnapshots(store, engine.loaded, options.codec)
-    vault = StoreVault(keeper, snapshots, Durability(options.durability))
+    vault = StoreDiskTier(keeper, snapshots, Durability(options.durability))
     told = {"eviction": options.eviction, "keeper": kept(keeper), "vault": vault}
-    hub = LocalHub(engine, tier_budgets(options), **told)
+    hub = LocalEngineClient(engine, tier_budgets(options), **told)
     try:
-        with Sweeping(store):
+        with StoreSweeper(store):
             yield hub
     finally:
         hub.close()

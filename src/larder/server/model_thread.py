@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from larder.server.refusals import closed
+from larder.server.api_errors import server_stopping
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class ModelThread:
         future: Future[T] = Future()
         with self._changed:
             if not self.is_alive:
-                raise closed()
+                raise server_stopping()
             self._calls.append((future, function))
             self._changed.notify()
         return future.result()
@@ -89,7 +89,7 @@ class ModelThread:
             self._end()
         finally:
             for future, _ in calls:
-                future.set_exception(closed())
+                future.set_exception(server_stopping())
 
 
 def _answer(future: Future[T], function: Callable[[], T]) -> None:

@@ -12,7 +12,7 @@ from larder.engine.sampler import SamplingParams
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatMessage:
     """One message.
 
     Args:
@@ -42,7 +42,7 @@ class Request:
     """
 
     tenant: str
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[ChatMessage, ...] = ()
     session: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 256
@@ -131,7 +131,7 @@ class Ticket(ABC):
         """
 
 
-class Refusal(LarderError):
+class ApiError(LarderError):
     """A request that is not served.
 
     Args:
@@ -155,7 +155,7 @@ class Refusal(LarderError):
         self.param, self.retry_after = param, retry_after
 
 
-class Unreadable(Refusal):
+class SessionUnreadableError(ApiError):
     """What the store has of a session is damaged: only who sends its text can go on with it."""
 
     def __init__(self, name: str) -> None:

@@ -18,21 +18,23 @@ from functools import partial
 from typing import Any
 
 from larder.core.errors import BudgetError, LarderError
-from larder.server.answering import Answering
-from larder.server.job import Job
-from larder.server.keeper import Durability, Keeper
-from larder.server.news import News
-from larder.server.refusals import too_much
+from larder.server.api_errors import kv_budget_exceeded
+from larder.server.completion_queue import CompletionQueue
+from larder.server.model_runner import ModelRunner
+from larder.server.persistence.base import Durability, SessionPersistence
+from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.request import Report
-from larder.server.sitting import Sitting
-from larder.server.tiers import Tiers
-from larder.server.unwritten_turns import UnwrittenTurns
-from larder.server.waiting import Waiting
+from larder.server.request_queue import RequestQueue
+from larder.server.request_state import RequestState
+from larder.server.session_state import SessionState
+from larder.server.tiers.manager import TierManager
 
 # What a pass or a listener may fail with. It ends one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
-PATIENCE = 8  # blocks for others of its tenant, after which a request gets one however long it is
-SUMS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
+MAX_PASSED_BLOCKS = (
+    8  # blocks for others of its tenant, after which a request gets one however long it is
+)
+SUMMED_FIELDS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
 
 
 class Scheduler:
@@ -46,27 +48,27 @@ class Scheduler:
 
     def __init__(
         self,
-        answering: Answering,
-        tiers: Tiers,
-        keeper: Keeper,
-        news: News,
-        unwritten: UnwrittenTurns,
+        answering: ModelRunner,
+        tiers: TierManager,
+        keeper: SessionPersistence,
+        news: CompletionQueue,
+        unwritten: WriteRetryQueue,
         clock: Callable[[], float],
-        queue: Waiting,
+        queue: RequestQueue,
         rows: int = 64,
         tasks: int = 256,
     ) -> None:
         self._answering, self._tiers, self.queue = answering, tiers, queue
         self._keeper, self._news, self._unwritten = keeper, news, unwritten
         self._clock, self._rows, self._tasks = clock, rows, tasks
-        self.running: list[Job] = []
-        self.ending: list[Job] = []  # answers that are complete, and are being written
+        self.running: list[RequestState] = []
+        self.ending: list[RequestState] = []  # answers that are complete, and are being written
         self._served: dict[str, float] = defaultdict(float)
         self.steps = self.blocks = 0
         self.done: Counter[str] = Counter()
         self.sums: Counter[str] = Counter()
 
-    def enqueue(self, job: Job) -> None:
+    def enqueue(self, job: RequestState) -> None:
         """Take a request; its session is busy from now on."""
         tenant = job.sitting.tenant
         here = {each.sitting.tenant for each in self.running}.union(self.queue.tenants)
@@ -111,7 +113,7 @@ class Scheduler:
                 if self.running or self.ending or self._tiers.is_leaving:
                     return
                 self.queue.remove(job)
-                self._fail(job, too_much(error))
+                self._fail(job, kv_budget_exceeded(error))
             except FAILURES as error:
                 self.queue.remove(job)
                 job.manner.undo(job)
@@ -122,7 +124,7 @@ class Scheduler:
                 if job.fetch is not None:
                     self._news.hear(job.fetch.future, partial(self._arrived, job))
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: RequestState) -> None:
         job.sitting.is_running = True
         try:
             job.manner.start(job)
@@ -131,7 +133,7 @@ class Scheduler:
             raise
         job.times.started = self._clock()
 
-    def _arrived(self, job: Job, _: Future[Any]) -> None:
+    def _arrived(self, job: RequestState, _: Future[Any]) -> None:
         """What the store had of a cache is here, or is not to be had."""
         if job not in self.running:
             job.manner.give_up(job)
@@ -143,7 +145,7 @@ class Scheduler:
             job.manner.undo(job)
             self._fail(job, error)
 
-    def _ready(self) -> list[Job]:
+    def _ready(self) -> list[RequestState]:
         """Answers that the next pass goes on with, in turns where they are too many.
 
         Of those that begin by reading a part of their prompt there is one at most.
@@ -153,7 +155,7 @@ class Scheduler:
         later = set(map(id, asking)) - {id(min(asking, key=self._turn))} if asking else set[int]()
         return [job for job in ready if id(job) not in later][: self._rows]
 
-    def _answer(self, ready: list[Job]) -> bool:
+    def _answer(self, ready: list[RequestState]) -> bool:
         """One token for every answer that is ready."""
         if not ready:
             return False
@@ -194,10 +196,10 @@ class Scheduler:
             self._finish(self.running.pop(self.running.index(job)), job.ended)
         return True
 
-    def _turn(self, job: Job) -> tuple[float, int, int]:
-        return self._served[job.sitting.tenant], -(job.passed // PATIENCE), job.left
+    def _turn(self, job: RequestState) -> tuple[float, int, int]:
+        return self._served[job.sitting.tenant], -(job.passed // MAX_PASSED_BLOCKS), job.left
 
-    def _finish(self, job: Job, reason: str) -> None:
+    def _finish(self, job: RequestState, reason: str) -> None:
         """The answer is complete: keep the turn, then tell."""
         sitting = job.sitting
         assert job.stream is not None
@@ -224,7 +226,7 @@ class Scheduler:
         else:
             self._news.owe(sitting, written, partial(self._written, job, reason))
 
-    def _charge(self, sitting: Sitting) -> None:
+    def _charge(self, sitting: SessionState) -> None:
         """Take what was said into host memory before anybody is told that it is kept.
 
         Raises:
@@ -232,9 +234,9 @@ class Scheduler:
         """
         if not self._tiers.weigh(sitting):
             said = "There is no room for what was said: remove sessions, or raise --host-budget."
-            raise too_much(BudgetError(said))
+            raise kv_budget_exceeded(BudgetError(said))
 
-    def _written(self, job: Job, reason: str, done: Future[Any] | None) -> None:
+    def _written(self, job: RequestState, reason: str, done: Future[Any] | None) -> None:
         """The turn is in the store, or could not be written."""
         error, job.durable = self._unwritten.outcome(job.sitting, done)
         if isinstance(error, Exception):
@@ -242,7 +244,7 @@ class Scheduler:
             return
         self._saved(job, partial(self._told, job, reason))
 
-    def _saved(self, job: Job, then: Callable[[], None]) -> None:
+    def _saved(self, job: RequestState, then: Callable[[], None]) -> None:
         """Go on once nothing is left to be saved."""
         saving = self._tiers.save_at_once(job.sitting)
         if saving is None:
@@ -250,7 +252,7 @@ class Scheduler:
         else:
             self._news.owe(job.sitting, saving, lambda _: self._saved(job, then))
 
-    def _told(self, job: Job, reason: str) -> None:
+    def _told(self, job: RequestState, reason: str) -> None:
         """Everything is kept that is to be."""
         assert job.stream is not None
         try:
@@ -262,7 +264,7 @@ class Scheduler:
             return
         self._saved(job, partial(self._close, job, reason))  # a chat's caches have the turn now
 
-    def _take_back(self, job: Job, error: Exception) -> None:
+    def _take_back(self, job: RequestState, error: Exception) -> None:
         """A turn that could not be kept was never said."""
         sitting = job.sitting
         sitting.said.pop()
@@ -270,22 +272,22 @@ class Scheduler:
         job.manner.undo(job)
         self._fail(job, error)
 
-    def _close(self, job: Job, reason: str) -> None:
+    def _close(self, job: RequestState, reason: str) -> None:
         now = self._clock()
         report = job.report(reason, now)
         if reason != "cancelled":
             job.sitting.answered = now
         self._rest(job, now)
-        self.sums.update({name: getattr(report, name) for name in SUMS})
+        self.sums.update({name: getattr(report, name) for name in SUMMED_FIELDS})
         self.done[reason] += 1
         job.listener.on_done(report)
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: RequestState, error: Exception) -> None:
         self._rest(job, self._clock())
         self.done["error"] += 1
         job.listener.on_error(error)
 
-    def _rest(self, job: Job, now: float) -> None:
+    def _rest(self, job: RequestState, now: float) -> None:
         """The request is over, however it went."""
         sitting = job.sitting
         for held in (self.running, self.ending):

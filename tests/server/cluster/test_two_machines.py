@@ -22,12 +22,12 @@ from openai import OpenAI
 
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
-from larder.server.app import create_app
-from larder.server.local_hub import LocalHub
-from larder.server.tenants import Loopback
-from larder.server.web.archive import Archive
-from larder.server.web.desk import Settings
-from server.web.places import listening
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LoopbackAuth
+from larder.server.local_engine_client import LocalEngineClient
+from server.http.running_server import listening
 
 pytestmark = pytest.mark.cluster
 MODEL = "seed"
@@ -192,8 +192,8 @@ def _all_at_once(talks: list[Talk], machines: Machines) -> None:
 
 def _alone(talk: Talk, loaded: LoadedModel) -> list[Any]:
     """The same conversation with one server that nothing happens to."""
-    hub = LocalHub(Engine(loaded, "full"))
-    with listening(create_app(hub, Loopback(), Archive(), Settings())) as url:
+    hub = LocalEngineClient(Engine(loaded, "full"))
+    with listening(create_app(hub, LoopbackAuth(), Archive(), HttpSettings())) as url:
         with OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
             other = Talk(client, talk.name)
             while len(other.messages) < len(talk.messages):

@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from larder.core.errors import LarderError
-from larder.server.request import Refusal, Report
-from larder.server.web.refusing import as_refusal
+from larder.server.http.error_responses import as_api_error
+from larder.server.request import ApiError, Report
 
 LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartFrame:
     """The request was taken."""
 
 
 @dataclass(frozen=True)
-class Text:
+class TextFrame:
     """The next piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Failed:
-    """There is no answer, or no more of it; the fields are those of `Refusal`."""
+class ErrorFrame:
+    """There is no answer, or no more of it; the fields are those of `ApiError`."""
 
     message: str
     status: int
@@ -36,24 +36,24 @@ class Failed:
     retry_after: float | None = None
 
     @staticmethod
-    def of(error: Exception) -> Failed:
+    def of(error: Exception) -> ErrorFrame:
         """What a client may know of an error; the log has the rest."""
         if not isinstance(error, LarderError):
             LOG.error("A replica has failed.", exc_info=error)
-        told = as_refusal(error)
-        return Failed(str(told), told.status, told.code, told.param, told.retry_after)
+        told = as_api_error(error)
+        return ErrorFrame(str(told), told.status, told.code, told.param, told.retry_after)
 
     @property
-    def refusal(self) -> Refusal:
+    def refusal(self) -> ApiError:
         """The error that it was."""
-        return Refusal(self.message, self.status, self.code, self.param, self.retry_after)
+        return ApiError(self.message, self.status, self.code, self.param, self.retry_after)
 
 
 @dataclass(frozen=True)
-class Told:
+class ResultFrame:
     """What a method of a hub has returned."""
 
     value: Any
 
 
-Frame = Begun | Text | Report | Failed
+Frame = StartFrame | TextFrame | Report | ErrorFrame

@@ -11,19 +11,19 @@ import logging
 from concurrent.futures import Future
 from contextlib import aclosing
 
-from larder.server.cluster.frames import Begun, Failed, Text
-from larder.server.cluster.replicas import Lost, Replicas
-from larder.server.cluster.routing import routed
-from larder.server.request import Listener, Refusal, Report, Request, Ticket
+from larder.server.cluster.frames import ErrorFrame, StartFrame, TextFrame
+from larder.server.cluster.replica_set import ReplicaLost, ReplicaSet
+from larder.server.cluster.routing import route
+from larder.server.request import ApiError, Listener, Report, Request, Ticket
 
 LOG = logging.getLogger(__name__)
 # What another try mends, here as well as at the client.
-PASSING = frozenset({"session_held", "session_superseded", "stopping"})
+TRANSIENT_CODES = frozenset({"session_held", "session_superseded", "stopping"})
 BUSY = "session_busy"
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 1.0
 CANCELLED = "cancelled"
-DIFFERS = "The answer was lost on its way: ask again.", 503, "answer_lost", None, 1.0
-CUT_OFF = Report("", 0, 0, 0, 0, 0, 0, 0, True, "none", CANCELLED, 0.0, 0.0, 0.0)
+ANSWER_LOST = "The answer was lost on its way: ask again.", 503, "answer_lost", None, 1.0
+CANCELLED_REPORT = Report("", 0, 0, 0, 0, 0, 0, 0, True, "none", CANCELLED, 0.0, 0.0, 0.0)
 
 
 class Relay(Ticket):
@@ -36,19 +36,19 @@ class Relay(Ticket):
 
     def __init__(
         self,
-        replicas: Replicas,
+        replicas: ReplicaSet,
         request: Request,
         listener: Listener,
         loop: asyncio.AbstractEventLoop,
         patience_seconds: float,
     ) -> None:
         self._replicas, self._listener, self._loop = replicas, listener, loop
-        self._key, self._request = routed(request)
+        self._key, self._request = route(request)
         self._patience_seconds = patience_seconds
         self._begun: Future[None] = Future()
         self._heard, self._is_repeated = "", False
         self._task = asyncio.run_coroutine_threadsafe(self._run(), loop)
-        self._task.add_done_callback(lambda task: self._fail(stopping("the server stops")))
+        self._task.add_done_callback(lambda task: self._fail(no_replica("the server stops")))
 
     def wait(self) -> None:
         """Until a replica has taken the request.
@@ -65,9 +65,9 @@ class Relay(Ticket):
         try:
             report = await self._answered()
         except asyncio.CancelledError:
-            self._fail(stopping("nobody waits for the answer"))
-            self._listener.on_done(CUT_OFF)
-        except Refusal as refusal:
+            self._fail(no_replica("nobody waits for the answer"))
+            self._listener.on_done(CANCELLED_REPORT)
+        except ApiError as refusal:
             if not self._fail(refusal):
                 self._listener.on_error(refusal)
         else:
@@ -83,9 +83,9 @@ class Relay(Ticket):
         while True:
             try:
                 return await self._tried()
-            except Lost as error:
-                refusal = stopping(str(error))
-            except Refusal as error:
+            except ReplicaLost as error:
+                refusal = no_replica(str(error))
+            except ApiError as error:
                 refusal = error
             now = self._loop.time()
             if not self._is_passing(refusal) or now >= deadline:
@@ -110,24 +110,24 @@ class Relay(Ticket):
             ):
                 async for frame in frames:
                     limit.reschedule(None)
-                    if isinstance(frame, Failed):
+                    if isinstance(frame, ErrorFrame):
                         raise frame.refusal
-                    if isinstance(frame, Text):
+                    if isinstance(frame, TextFrame):
                         said += frame.text
                         self._hear(said)
-                    elif isinstance(frame, Begun):
+                    elif isinstance(frame, StartFrame):
                         self._begin()
                     elif frame.reason == CANCELLED:
-                        raise Lost("it stops")
+                        raise ReplicaLost("it stops")
                     else:
                         return frame
         except TimeoutError as error:
-            raise Lost("none takes the request") from error
-        raise Lost("it has fallen silent")
+            raise ReplicaLost("none takes the request") from error
+        raise ReplicaLost("it has fallen silent")
 
-    def _is_passing(self, refusal: Refusal) -> bool:
+    def _is_passing(self, refusal: ApiError) -> bool:
         """Whether it is over soon; a busy session may be busy with what was tried before."""
-        return refusal.code in PASSING or (refusal.code == BUSY and self._is_repeated)
+        return refusal.code in TRANSIENT_CODES or (refusal.code == BUSY and self._is_repeated)
 
     def _begin(self) -> None:
         if not self._begun.done():
@@ -137,12 +137,12 @@ class Relay(Ticket):
         """Hand on what is new of an answer."""
         known = min(len(said), len(self._heard))
         if said[:known] != self._heard[:known]:
-            raise Refusal(*DIFFERS)
+            raise ApiError(*ANSWER_LOST)
         if len(said) > known:
             new, self._heard = said[known:], said
             self._listener.on_text(new)
 
-    def _fail(self, refusal: Refusal) -> bool:
+    def _fail(self, refusal: ApiError) -> bool:
         """Tell who waits for a replica that there is none; False where one had the request."""
         if self._begun.done():
             return False
@@ -150,6 +150,6 @@ class Relay(Ticket):
         return True
 
 
-def stopping(why: str) -> Refusal:
+def no_replica(why: str) -> ApiError:
     """A replica has gone, and no other came in time."""
-    return Refusal(f"No replica answers ({why}): ask again.", 503, "stopping", retry_after=1.0)
+    return ApiError(f"No replica answers ({why}): ask again.", 503, "stopping", retry_after=1.0)

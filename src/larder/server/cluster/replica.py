@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from larder.server.cluster.frames import Begun, Failed, Frame, Text, Told
-from larder.server.hub import Hub
+from larder.server.cluster.frames import ErrorFrame, Frame, ResultFrame, StartFrame, TextFrame
+from larder.server.engine_client import EngineClient
 from larder.server.request import Report, Request
 
 THREADS = 32  # that wait for the model's thread at a time
 # What may be asked by name.
-METHODS = frozenset(Hub.__abstractmethods__) - {"submit", "close"}
+METHODS = frozenset(EngineClient.__abstractmethods__) - {"submit", "close"}
 
 
 class Replica:
@@ -24,7 +24,7 @@ class Replica:
         opened: makes it, and closes it when it is left: what it still answers is cancelled then.
     """
 
-    def __init__(self, opened: Callable[[], AbstractContextManager[Hub]]) -> None:
+    def __init__(self, opened: Callable[[], AbstractContextManager[EngineClient]]) -> None:
         self._living = ExitStack()
         self._hub = self._living.enter_context(opened())
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="larder replica")
@@ -34,32 +34,32 @@ class Replica:
 
         What has come meanwhile is told together.
         """
-        loop, box = asyncio.get_running_loop(), _Box()
+        loop, box = asyncio.get_running_loop(), _FrameQueue()
         try:
             ticket = await loop.run_in_executor(self._pool, self._hub.submit, request, box)
         except Exception as error:
-            yield [Failed.of(error)]
+            yield [ErrorFrame.of(error)]
             return
         try:
-            yield [Begun()]
+            yield [StartFrame()]
             is_over = False
             while not is_over:
                 frames = await box.taken()
-                is_over = not isinstance(frames[-1], Text)
+                is_over = not isinstance(frames[-1], TextFrame)
                 yield frames
         finally:
             ticket.cancel()
 
-    async def ask(self, method: str, *given: Any) -> Told | Failed:
+    async def ask(self, method: str, *given: Any) -> ResultFrame | ErrorFrame:
         """Call a method of the hub."""
         if method not in METHODS:
             raise ValueError(f"A hub has no method {method!r}.")
         loop = asyncio.get_running_loop()
         try:
             call = getattr(self._hub, method)
-            return Told(await loop.run_in_executor(self._pool, call, *given))
+            return ResultFrame(await loop.run_in_executor(self._pool, call, *given))
         except Exception as error:
-            return Failed.of(error)
+            return ErrorFrame.of(error)
 
     def check_health(self) -> None:
         """Raises: RuntimeError: the model's thread has died."""
@@ -75,7 +75,7 @@ class Replica:
         self.close()
 
 
-class _Box:
+class _FrameQueue:
     """Hears an answer in the model's thread, for the event loop that made it."""
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class _Box:
         self._frames: asyncio.Queue[Frame] = asyncio.Queue()
 
     def on_text(self, text: str) -> None:
-        self._put(Text(text))
+        self._put(TextFrame(text))
 
     def on_done(self, report: Report) -> None:
         self._put(report)
 
     def on_error(self, error: Exception) -> None:
-        self._put(Failed.of(error))
+        self._put(ErrorFrame.of(error))
 
     async def taken(self) -> list[Frame]:
         """All that has come; at least one thing."""

@@ -1,0 +1,175 @@
+"""Replicas that Ray Serve runs: it places them, watches them, and routes by the session's key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.errors import ModelError, UsageError
+from larder.core.ray_cluster import cpu_counts
+from larder.server.cluster.frames import ErrorFrame, Frame, ResultFrame
+from larder.server.cluster.replica import Replica
+from larder.server.cluster.replica_set import ReplicaLost, ReplicaSet
+from larder.server.engine_client import EngineClient
+from larder.server.request import Request
+
+NAME = "larder"
+ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+MOST_REQUESTS = 1000  # at a time and replica: our own scheduler has them wait
+DRAIN_SECONDS = 60.0
+ASK_SECONDS = 10.0
+ERROR_LINE = re.compile(r"[A-Za-z_.]*Error: (.+)")
+
+
+@dataclass(frozen=True)
+class ReplicaResources:
+    """How replicas are to run.
+
+    Args:
+        replicas: how many.
+        cpus: of each; None shares what the machines have.
+        accelerators: of each.
+    """
+
+    replicas: int
+    cpus: int | None = None
+    accelerators: int = 0
+
+
+def check_store(url: str | None, machines: int) -> None:
+    """Raises: UsageError: machines would not have the same store."""
+    if url is None and machines > 1:
+        raise UsageError(
+            f"The Ray cluster has {machines} machines, so they need one store: give --store URL "
+            "that all of them reach, such as a mounted folder or s3://..."
+        )
+
+
+class RayReplicaSet(ReplicaSet):
+    """Replicas of one Ray Serve application, which ends with this.
+
+    Args:
+        opened: makes a replica's hub; it must be picklable.
+    """
+
+    def __init__(
+        self, opened: Callable[[], AbstractContextManager[EngineClient]], wanted: ReplicaResources
+    ) -> None:
+        from ray import serve  # pyright: ignore
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        try:
+            self._handle = serve.run(ray_application(opened, wanted), name=NAME, route_prefix=None)
+        except RuntimeError as error:
+            reason = error_reason(_status_messages(serve.status()) or str(error))
+            self.close()
+            raise ModelError(f"No replica could start: {reason}") from error
+
+    async def answer(self, key: str, request: Request) -> AsyncGenerator[Frame, None]:
+        handle = self._handle.options(stream=True, session_id=key, method_name="answer")
+        frames = handle.remote(request)
+        is_over = False
+        try:
+            async with aclosing(_frames(frames)) as told:
+                async for several in told:
+                    for frame in several:
+                        yield frame
+            is_over = True
+        finally:
+            if not is_over:
+                asyncio.get_running_loop().run_in_executor(None, frames.cancel)
+
+    async def ask(self, key: str, method: str, *given: Any) -> ResultFrame | ErrorFrame:
+        from ray.exceptions import RayError  # pyright: ignore
+        from ray.serve.exceptions import RayServeException  # pyright: ignore
+
+        handle = self._handle.options(session_id=key, method_name="ask")
+        try:
+            return await handle.remote(method, *given)
+        except (RayError, RayServeException) as error:
+            raise ReplicaLost(type(error).__name__) from error
+
+    async def ask_all(self, method: str, *given: Any) -> list[ResultFrame | ErrorFrame]:
+        from ray.serve.exceptions import RayServeException  # pyright: ignore
+
+        try:
+            asked = self._handle.broadcast("ask", method, *given)
+            told = await asked.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
+        except (RayServeException, TimeoutError):
+            return []
+        return [each for each in told if isinstance(each, ResultFrame | ErrorFrame)]
+
+    def close(self) -> None:
+        from ray import serve  # pyright: ignore
+
+        serve.delete(NAME)
+        serve.shutdown()
+
+
+def error_reason(told: str) -> str:
+    """The error at the end of what Ray tells of a replica, without where it was raised."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if found := ERROR_LINE.match(line):
+            return found[1]
+    return lines[-1] if lines else "Ray does not say why."
+
+
+def _status_messages(status: Any) -> str:
+    deployments = (d for app in status.applications.values() for d in app.deployments.values())
+    return "\n".join(each.message for each in deployments)
+
+
+def ray_application(
+    opened: Callable[[], AbstractContextManager[EngineClient]], wanted: ReplicaResources
+) -> Any:
+    """What Ray Serve is to run."""
+    from ray import serve  # pyright: ignore
+    from ray.serve.config import RequestRouterConfig  # pyright: ignore
+
+    share = _cpus(wanted) if wanted.cpus is None else wanted.cpus
+    deployment = serve.deployment(
+        Replica,
+        name="replica",
+        num_replicas=wanted.replicas,
+        max_ongoing_requests=MOST_REQUESTS,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=2.0,
+        max_constructor_retry_count=1,
+        ray_actor_options={"num_cpus": share, "num_gpus": wanted.accelerators},
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        logging_config={"log_level": "WARNING"},
+    )
+    return deployment.bind(opened)
+
+
+def _cpus(wanted: ReplicaResources) -> float:
+    """Those of the smallest machine, shared by the replicas that it may have to hold."""
+    machines = [count for count in cpu_counts() if count]
+    if not machines:
+        raise UsageError("The Ray cluster has no processors to give: start it with --num-cpus.")
+    share = min(machines) / -(-wanted.replicas // len(machines))
+    return float(int(share)) if share >= 1 else share
+
+
+async def _frames(frames: Any) -> AsyncGenerator[list[Frame], None]:
+    """What a replica tells.
+
+    Raises:
+        Lost: it has gone.
+    """
+    from ray.exceptions import RayError  # pyright: ignore
+    from ray.serve.exceptions import RayServeException  # pyright: ignore
+
+    try:
+        async for several in frames:
+            yield several
+    except (RayError, RayServeException) as error:
+        raise ReplicaLost(type(error).__name__) from error

@@ -1,0 +1,218 @@
+"""`/v1/conversations`: conversations that the server remembers, message by message.
+
+The session of a conversation is named after it. If an item is deleted, the text is another one:
+the next answer reads it again as far as it must, and its session is a new one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.requests import Request as HttpRequest
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from larder.core.errors import Damaged
+from larder.server.http.app_state import AppState, app_state, tenant_of
+from larder.server.http.archive import CONVERSATION, ConversationItem
+from larder.server.http.error_responses import not_found
+from larder.server.http.json_body import JsonBody
+from larder.server.http.json_route import JsonRoute
+from larder.server.http.protocol import InputMessage, Text
+from larder.server.http.session_hint import new_id
+from larder.server.request import ApiError
+
+router = APIRouter(prefix="/v1/conversations", tags=["conversations"], route_class=JsonRoute)
+Metadata = Annotated[
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+    Field(max_length=16),
+]
+PUBLIC_FIELDS = ("id", "object", "created_at", "metadata")
+CONTENT_TYPES = {"assistant": "output_text"}
+
+
+class ConversationCreateRequest(JsonBody):
+    """A conversation to make."""
+
+    items: Annotated[list[InputMessage], Field(max_length=10_000, fail_fast=True)] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdateRequest(JsonBody):
+    """What to note about a conversation."""
+
+    metadata: Metadata | None = None
+
+
+class ItemsCreateRequest(JsonBody):
+    """Messages to add to a conversation."""
+
+    items: Annotated[list[InputMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+
+
+@router.post("")
+def create(http: HttpRequest, begun: ConversationCreateRequest | None = None) -> JSONResponse:
+    """Make a conversation, with or without messages."""
+    desk, tenant, name = app_state(http), tenant_of(http), new_id("conv_")
+    wanted = begun or ConversationCreateRequest()
+    document = {
+        "id": name,
+        "object": "conversation",
+        "created_at": int(time.time()),
+        "metadata": wanted.metadata or {},
+        "session": name,
+        "sessions": [name],
+    }
+    with desk.archive.together():
+        desk.archive.put(tenant, CONVERSATION, name, document)
+        desk.archive.append(tenant, name, new_items(wanted.items or ()))
+    return JSONResponse(_conversation_json(document))
+
+
+@router.get("/{name}")
+def retrieve(http: HttpRequest, name: str) -> JSONResponse:
+    """Tell of a conversation."""
+    return JSONResponse(
+        _conversation_json(stored_conversation(app_state(http), tenant_of(http), name))
+    )
+
+
+@router.post("/{name}")
+def update(http: HttpRequest, name: str, told: ConversationUpdateRequest) -> JSONResponse:
+    """Note something else about a conversation."""
+    desk, tenant = app_state(http), tenant_of(http)
+    with desk.archive.together():
+        document = {**stored_conversation(desk, tenant, name), "metadata": told.metadata or {}}
+        desk.archive.put(tenant, CONVERSATION, name, document)
+    return JSONResponse(_conversation_json(document))
+
+
+@router.delete("/{name}")
+def delete(http: HttpRequest, name: str) -> JSONResponse:
+    """Forget a conversation, and every session that has held it."""
+    desk, tenant = app_state(http), tenant_of(http)
+    try:
+        sessions = stored_conversation(desk, tenant, name)["sessions"]
+    except Damaged:  # what it tells is not believed, and it goes
+        sessions = [name]
+    for session in sessions:
+        try:
+            desk.hub.remove(tenant, session)
+        except ApiError as refusal:
+            if refusal.code != "session_not_found":  # nothing was asked in it, or it is gone
+                raise
+    desk.archive.remove(tenant, CONVERSATION, name)
+    return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+@router.get("/{name}/items")
+def list_items(
+    http: HttpRequest,
+    name: str,
+    limit: Annotated[int, Field(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> JSONResponse:
+    """List the messages of a conversation."""
+    stored_conversation(app_state(http), tenant_of(http), name)
+    items = list(app_state(http).archive.items(tenant_of(http), name))
+    if order == "desc":
+        items.reverse()
+    return JSONResponse(page(items, limit, after))
+
+
+@router.post("/{name}/items")
+def add_items(http: HttpRequest, name: str, added: ItemsCreateRequest) -> JSONResponse:
+    """Add messages to a conversation."""
+    desk, tenant = app_state(http), tenant_of(http)
+    items = new_items(added.items)
+    with desk.archive.together():
+        stored_conversation(desk, tenant, name)
+        desk.archive.append(tenant, name, items)
+    return JSONResponse(page(items, len(items), None))
+
+
+@router.get("/{name}/items/{item}")
+def retrieve_item(http: HttpRequest, name: str, item: str) -> JSONResponse:
+    """Tell one message of a conversation."""
+    return JSONResponse(item_json(_item(app_state(http), tenant_of(http), name, item)))
+
+
+@router.delete("/{name}/items/{item}")
+def delete_item(http: HttpRequest, name: str, item: str) -> JSONResponse:
+    """Take a message out of a conversation."""
+    desk, tenant = app_state(http), tenant_of(http)
+    desk.archive.remove_item(tenant, name, _item(desk, tenant, name, item).id)
+    return JSONResponse(_conversation_json(stored_conversation(desk, tenant, name)))
+
+
+def stored_conversation(desk: AppState, tenant: str, name: str) -> dict[str, Any]:
+    """A conversation of a tenant.
+
+    Raises:
+        Refusal: 404 `conversation_not_found`.
+    """
+    document = desk.archive.get(tenant, CONVERSATION, name)
+    if document is None:
+        raise not_found(
+            "There is no such conversation: make one with POST /v1/conversations.",
+            "conversation_not_found",
+            "conversation",
+        )
+    return document
+
+
+def new_items(messages: Sequence[InputMessage]) -> tuple[ConversationItem, ...]:
+    """Messages with ids of their own."""
+    return tuple(ConversationItem(new_id("msg_"), message.turn()) for message in messages)
+
+
+def item_json(item: ConversationItem) -> dict[str, Any]:
+    """A message as conversations and responses tell it."""
+    kind = CONTENT_TYPES.get(item.turn.role, "input_text")
+    content: dict[str, Any] = {"type": kind, "text": item.turn.text}
+    if kind == "output_text":
+        content |= {"annotations": [], "logprobs": []}
+    return {
+        "id": item.id,
+        "type": "message",
+        "role": item.turn.role,
+        "status": "completed",
+        "content": [content],
+    }
+
+
+def page(items: Sequence[ConversationItem], limit: int, after: str | None) -> dict[str, Any]:
+    """Some of a list of messages.
+
+    Raises:
+        Refusal: 404, if `after` is none of them.
+    """
+    start, names = 0, [item.id for item in items]
+    if after is not None:
+        if after not in names:
+            raise not_found("There is no such item here.", "item_not_found", "after")
+        start = names.index(after) + 1
+    chosen = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": [item_json(item) for item in chosen],
+        "first_id": chosen[0].id if chosen else "",
+        "last_id": chosen[-1].id if chosen else "",
+        "has_more": start + limit < len(items),
+    }
+
+
+def _item(desk: AppState, tenant: str, name: str, wanted: str) -> ConversationItem:
+    stored_conversation(desk, tenant, name)
+    for item in desk.archive.items(tenant, name):
+        if item.id == wanted:
+            return item
+    raise not_found("There is no such item in this conversation.", "item_not_found")
+
+
+def _conversation_json(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key in PUBLIC_FIELDS}

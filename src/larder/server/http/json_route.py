@@ -1,0 +1,58 @@
+"""Routes whose JSON bodies are decoded into the fields of their model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, get_args
+
+from fastapi.requests import Request as HttpRequest
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from larder.server.http.app_state import app_state, tenant_of
+from larder.server.http.error_responses import BodyError
+from larder.server.http.json_body import JsonBody
+from larder.server.request import ApiError
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class JsonRequest(HttpRequest):
+    """A request whose JSON is the model that it describes."""
+
+    def __init__(self, http: HttpRequest, model: type[JsonBody]) -> None:
+        super().__init__(http.scope, http.receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        content = await self.body()
+        try:
+            return await app_state(self).bodies.decode(tenant_of(self), self._model, content)
+        except ApiError as refusal:
+            raise BodyError(refusal) from refusal
+
+
+class JsonRoute(APIRoute):
+    """A route that decodes its body by `Bodies`, where it has one."""
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Any]:
+        """The handler of the route's requests."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        model = _model_of(self.body_field.field_info.annotation)
+
+        async def handled(http: HttpRequest) -> Response:
+            return await handle(JsonRequest(http, model))
+
+        return handled
+
+
+def _model_of(annotation: Any) -> type[JsonBody]:
+    """The model of a body, which may be left out."""
+    [model] = [each for each in (annotation, *get_args(annotation)) if _is_model(each)]
+    return model
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, JsonBody)

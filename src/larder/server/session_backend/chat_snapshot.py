@@ -1,0 +1,89 @@
+"""What the caches of a chat do not say of it, beside them in the store: the way to them, which of
+them answered last, and where in the text they stand.
+
+    {"schema": 1, "chat": ..., "base": ..., "episode": ..., "spots": [[number, starts, texts], ...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import Damaged
+from larder.server.session_backend.chat_transcript import session_log
+from larder.server.session_backend.position_map import PositionMap, PositionMaps
+from larder.server.session_state import SessionState
+from larder.session.chat_cache import ChatCache
+from larder.session.chat_state import chat_state_record, restore_chat_state
+
+SCHEMA = 1
+
+
+def has_all_turns(sitting: SessionState) -> bool:
+    """Whether the caches of a chat are those of all that was said, and no turn is half in them."""
+    cabinet = sitting.cabinet
+    return cabinet is not None and len(cabinet.state.log.exchanges) == len(sitting.said)
+
+
+def encode_chat_state(sitting: SessionState) -> bytes:
+    """All that `restore_chat` needs of a chat that is up to date, but for its caches and its
+    text.
+    """
+    assert sitting.cabinet is not None
+    spots = sitting.spots.own.items()
+    record = {
+        "schema": SCHEMA,
+        "chat": chat_state_record(sitting.cabinet.state).decode(),
+        "base": sitting.base,
+        "episode": sitting.episode,
+        "spots": [[number, each.starts, each.texts] for number, each in spots],
+    }
+    return json.dumps(record, ensure_ascii=False).encode()
+
+
+def restore_chat(
+    sitting: SessionState, ids: Sequence[int], caches: Sequence[SequenceCache], beside: bytes | None
+) -> None:
+    """Have a session be held in caches that came back, as when it had said these tokens.
+
+    Args:
+        ids: the session's text begins with them.
+        caches: taken over.
+
+    Raises:
+        Damaged: they are not those of that text; the session is as before.
+    """
+    known, rule = _parsed(beside), sitting.rule
+    try:
+        base, episode = int(known["base"]), int(known["episode"])
+        spots = PositionMaps(
+            {int(number): _position_map(*told) for number, *told in known["spots"]}
+        )
+        data = str(known["chat"]).encode()
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"What stands beside the chat's caches cannot be used ({error}).") from error
+    if not (sitting.said and 0 <= episode < len(caches) and 0 <= base <= len(sitting.said)):
+        raise Damaged("What stands beside the chat's caches does not fit them.")
+    log = session_log(sitting.root, sitting.said, rule.desk.scribe)
+    state = restore_chat_state(data, ids, caches, rule.desk, rule.policy, log, 0.0)
+    sitting.cabinet = ChatCache(rule.desk, state)
+    sitting.base, sitting.episode, sitting.spots = base, episode, spots
+
+
+def _parsed(beside: bytes | None) -> Mapping[str, Any]:
+    try:
+        known = json.loads(beside or b"")
+    except (ValueError, RecursionError) as error:
+        raise Damaged("What stands beside the chat's caches is not JSON.") from error
+    if not isinstance(known, dict) or known.get("schema") != SCHEMA:
+        raise Damaged(f"What stands beside the chat's caches is not of schema {SCHEMA}.")
+    return known
+
+
+def _position_map(starts: Sequence[int], texts: Sequence[int]) -> PositionMap:
+    """Raises: ValueError: this is no way from one to the other."""
+    if not starts or len(starts) != len(texts):
+        raise ValueError("its places do not fit together")
+    return PositionMap(tuple(map(int, starts)), tuple(map(int, texts)))

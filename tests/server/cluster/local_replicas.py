@@ -1,0 +1,92 @@
+"""Replicas in this process, which can be lost."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.cluster.frames import ErrorFrame, Frame, ResultFrame, TextFrame
+from larder.server.cluster.replica import Replica
+from larder.server.cluster.replica_set import ReplicaLost, ReplicaSet
+from larder.server.engine_client import EngineClient
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.leases import LeasedSessionPersistence
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import Request
+from larder.store.leases import SessionLeases
+from larder.store.store import Store
+
+SECRET = b"s" * 32
+
+
+class Near(ReplicaSet):
+    """Some replicas; a key leads to one of those that are left.
+
+    `breaks` says behind how many pieces of text the next answer is lost, with its replica or
+    without; `went` which replica each answer went to.
+    """
+
+    def __init__(self, loaded: LoadedModel, folder: Path, count: int) -> None:
+        self.stores = [
+            Store(str(folder / "blobs"), folder / f"home {n}", secret=SECRET) for n in range(count)
+        ]
+        opened = [lambda store=store: _hub(loaded, store) for store in self.stores]
+        self.left = {number: Replica(each) for number, each in enumerate(opened)}
+        self.breaks: int | None = None
+        self.went: list[int] = []
+
+    def lose(self, number: int) -> None:
+        """A replica is gone, without a word."""
+        self.left.pop(number).close()
+
+    def place(self, key: str) -> int:
+        return sorted(self.left)[int(key[:8], 16) % len(self.left)]
+
+    async def answer(self, key: str, request: Request) -> AsyncGenerator[Frame, None]:
+        if not self.left:
+            raise ReplicaLost("nobody is left")
+        number = self.place(key)
+        self.went.append(number)
+        async with aclosing(self.left[number].answer(request)) as told:
+            async for frames in told:
+                for frame in frames:
+                    self._count(number, frame)
+                    yield frame
+
+    def _count(self, number: int, frame: Frame) -> None:
+        if isinstance(frame, TextFrame) and self.breaks is not None:
+            self.breaks -= 1
+            if self.breaks < 0:
+                self.breaks = None
+                self.left.pop(number)
+                raise ReplicaLost("pulled the plug")
+
+    async def ask(self, key: str, method: str, *given: Any) -> ResultFrame | ErrorFrame:
+        if not self.left:
+            raise ReplicaLost("nobody is left")
+        return await self.left[self.place(key)].ask(method, *given)
+
+    async def ask_all(self, method: str, *given: Any) -> list[ResultFrame | ErrorFrame]:
+        return [await each.ask(method, *given) for each in self.left.values()]
+
+    def close(self) -> None:
+        for number in list(self.left):
+            self.lose(number)
+        for store in self.stores:
+            store.close()
+
+
+@contextmanager
+def _hub(loaded: LoadedModel, store: Store) -> Iterator[EngineClient]:
+    keeper = LeasedSessionPersistence(
+        StoreSessionPersistence(store, loaded.decoder.spec), store, SessionLeases(store.parts)
+    )
+    hub = LocalEngineClient(Engine(loaded, "full"), keeper=keeper)
+    try:
+        yield hub
+    finally:
+        hub.close()

@@ -1,0 +1,224 @@
+"""Several hubs behind one face, with replicas that are lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.server.cluster.client import ClusterEngineClient, sum_stats
+from larder.server.cluster.routing import route, routing_key
+from larder.server.engine_client import ServerStats
+from larder.server.request import ApiError, ChatMessage, Report, Request
+from server.cluster.local_replicas import Near
+from server_core import Served, told, user
+
+
+class Listening:
+    """Waits for an answer."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self.report: Report | None = None
+        self.error: Exception | None = None
+        self.over, self.begun = threading.Event(), threading.Event()
+
+    def on_text(self, text: str) -> None:
+        self.pieces.append(text)
+        self.begun.set()
+
+    def on_done(self, report: Report) -> None:
+        self.report = report
+        self.over.set()
+
+    def on_error(self, error: Exception) -> None:
+        self.error = error
+        self.over.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Front:
+    """A hub of two replicas."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path, patience_seconds: float) -> None:
+        self.replicas = Near(loaded, folder, 2)
+        self.hub = ClusterEngineClient(self.replicas, patience_seconds)
+
+    def submit(
+        self, turns: list[ChatMessage], session: str | None = "x", tokens: int = 6
+    ) -> Listening:
+        heard = Listening()
+        request = Request("a", tuple(turns), session, max_new_tokens=tokens)
+        self.ticket = self.hub.submit(request, heard)
+        return heard
+
+    def ask(
+        self, turns: list[ChatMessage], session: str | None = "x", tokens: int = 6
+    ) -> Listening:
+        heard = self.submit(turns, session, tokens)
+        assert heard.over.wait(20) and heard.error is None, heard.error
+        return heard
+
+
+@pytest.fixture
+def front(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
+    made = Front(small, tmp_path, 30.0)
+    yield made
+    made.hub.close()
+
+
+@pytest.fixture
+def hasty(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
+    made = Front(small, tmp_path, 0.5)
+    yield made
+    made.hub.close()
+
+
+def alone(loaded: LoadedModel, turns: list[ChatMessage]) -> str:
+    """What one server says to that, which has heard it from the beginning."""
+    served, said = Served(loaded), ""
+    for number in range(1, len(turns) + 1, 2):
+        said = served.ask(turns[:number], "x", max_new_tokens=6).text
+    return said
+
+
+def test_a_session_stays_with_one_replica(front: Front) -> None:
+    for session in ("x", "y", "z", None):
+        front.replicas.went.clear()
+        turns = told(1)
+        for _ in range(3):
+            last = front.ask(turns, session)
+            turns = [*turns, ChatMessage("assistant", last.text), user("Why?")]
+        assert len(set(front.replicas.went)) == 1
+        assert last.report is not None and last.report.cached_tokens > 0
+        own = [front.replicas.place(routing_key("a", last.report.session))]
+        assert own == front.replicas.went[:1]
+        assert front.hub.session("a", last.report.session).view.turns == 6
+    assert [view.name for view in front.hub.sessions("a")][1:] == ["z", "y", "x"]
+    assert front.hub.stats().done == {"stop": 0, "length": 12} or front.hub.stats().done["length"]
+
+
+def test_what_names_a_session_names_its_forks() -> None:
+    assert (
+        routing_key("a", "x")
+        == routing_key("a", "x~2")
+        == routing_key("a", "x~13")
+        != routing_key("b", "x")
+    )
+    assert routing_key("a", "x~y") != routing_key("a", "x")
+    lot, sent = route(
+        Request("a", (ChatMessage("system", "S"), user("Hi"), ChatMessage("assistant", "H")))
+    )
+    other, _ = route(Request("a", (ChatMessage("system", "S"), user("Hi"))))
+    assert lot == other == sent.lot == routing_key("a", f"s-{lot}-00ff")
+    assert route(Request("b", (ChatMessage("system", "S"), user("Hi"))))[0] != lot
+    assert route(Request("a", raw_prompt="Hi"))[0] != lot
+    assert route(Request("a", (user("Hi"),), follows="x~2"))[0] == routing_key("a", "x")
+
+
+def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: LoadedModel) -> None:
+    turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
+    front.replicas.lose(front.replicas.went[-1])
+    last = front.ask(turns)
+    assert last.text == alone(small, turns)
+    assert last.report is not None and last.report.session == "x"
+    assert front.hub.session("a", "x").view.turns == 4
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_client_hears_nothing_of_a_loss_halfway(
+    front: Front, small: LoadedModel, pieces: int
+) -> None:
+    front.replicas.breaks = pieces
+    last = front.ask(told(1))
+    assert last.text == alone(small, told(1))
+    assert len(front.replicas.went) == 2 and len(front.replicas.left) == 1
+
+
+def test_a_replica_that_stops_hands_its_answers_over(front: Front) -> None:
+    heard = front.submit(told(1), tokens=60)
+    assert heard.begun.wait(20)
+    front.replicas.lose(front.replicas.went[-1])
+    assert heard.over.wait(20) and heard.report is not None and heard.report.reason != "cancelled"
+    whole = front.ask(told(1), "y", tokens=60)
+    assert heard.text == whole.text and len(front.replicas.left) == 1
+
+
+def test_an_answer_that_goes_on_otherwise_is_none(front: Front) -> None:
+    heard = front.submit(told(1))
+    assert heard.over.wait(20)
+    relay = front.ticket
+    relay._heard = "?" + heard.text  # pyright: ignore
+    with pytest.raises(ApiError, match="lost on its way") as refused:
+        relay._hear(heard.text)  # pyright: ignore
+    assert (refused.value.status, refused.value.retry_after) == (503, 1.0)
+
+
+def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
+    for number in (0, 1):
+        hasty.replicas.lose(number)
+    with pytest.raises(ApiError) as refused:
+        hasty.submit(told(1))
+    assert (refused.value.status, refused.value.code) == (503, "stopping")
+    assert not hasty.hub.is_healthy()
+
+
+def test_a_session_that_is_held_is_waited_for(front: Front) -> None:
+    turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
+    other = front.replicas.stores[1 - front.replicas.went[-1]]
+    from larder.store.leases import SessionLeases
+
+    claims = SessionLeases(other.parts)
+    claim = claims.take("a", "x")
+    threading.Timer(0.3, claims.release, [claim]).start()
+    assert front.ask(turns).report is not None
+
+
+def test_refusals_come_as_they_are(front: Front) -> None:
+    with pytest.raises(ApiError) as refused:
+        front.submit(told(1), tokens=0)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_request")
+    assert refused.value.param == "max_tokens"
+    for ask in (lambda: front.hub.session("a", "none"), lambda: front.hub.detokenize([10**6])):
+        with pytest.raises(ApiError) as refused:
+            ask()
+    assert refused.value.param == "tokens"
+    assert front.hub.detokenize(front.hub.tokenize("Hello.")) == "Hello."
+
+
+def test_whoever_leaves_stops_the_answer(front: Front) -> None:
+    heard = front.submit(told(1), tokens=2000)
+    assert heard.begun.wait(20)
+    front.ticket.cancel()
+    assert heard.over.wait(20)
+    assert heard.report is not None and heard.report.reason == "cancelled"
+    while front.hub.stats().running:
+        pass
+    assert front.ask(told(1)).report is not None
+
+
+def test_closing_ends_what_is_answered(front: Front) -> None:
+    heard = front.submit(told(1), tokens=2000)
+    assert heard.begun.wait(20)
+    front.hub.close()
+    assert heard.report is not None and heard.report.reason == "cancelled"
+    front.hub.close()
+    assert not front.hub.is_healthy()
+    for ask in (lambda: front.submit(told(1)), front.hub.stats):
+        with pytest.raises(ApiError, match="stopping"):
+            ask()
+
+
+def test_numbers_are_added() -> None:
+    one = ServerStats(sessions={"idle": 1}, steps=2, done={"stop": 1})
+    two = ServerStats(sessions={"idle": 2, "running": 1}, steps=3)
+    total = sum_stats([one, two])
+    assert total.sessions == {"idle": 3, "running": 1}
+    assert (total.steps, total.done) == (5, {"stop": 1})
+    assert sum_stats([]) == ServerStats()

@@ -1,0 +1,52 @@
+"""One server for all tests of HTTP: two tenants with keys, an operator among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from openai import OpenAI
+
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.auth import ApiKeyAuth, Principal
+from server.http.running_server import Running, running
+
+ANNE, BOB = "sk-anne-0123456789", "sk-bob-0123456789ab"
+KEYS = {ANNE: Principal("anne", is_operator=True), BOB: Principal("bob", is_operator=False)}
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    settings = HttpSettings(max_body_bytes=100_000, ping_seconds=0.05)
+    with running(ApiKeyAuth(KEYS), settings) as served:
+        yield served
+
+
+@pytest.fixture
+def served(server: Running) -> Running:
+    """The server, with nothing said yet."""
+    hub = server.hub
+    for told in (hub.asked, hub.tickets, hub.held, hub.pinned):
+        told.clear()
+    return server
+
+
+@pytest.fixture(scope="session")
+def http(server: Running) -> Iterator[httpx2.Client]:
+    """Whoever Anne is, over bare HTTP."""
+    headers = {"authorization": f"Bearer {ANNE}"}
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def anne(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(api_key=ANNE, base_url=f"{server.url}/v1", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def bob(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(api_key=BOB, base_url=f"{server.url}/v1", max_retries=0) as client:
+        yield client

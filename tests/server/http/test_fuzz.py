@@ -1,0 +1,98 @@
+"""Every endpoint with made-up requests, good and bad: no crash, no traceback to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.engine_client import EngineClient
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import Authenticator, Principal
+from larder.server.local_engine_client import LocalEngineClient
+from larder.store.ledger import ByteBudgets, Tier
+from server.fake_engine_client import FakeHub
+
+FIELDS = {"message", "type", "param", "code"}
+MODES = ("positive", "negative")
+
+
+class Anyone(Authenticator):
+    """Lets everybody in."""
+
+    def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
+        return Principal("anyone", is_operator=True)
+
+
+def app(hub: EngineClient) -> FastAPI:
+    return create_app(hub, Anyone(), Archive(), HttpSettings(max_new_tokens=4))
+
+
+@pytest.mark.slow
+def test_every_endpoint_stands_what_is_made_up() -> None:
+    assert attempts(app(FakeHub()), "negative", 1, is_same=True) > 10
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("mode", MODES)
+def test_every_endpoint_stands_much_that_is_made_up(mode: str) -> None:
+    assert attempts(app(FakeHub()), mode, 60, is_same=False) > 600
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_stands_behind_every_endpoint(mode: str, small: LoadedModel) -> None:
+    budgets = ByteBudgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
+    hub = LocalEngineClient(Engine(small, "full"), budgets)
+    try:
+        assert attempts(app(hub), mode, 40, is_same=False) > 400
+        stats = hub.stats()
+        assert stats.budget_violations == 0 and hub.is_healthy()
+    finally:
+        hub.close()
+
+
+def attempts(served: FastAPI, mode: str, tries: int, is_same: bool) -> int:
+    """Try every endpoint so often; how many requests there were."""
+    import schemathesis
+
+    schema = schemathesis.openapi.from_asgi("/openapi.json", served)
+    tried = 0
+    for operation in schema.get_all_operations():
+        cases = operation.ok().as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+        tried += attempt(cases, tries, is_same)
+    return tried
+
+
+def attempt(cases: Any, tries: int, is_same: bool) -> int:
+    """Send what a strategy makes; how often."""
+    tried = 0
+
+    @settings(
+        max_examples=tries,
+        deadline=None,
+        derandomize=is_same,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def sent(case: Any) -> None:
+        nonlocal tried
+        tried += 1
+        reply = case.call()
+        assert reply.status_code < 500 or reply.json()["error"]["code"] == "overloaded", reply.text
+        assert "Traceback" not in reply.text
+        if reply.status_code >= 400:
+            assert set(reply.json()["error"]) == FIELDS
+
+    with suppress(Unsatisfiable):  # where nothing is asked, nothing can be asked wrongly
+        sent()
+    return tried

@@ -1,0 +1,125 @@
+"""The rarer things that clients send, and what they must not set off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+from starlette.types import Message
+
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import ApiKeyAuth, Principal
+from larder.server.http.streaming import sse_event
+from larder.server.request import Listener, Request, Ticket
+from server.fake_engine_client import NAME, FakeHub
+from server.http.conftest import ANNE
+from server.http.running_server import Running
+
+
+def test_an_event_is_one_line_whatever_ends_lines_elsewhere() -> None:
+    told = {"text": "a\u2028b\u2029c\u0085d\ne\r\n\x0b\x1c"}
+    lines = sse_event(told).decode().splitlines()
+    assert lines[1:] == [""] and json.loads(lines[0].removeprefix("data: ")) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "harmless", "other"),
+    [
+        ("repetition_penalty", 1.0, 1.2),
+        ("min_p", 0, 0.1),
+        ("ignore_eos", False, True),
+        ("stop_token_ids", [], [7]),
+        ("guided_json", None, {"type": "object"}),
+        ("n", 1, 2),
+        ("logprobs", False, True),
+        ("tools", [], [{"type": "function"}]),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(
+    http: httpx2.Client, served: Running, name: str, harmless: Any, other: Any
+) -> None:
+    body = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
+    assert http.post("/v1/chat/completions", json={**body, name: harmless}).status_code == 200
+    told = http.post("/v1/chat/completions", json={**body, name: other})
+    assert told.status_code == 400
+    assert (told.json()["error"]["code"], told.json()["error"]["param"]) == (
+        "unsupported_parameter",
+        name,
+    )
+    assert len(served.hub.asked) == 1
+
+
+def test_a_prompt_of_tokens_keeps_nobody_else_waiting(
+    http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = list[bool]()
+
+    def detokenize(ids: Sequence[int]) -> str:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            loops.append(False)
+        else:
+            loops.append(True)
+        return FakeHub().detokenize(ids)
+
+    monkeypatch.setattr(served.hub, "detokenize", detokenize)
+    told = http.post("/v1/completions", json={"model": NAME, "prompt": [104, 105]})
+    assert told.json()["choices"][0]["text"].startswith("You said: hi") and loops == [False]
+
+
+def test_what_is_noted_of_a_conversation_while_it_is_answered_stays(
+    anne: OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = anne.conversations.create(metadata={"topic": "old"})
+    submit = served.hub.submit
+
+    def noted(request: Request, listener: Listener) -> Ticket:
+        anne.conversations.update(conversation.id, metadata={"topic": "new"})
+        return submit(request, listener)
+
+    monkeypatch.setattr(served.hub, "submit", noted)
+    anne.responses.create(model=NAME, input="one", conversation=conversation.id)
+    assert anne.conversations.retrieve(conversation.id).metadata == {"topic": "new"}
+
+
+def told_to_one_that_leaves(path: str, parts: Sequence[bytes]) -> tuple[list[int], FakeHub]:
+    """The statuses that are sent to a client that breaks off behind some parts of its body."""
+    hub, statuses = FakeHub(), list[int]()
+    door = ApiKeyAuth({ANNE: Principal("anne", is_operator=True)})
+    app = create_app(hub, door, Archive(), HttpSettings(max_body_bytes=1000))
+    coming = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+
+    async def receive() -> Message:
+        return coming.pop(0) if coming else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    headers = {"authorization": f"Bearer {ANNE}", "content-type": "application/json"}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "client": ("127.0.0.1", 1),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(app(scope, receive, send))
+    return statuses, hub
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions/x/import", "/v1/chat/completions"])
+def test_a_client_that_breaks_off_is_no_failure_of_the_server(path: str) -> None:
+    [status], hub = told_to_one_that_leaves(path, [b'{"model": '])
+    assert status < 500 and not (hub.asked or hub.held)
+    [status], hub = told_to_one_that_leaves(path, [b"x" * 600] * 2)
+    assert status == 413 and not (hub.asked or hub.held)

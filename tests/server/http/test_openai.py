@@ -1,0 +1,162 @@
+"""What OpenAI's own client sees of the server."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from openai import OpenAI
+
+from server.fake_engine_client import NAME
+from server.http.running_server import Running
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_is_answered_with_what_it_took(anne: OpenAI, served: Running) -> None:
+    first = anne.chat.completions.create(
+        model=NAME, messages=user("hello there"), extra_headers={"x-session-id": "one"}
+    )
+    assert first.choices[0].message.content == "You said: hello there "
+    assert first.choices[0].finish_reason == "stop"
+    again = anne.chat.completions.create(
+        model=NAME, messages=user("again"), extra_body={"session_id": "one"}
+    )
+    usage = again.usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 8
+    assert usage.prompt_tokens_details.cache_write_tokens == 9
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens == 17 + 3
+    assert again.model_extra is not None
+    assert again.model_extra["kv"]["session"] == "one"
+    assert again.model_extra["kv"]["lossless"] is False
+
+
+@pytest.mark.parametrize("has_usage", [True, False])
+def test_a_chat_is_streamed(anne: OpenAI, served: Running, has_usage: bool) -> None:
+    chunks = list(
+        anne.chat.completions.create(
+            model=NAME,
+            messages=user("long"),
+            stream=True,
+            stream_options={"include_usage": has_usage},
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "You said: long "
+    ends = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert ends == [None] * (len(ends) - 1) + ["length"]
+    used = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert [each.completion_tokens for each in used] == ([3] if has_usage else [])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_what_is_asked_reaches_the_hub(anne: OpenAI, served: Running) -> None:
+    anne.chat.completions.create(
+        model=NAME,
+        messages=[
+            {"role": "developer", "content": "Be short."},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        ],
+        temperature=0.5,
+        top_p=0.9,
+        seed=3,
+        max_completion_tokens=7,
+        stop=["END"],
+        prompt_cache_key="key",
+        extra_body={"top_k": 5, "kv_policy": "exact", "kv_steps": {"critic": 4}},
+    )
+    [asked] = served.hub.asked
+    assert [vars(turn) for turn in asked.turns] == [
+        {"role": "system", "text": "Be short."},
+        {"role": "user", "text": "hello"},
+    ]
+    sampling = asked.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 5, 0.9, 3)
+    assert (asked.tenant, asked.session, asked.max_new_tokens) == ("anne", "key", 7)
+    assert (asked.stop, asked.exact, asked.steps) == (("END",), True, {"critic": 4})
+    said = {"model": NAME, "messages": [{"role": "user", "content": "hello"}]}
+    anne.chat.completions.create(**said, extra_body={"kv_steps": 3})
+    assert served.hub.asked[-1].steps == {"": 3}
+    with pytest.raises(openai.BadRequestError, match="kv_steps"):
+        anne.chat.completions.create(**said, extra_body={"kv_steps": -1})
+
+
+def test_a_text_is_continued(anne: OpenAI, served: Running) -> None:
+    whole = anne.completions.create(model=NAME, prompt="a b", max_tokens=4)
+    assert whole.choices[0].text == "You said: a b "
+    assert served.hub.asked[0].raw_prompt == "a b" and not served.hub.asked[0].turns
+    chunks = list(anne.completions.create(model=NAME, prompt=[97, 98], stream=True))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == "You said: ab "
+    with pytest.raises(openai.BadRequestError, match="one per request"):
+        anne.completions.create(model=NAME, prompt=["a", "b"])
+
+
+def test_models_are_told(anne: OpenAI, served: Running) -> None:
+    assert [model.id for model in anne.models.list()] == [NAME]
+    assert anne.models.retrieve(NAME).owned_by == "larder"
+    for ask in (
+        lambda: anne.models.retrieve("other"),
+        lambda: anne.chat.completions.create(model="other", messages=user("x")),
+    ):
+        with pytest.raises(openai.NotFoundError) as told:
+            ask()
+        assert told.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "code"),
+    [
+        ("refuse kv_budget_exceeded 400", openai.BadRequestError, "kv_budget_exceeded"),
+        ("refuse context_length_exceeded 400", openai.BadRequestError, "context_length_exceeded"),
+        ("refuse overloaded 503", openai.InternalServerError, "overloaded"),
+        ("crash", openai.InternalServerError, "internal_error"),
+        ("break", openai.InternalServerError, "overloaded"),
+    ],
+)
+def test_refusals_are_errors_of_the_client(
+    anne: OpenAI, served: Running, said: str, kind: type[openai.APIStatusError], code: str
+) -> None:
+    with pytest.raises(kind) as told:
+        anne.chat.completions.create(model=NAME, messages=user(said))
+    assert told.value.code == code
+    assert "secret" not in str(told.value)
+
+
+def test_a_stream_that_breaks_is_an_error_of_the_client(anne: OpenAI, served: Running) -> None:
+    stream = anne.chat.completions.create(model=NAME, messages=user("break"), stream=True)
+    with pytest.raises(openai.APIError) as told:
+        list(stream)
+    assert told.value.code == "overloaded"
+
+
+def test_only_what_will_do_later_is_tried_again(server: Running, served: Running) -> None:
+    from server.http.conftest import ANNE
+
+    with OpenAI(api_key=ANNE, base_url=f"{server.url}/v1", max_retries=1) as client:
+        for said, times in (("refuse store_full 503", 1), ("refuse budget 400", 1), ("break", 2)):
+            served.hub.asked.clear()
+            with pytest.raises(openai.APIStatusError):
+                client.chat.completions.create(model=NAME, messages=user(said))
+            assert len(served.hub.asked) == times, said
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"n": 2},
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"1": 5}},
+        {"presence_penalty": 0.5},
+    ],
+)
+def test_what_would_be_passed_over_silently_is_refused(
+    anne: OpenAI, served: Running, more: dict[str, object]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as told:
+        anne.chat.completions.create(model=NAME, messages=user("x"), extra_body=more)
+    assert (told.value.code, told.value.param) == ("unsupported_parameter", next(iter(more)))
+    assert not served.hub.asked

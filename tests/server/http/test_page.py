@@ -1,0 +1,131 @@
+"""The page at `/`."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.http import middleware
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LOCAL, ApiKeyAuth, LoopbackAuth, Principal
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.request import ChatMessage
+from larder.session.policy import Policy
+from larder.store.ledger import ByteBudgets, Tier
+from server.fake_engine_client import NAME
+from server.http.browser import CHROMIUM, browser
+from server.http.running_server import Running, listening, running
+
+BAR = "document.querySelector('#sessions .bar i').style.getPropertyValue('--s')"
+SCRIPTS = tuple(f"{name}.js" for name in middleware.SCRIPTS)
+
+
+def asset(name: str) -> str:
+    return files("larder.server.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def test_the_page_needs_nothing_but_this_server(served: Running) -> None:
+    reply = httpx2.get(served.url)
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    asked = set(re.findall(r'(?:src|href)="([^"]+)"', reply.text)) - {"data:,"}
+    assert asked == {"page.css", *SCRIPTS}
+    for name in asked:
+        assert httpx2.get(f"{served.url}/{name}").headers["content-type"].startswith("text/")
+    assert "://" not in "".join(map(asset, SCRIPTS))
+
+
+def test_scripts_find_what_they_look_for() -> None:
+    there = set(re.findall(r'id="(\w+)"', asset("page.html")))
+    wanted = set(re.findall(r'find\("(\w+)"\)', "".join(map(asset, SCRIPTS))))
+    assert wanted and wanted <= there
+
+
+def test_texts_reach_the_page_as_text() -> None:
+    scripts = "".join(map(asset, SCRIPTS))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", scripts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
+    with running(LoopbackAuth()) as served, browser(tmp_path) as page:
+        said = [ChatMessage("user", "How long?"), ChatMessage("assistant", "<b>Two</b> days.")]
+        served.hub.held[LOCAL, "about bread"] = said
+        page.open(f"{served.url}/#about%20bread")
+        page.until("state.kept")
+        text = page.run("document.body.innerText")
+        for shown in (NAME, "about bread", "8 tokens", "device 1.0 MiB, disk 3.0 MiB", "75%"):
+            assert shown in text
+        assert "6 of 8 entries per head" in text
+        assert page.run(BAR) == "0.75", "held entries against the budget"
+        assert "10 B of 40 B" in text and "8 entries per head were" not in text
+        assert page.run("find('sessions').querySelector('[aria-current=true]') !== null")
+        assert page.run("find('heads').rows[2].cells[1].title") == (
+            "layer 1, head 0: 4 of 8 positions"
+        )
+        turns = page.run("[...find('turns').querySelectorAll('p')].map((each) => each.innerText)")
+        assert turns == ["How long?", "<b>Two</b> days."]
+        held = page.run("[...find('turns').querySelectorAll('i')].map((each) => each.title)")
+        assert held == [f"held by {heads} of 4 heads" for heads in (4, 2, 2, 4)]
+        assert page.run("find('trouble').hidden") and not page.complaints
+        page.run("say('refuse overloaded 503')")
+        assert page.until("find('said').textContent").startswith("Refused")
+        assert page.run("state.speaking === null && find('text').value") == "refuse overloaded 503"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_one_talks_to_a_model_and_sees_what_it_keeps(
+    tmp_path: Path, seed_model: LoadedModel
+) -> None:
+    engine = Engine(seed_model, Policy.parse("keydiff"), "96")
+    hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 8 << 20}))
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
+    with listening(app) as url, browser(tmp_path) as page:
+        page.open(url)
+        page.until("state.model")
+        for text in (
+            "My cat is called Mira. " + "We had bread and plums. " * 40,
+            "What is my cat called?",
+        ):
+            page.run(f"find('text').value = {text!r}; find('say').requestSubmit()")
+            page.until("state.speaking === null && state.epoch === known()?.epoch")
+        assert page.run("find('turns').children.length") == 4
+        share = page.run("find('share').textContent")
+        assert 0 < int(share.removesuffix("%")) < 100
+        assert page.run("find('heads').rows.length") == 7
+        assert "96 of 96 entries per head" in page.run("find('sessions').innerText")
+        assert page.run(BAR) == "1"
+        assert page.run("find('turns').querySelectorAll('i:not(.kept)').length") > 0
+        assert (
+            page.run("new Set([...find('turns').querySelectorAll('i')].map((e) => e.title)).size")
+            > 2
+        )
+        page.run("act('fork')")
+        page.until("state.sessions.length === 2 && state.epoch >= 0")
+        page.run("choose(null)")
+        assert page.until("!find('blank').hidden && find('sessions').children.length === 2")
+        assert not page.complaints
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_the_page_asks_for_a_key_and_for_nothing_that_it_may_not_see(tmp_path: Path) -> None:
+    keys = {"sk-anne-0123456789": Principal("anne", is_operator=False)}
+    with running(ApiKeyAuth(keys)) as served, browser(tmp_path) as page:
+        page.open(served.url)
+        page.until("!find('door').hidden && find('room').hidden")
+        page.run("find('key').value = 'sk-anne-0123456789'; find('door').requestSubmit()")
+        page.until("!find('room').hidden && state.model && !state.isOperator")
+        page.run("say('hello')")
+        page.until("state.speaking === null && state.turns.length === 2")
+        assert page.run("find('turns').innerText").strip().endswith("You said: hello")

@@ -1,0 +1,169 @@
+"""A server that is killed at any moment, again and again: every conversation goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+
+from larder.engine.engine import Engine
+from larder.engine.snapshots import ModelSnapshots
+from larder.models.loader import LoadedModel
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LoopbackAuth
+from larder.server.http.connections import ServerConfig
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.base import Durability
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.tiers.disk import StoreDiskTier
+from larder.store.ledger import ByteBudgets, Tier
+from larder.store.store import Store
+from server_core import Served, characters, told, user
+
+KILLS = int(os.environ.get("LARDER_TEST_KILLS", "20"))
+TALKS, NEW_TOKENS, MOST_TURNS = 5, 5, 6
+SECRET = b"s" * 32
+# Of which the caches of two and of three conversations take about all.
+BUDGETS = ByteBudgets({Tier.DEVICE: 600_000, Tier.HOST: 900_000})
+
+
+def store_in(folder: Path) -> Store:
+    return Store(str(folder / "blobs"), folder / "home", secret=SECRET, kept_epochs=2)
+
+
+def serve(loaded: LoadedModel, folder: Path, durability: Durability, port: Connection) -> None:
+    """The life of a server, up to its death."""
+    import uvicorn
+
+    store = store_in(folder)
+    keeper = StoreSessionPersistence(store, loaded.decoder.spec)
+    vault = StoreDiskTier(keeper, ModelSnapshots(store, loaded), durability)
+    hub = LocalEngineClient(Engine(loaded, "full"), BUDGETS, keeper=keeper, vault=vault)
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=NEW_TOKENS))
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port.send(bound.getsockname()[1])
+        uvicorn.Server(ServerConfig(app)).run(sockets=[bound])
+
+
+@dataclass
+class Talk:
+    """A conversation as its client knows it: a turn counts once its answer has come whole."""
+
+    number: int
+    begun: int = 0
+    heard: int = 0
+    turns: list[dict[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"talk {self.number}-{self.begun}"
+
+    @property
+    def asked(self) -> list[dict[str, str]]:
+        said = len(self.turns) // 2
+        text = told(self.number + self.begun, 1)[0].text if not said else f"And {said}?"
+        return [*self.turns, {"role": "user", "content": text}]
+
+    def go_on(self, url: str) -> None:
+        """Ask until the server is gone; the same again, where no answer has come."""
+        if len(self.turns) >= 2 * MOST_TURNS:
+            self.begun, self.turns = self.begun + 1, []
+        with httpx2.Client(base_url=url, timeout=60) as client:
+            while len(self.turns) < 2 * MOST_TURNS:
+                body = {"model": "characters", "messages": self.asked, "temperature": 0}
+                try:
+                    reply = client.post(
+                        "/v1/chat/completions", json=body, headers={"x-session-id": self.name}
+                    )
+                    answer = reply.json()
+                except (httpx2.HTTPError, ValueError):
+                    return
+                if reply.is_error:
+                    self.problems.append(f"{reply.status_code} {reply.text}")
+                    return
+                if answer["kv"]["session"] != self.name:
+                    self.problems.append(f"{self.name} goes on as {answer['kv']['session']}")
+                message = answer["choices"][0]["message"]
+                text = {"role": "assistant", "content": message["content"]}
+                self.turns = [*self.asked, text]
+                self.heard += 1
+
+
+def expected(
+    loaded: LoadedModel, turns: list[dict[str, str]], served: Served, name: str
+) -> list[str]:
+    """What a server that was never killed says to the same questions."""
+    said = []
+    for turn in turns[::2]:
+        follows = name if said else None
+        said.append(
+            served.ask(
+                [user(turn["content"])], name, follows=follows, max_new_tokens=NEW_TOKENS
+            ).text.strip()
+        )
+    return said
+
+
+def _wait(talks: list[Talk], answers: int, seconds: float) -> None:
+    """Until so many answers more have come, or it takes too long; and some time."""
+    until, before = time.monotonic() + 20, sum(talk.heard for talk in talks)
+    while sum(talk.heard for talk in talks) < before + answers and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(seconds)
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_3_a_server_that_is_killed_loses_nothing_it_has_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    loaded, chance = characters(), random.Random(11)
+    talks, processes = (
+        [Talk(number) for number in range(TALKS)],
+        multiprocessing.get_context("fork"),
+    )
+    known: dict[str, list[str]] = {}
+    for kill in range(KILLS):
+        durability = chance.choice([Durability.TURN, Durability.TURN, Durability.SNAPSHOT])
+        mine, its = processes.Pipe()
+        process = processes.Process(target=serve, args=(loaded, tmp_path, durability, its))
+        process.start()
+        url = f"http://127.0.0.1:{mine.recv()}"
+        threads = [threading.Thread(target=talk.go_on, args=(url,)) for talk in talks]
+        for thread in threads:
+            thread.start()
+        _wait(talks, chance.randint(0, 12), chance.uniform(0.0, 0.3))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        for thread in threads:
+            thread.join()
+        for talk in talks:
+            assert not talk.problems, (kill, talk.problems)
+            answers = [turn["content"].strip() for turn in talk.turns[1::2]]
+            if len(known.get(talk.name, ())) < len(answers):
+                fresh = Served(loaded)
+                known[talk.name] = expected(loaded, talk.turns, fresh, talk.name)
+            assert answers == known.get(talk.name, [])[: len(answers)], (kill, talk.name)
+    store = store_in(tmp_path)
+    checked = store.upkeep.verify(store.sessions.heads())
+    assert checked and all(not each.problems for each in checked)
+    store.close()
+    with capsys.disabled():
+        turns = sum(len(answers) for answers in known.values())
+        print(f"\n{KILLS} kills, {len(known)} conversations, {turns} answers told and kept")

@@ -1,0 +1,202 @@
+"""Turns that the store does not take: told as such, counted, written later; or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from larder.core.errors import BudgetError, Damaged, LarderError, StoreError, StoreFull, StoreSlow
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LoopbackAuth
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.base import Durability
+from larder.server.request import ApiError
+from larder.store.fs.base import open_file_system
+from server.http.running_server import listening
+from server_core import answered, told
+from server_engine_clients import failing
+from server_stores import Stored
+from store.file_systems import FULL, Faulty, refusing
+
+pytestmark = pytest.mark.usefixtures("unflushed")
+ERRORS: dict[str, LarderError] = {
+    "full": StoreFull("The disk is full: make room."),
+    "slow": StoreSlow("The disk does not answer: see to it."),
+    "damaged": Damaged("A record is not what was written."),
+    "failed": StoreError("The disk fails: see to it."),
+    "budget": BudgetError("The budget of the store is spent: raise it."),
+}
+
+
+def never(stored: Stored, error: LarderError) -> Any:
+    """While the store takes no turn."""
+    return failing(stored.store.turns, "append", error)  # pyright: ignore
+
+
+@pytest.mark.parametrize("reason", ERRORS)
+def test_4_a_turn_that_is_not_written_says_so_and_is_written_later(
+    small: LoadedModel, tmp_path: Path, reason: str
+) -> None:
+    stored = Stored(small, tmp_path)
+    unwritten = stored.core.unwritten
+    first = stored.ask(told(1), "x")
+    assert first.told.durable is True and not unwritten.is_degraded
+    with never(stored, ERRORS[reason]):
+        second = stored.ask(answered(told(1), first, "Why?"), "x")
+        assert second.told.durable is False and unwritten.is_degraded
+        other = stored.ask(told(2), "y")
+        assert other.told.durable is False and len(unwritten) == 2
+        again = stored.ask(answered(told(1), first, "Why?"), "x")  # the same request
+        assert again.text == second.text and again.told.durable is False
+    assert unwritten.counts == {reason: 2}
+    for _ in range(10):  # seconds, by this clock
+        stored.run()
+    assert not unwritten.is_degraded and unwritten.counts == {reason: 2}
+    assert stored.ask(told(2), "y").told.durable is True
+    late = Stored(small, tmp_path)
+    assert [len(late.core.find("a", name).said) for name in ("x", "y")] == [2, 1]
+
+
+@pytest.mark.parametrize("reason", ERRORS)
+def test_4_nothing_is_answered_strictly_that_the_store_does_not_take(
+    small: LoadedModel, tmp_path: Path, reason: str
+) -> None:
+    stored = Stored(small, tmp_path, Durability.STRICT)
+    first = stored.ask(told(1), "x")
+    assert first.told.durable is True
+    asked = answered(told(1), first, "Why?")
+    with never(stored, ERRORS[reason]):
+        for turns, name in ((asked, "x"), (told(2), "y")):
+            client, _ = stored.served.submit(turns, name)
+            stored.run()
+            error = client.error
+            assert isinstance(error, ApiError)
+            assert (error.status, error.code) == (503, "store_full")
+            assert (error.retry_after is not None) == (reason == "slow")
+    assert stored.core.unwritten.is_degraded and len(stored.core.unwritten) == 0
+    assert len(stored.core.find("a", "x").said) == 1
+    assert not stored.core.sessions.has("a", "y")
+    assert stored.core.unwritten.counts == {reason: 2}
+    second = stored.ask(asked, "x")
+    assert second.told.durable is True and not stored.core.unwritten.is_degraded
+    stored.close()
+    late = Stored(small, tmp_path)
+    assert len(late.core.find("a", "x").said) == 2
+    with pytest.raises(ApiError, match="no session"):
+        late.core.find("a", "y")
+
+
+def test_4_what_only_memory_has_is_written_when_the_server_stops(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    stored = Stored(small, tmp_path)
+    with never(stored, ERRORS["full"]):
+        stored.ask(told(1), "x")
+    stored.close()
+    assert len(Stored(small, tmp_path).core.find("a", "x").said) == 1
+
+
+def test_4_a_turn_that_nobody_waits_for_degrades_all_the_same(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    stored = Stored(small, tmp_path, Durability.NONE)
+    with never(stored, ERRORS["full"]):
+        assert stored.ask(told(1), "x").told.durable is None
+    assert stored.core.unwritten.is_degraded and stored.core.unwritten.counts == {"full": 1}
+
+
+def test_4_a_session_that_is_removed_degrades_nothing(small: LoadedModel, tmp_path: Path) -> None:
+    stored = Stored(small, tmp_path)
+    with never(stored, ERRORS["full"]):
+        stored.ask(told(1), "x")
+    for gone in stored.core.remove("a", "x"):
+        gone.result(30)
+    assert not stored.core.unwritten.is_degraded
+
+
+class Disk:
+    """A folder on a disk that may be full."""
+
+    def __init__(self, folder: Path) -> None:
+        self.is_full = False
+        self._full = refusing(FULL, "create", "replace", "touch")
+        self.place = Faulty(open_file_system(str(folder / "disk")), before=self._before)
+
+    def _before(self, what: str, path: str) -> None:
+        if self.is_full:
+            self._full(what, path)
+
+
+@contextmanager
+def serving(
+    loaded: LoadedModel, folder: Path, durability: Durability
+) -> Iterator[tuple[httpx2.Client, Disk]]:
+    disk = Disk(folder)
+    stored = Stored(loaded, folder, durability, place=disk.place)
+    hub = LocalEngineClient(Engine(loaded, "full"), keeper=stored.keeper, vault=stored.vault)
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
+    with listening(app) as url, httpx2.Client(base_url=url, timeout=20) as client:
+        yield client, disk
+
+
+def chat(client: httpx2.Client, name: str, **more: object) -> httpx2.Response:
+    body = {"model": "characters", "messages": [{"role": "user", "content": f"Who is {name}?"}]}
+    return client.post("/v1/chat/completions", json={**body, "session_id": name, **more})
+
+
+def events(reply: httpx2.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def numbers(client: httpx2.Client) -> list[str]:
+    return client.get("/metrics").text.splitlines()
+
+
+def test_4_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Path) -> None:
+    with serving(small, tmp_path, Durability.TURN) as (client, disk):
+        assert chat(client, "a").json()["kv"]["durable"] is True
+        assert client.get("/health").json() == {"status": "ok"}
+        disk.is_full = True
+        assert chat(client, "b").json()["kv"]["durable"] is False
+        *_, last, done = events(chat(client, "c", stream=True))
+        assert last["kv"]["durable"] is False and done == "[DONE]"
+        asked = {"model": "characters", "input": "Who is d?"}
+        assert client.post("/v1/responses", json=asked).json()["kv"]["durable"] is False
+        health = client.get("/health")
+        assert health.status_code == 200
+        assert health.json() == {"status": "degraded", "problems": ["turns_not_durable"]}
+        told = numbers(client)
+        assert "larder_sessions_not_durable 3.0" in told
+        failed = [line for line in told if line.startswith("larder_turns_not_durable_total{")]
+        assert sum(float(line.split()[-1]) for line in failed) == 3
+        listed = client.get("/v1/sessions").json()["data"]
+        assert {each["id"]: each["durable"] for each in listed}["a"] is True
+        assert sum(not each["durable"] for each in listed) == 3
+        disk.is_full = False
+
+
+def test_4_a_full_disk_is_a_503_where_turns_are_strict(small: LoadedModel, tmp_path: Path) -> None:
+    with serving(small, tmp_path, Durability.STRICT) as (client, disk):
+        assert chat(client, "a").json()["kv"]["durable"] is True
+        disk.is_full = True
+        refused = chat(client, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_full")
+        assert refused.headers["x-should-retry"] == "false"
+        *_, last = events(chat(client, "c", stream=True))
+        assert last["error"]["code"] == "store_full"
+        response = client.post("/v1/responses", json={"model": "characters", "input": "Who?"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "store_full")
+        assert client.get("/health").json()["status"] == "degraded"
+        assert "larder_sessions_not_durable 0.0" in numbers(client)
+        assert [each["id"] for each in client.get("/v1/sessions").json()["data"]] == ["a"]

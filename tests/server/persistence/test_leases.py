@@ -1,0 +1,182 @@
+"""Two servers over one store, which share nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreSlow
+from larder.models.loader import LoadedModel
+from larder.server.persistence.leases import LeasedSessionPersistence
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import ApiError, ChatMessage
+from larder.store.leases import SessionLeases
+from larder.store.store import Store
+from server_core import Client, Served, answered, told, user
+
+SECRET = b"s" * 32
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Machine:
+    """A server with a home of its own."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path, name: str, clock: Clock) -> None:
+        home = folder / name
+        self.store = Store(str(folder / "blobs"), home, secret=SECRET, clock=clock)
+        self.claims = SessionLeases(self.store.parts)
+        persisting = StoreSessionPersistence(self.store, loaded.decoder.spec)
+        self.keeper = LeasedSessionPersistence(persisting, self.store, self.claims)
+        self.served = Served(loaded, keeper=self.keeper)
+
+    def ask(self, turns: list[ChatMessage], session: str | None = "x", **options: object) -> Client:
+        return self.served.ask(turns, session, **options)
+
+
+Two = tuple[Machine, Machine]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def two(small: LoadedModel, tmp_path: Path, clock: Clock) -> Two:
+    return Machine(small, tmp_path, "one", clock), Machine(small, tmp_path, "two", clock)
+
+
+def alone(loaded: LoadedModel, questions: int) -> list[ChatMessage]:
+    """What one server that nothing happens to says to all of it."""
+    served, turns = Served(loaded), told(1)
+    for number in range(questions):
+        turns = answered(turns, served.ask(turns, "x"), f"And {number}?")
+    return turns
+
+
+def test_a_conversation_goes_to_and_fro(small: LoadedModel, two: Two) -> None:
+    turns = told(1)
+    for number in range(5):
+        last = two[number % 2].ask(turns)
+        assert last.told.session == "x"
+        turns = answered(turns, last, f"And {number}?")
+    assert turns == alone(small, 5)
+    assert len(two[0].served.core.find("a", "x").said) == 5
+
+
+def test_who_answers_is_left_in_peace(two: Two) -> None:
+    first, second = two
+    turns = answered(told(1), first.ask(told(1)), "Why?")
+    late, _ = first.served.submit(turns, "x")
+    with pytest.raises(ApiError) as refused:
+        second.served.submit(turns, "x")
+    assert (refused.value.status, refused.value.code) == (409, "session_held")
+    assert refused.value.retry_after == pytest.approx(6)
+    first.served.run()
+    assert second.ask(turns).text == late.text  # the same request again: the same answer again
+
+
+def test_who_was_given_up_for_dead_writes_nothing(two: Two, clock: Clock) -> None:
+    first, second = two
+    turns = answered(told(1), first.ask(told(1)), "Why?")
+    late, _ = first.served.submit(turns, "x")
+    clock.now += 6.5
+    soon, _ = second.served.submit(turns, "x")
+    first.served.run()  # before the other has written anything
+    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert not late.report
+    second.served.run()
+    assert soon.told.session == "x"
+    again = first.ask(turns)
+    assert again.text == soon.text and len(first.served.core.find("a", "x").said) == 2
+
+
+def test_who_says_that_it_is_alive_is(two: Two, clock: Clock) -> None:
+    first, second = two
+    first.served.submit(told(1), "x")
+    for _ in range(4):
+        clock.now += 2
+        first.claims.beat()
+    with pytest.raises(ApiError, match="another server"):
+        second.served.submit(told(1), "x")
+    first.claims.close()
+    second.served.submit(told(1), "x")
+
+
+def test_a_cancelled_answer_lets_go(two: Two) -> None:
+    first, second = two
+    _, ticket = first.served.submit(told(1), "x")
+    first.served.step()
+    ticket.cancel()
+    first.served.run()
+    assert second.ask(told(1)).told.new_tokens
+
+
+def test_what_is_removed_here_is_gone_there(two: Two) -> None:
+    first, second = two
+    first.ask(told(1))
+    [gone] = second.served.core.remove("a", "x")
+    assert gone.result(30) is None
+    with pytest.raises(ApiError, match="no session"):
+        first.served.core.find("a", "x")
+    assert first.ask(told(1)).told.session == "x"
+    assert len(second.served.core.find("a", "x").said) == 1
+
+
+def test_forks_that_two_make_do_not_meet(two: Two) -> None:
+    first, second = two
+    one = first.ask(told(1))
+    fork = second.ask(told(2))
+    assert (one.told.session, fork.told.session) == ("x", "x~2")
+    third = first.ask(told(3))
+    assert third.told.session == "x~3"
+    more = answered(told(2), fork, "Why?")
+    assert first.ask(more).told.session == "x~2"
+
+
+def test_a_store_that_fails_stops_no_answer(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*given: object) -> None:
+        raise StoreSlow("The disk is slow: see to it.")
+
+    first, _ = two
+    for name in ("take", "release", "holds"):
+        monkeypatch.setattr(first.claims, name, slow)
+    monkeypatch.setattr(first.store.sessions, "has_moved", slow)
+    assert first.ask(told(1)).told.new_tokens
+    assert first.keeper.failed["StoreSlow"] >= 2
+
+
+def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: Path) -> None:
+    first, second = two
+    first.served.submit(told(1), "x")
+    [path] = (tmp_path / "blobs" / "claims").glob("*/*/*.json")
+    path.write_bytes(path.read_bytes().replace(b"holder", b"h0lder"))
+    second.served.submit([user("Hello.")], "x")  # what is no claim holds nobody up
+    assert not first.claims.holds(first.keeper._held[1])
+
+
+def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) -> None:
+    first, second = two
+    clock.now = time.time()
+    first.served.submit(told(1), "x")
+    second.served.submit(told(1), "y")
+    clock.now += 7200
+    second.claims.beat()
+    for file in (tmp_path / "blobs").rglob("*.json"):
+        os.utime(file, (clock.now - 7100, clock.now - 7100))
+    assert second.claims.sweep() == 2
+    left = [
+        len(list((tmp_path / "blobs" / name).rglob("*.json"))) for name in ("holders", "claims")
+    ]
+    assert left == [1, 1]

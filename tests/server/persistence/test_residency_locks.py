@@ -1,0 +1,88 @@
+"""Sessions that are about to be used stay in memory, whatever else wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.residency_locks import ResidencyLocks
+from server_core import told
+from server_engine_clients import ask, flip, hub_in
+
+pytestmark = pytest.mark.usefixtures("unflushed")
+
+
+def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on whoever comes to memory has all leave it that may."""
+    take, core = hub._core.recalling.take, hub._core
+
+    def taken(*told: object) -> object:
+        made = take(*told)  # pyright: ignore
+        for each in core.sessions:
+            core._unload(each)
+        return made
+
+    monkeypatch.setattr(core.recalling, "take", taken)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda hub: hub.session("a", "x").view.name,
+        lambda hub: hub.fork("a", "x", "y").name,
+        lambda hub: hub.compact("a", "x").name,
+        lambda hub: hub.prefetch("a", "x").name,
+        lambda hub: hub.pin("a", "x").name,
+        lambda hub: ask(hub, told(1), "x").told.session,
+        lambda hub: ask(hub, told(2), "x").told.session,
+        lambda hub: ask(hub, told(3), "x").told.session,
+        lambda hub: hub.remove("a", "x"),
+    ],
+)
+def test_what_is_asked_for_does_not_leave_before_it_is_used(
+    small: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[LocalEngineClient], object],
+) -> None:
+    with hub_in(tmp_path, small) as hub:
+        assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
+        expected = act(hub)
+    again = tmp_path / "again"
+    with hub_in(again, small) as hub:
+        assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
+    with hub_in(again, small) as hub:
+        crowded(hub, monkeypatch)
+        assert act(hub) == expected
+
+
+def test_no_branch_takes_the_name_of_one_that_cannot_be_had(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    with hub_in(tmp_path, small) as hub:
+        assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
+    flip(tmp_path, small, "x~2")
+    with hub_in(tmp_path, small) as hub:
+        assert ask(hub, told(3), "x").told.session == "x~3"
+
+
+def test_who_is_awaited_twice_is_awaited_until_both_are_done(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    awaited = ResidencyLocks()
+    with hub_in(tmp_path, small) as hub:
+        ask(hub, told(1), "x")
+        sitting = hub._thread.call(partial(hub._core.find, "a", "x"))
+    with awaited.these("a", "x~7", None):
+        with pytest.raises(ValueError), awaited.these("a", "x", "y"):
+            assert awaited.has(sitting)
+            raise ValueError
+        assert awaited.has(sitting)
+    assert not awaited.has(sitting)
+    with awaited.these("b", "x"), awaited.these("a", "y"):
+        assert not awaited.has(sitting)

@@ -1,0 +1,95 @@
+"""What is known of a tenant's sessions: looked up once, for those who ask, in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreSlow
+from larder.models.loader import LoadedModel
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.store.sessions.records import Record
+from larder.store.store import Store
+from server_core import Served, answered, told
+
+
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+class Index:
+    """A keeper of the sessions `a/x` and `b/x`, whose index can be made to wait or to fail."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.asked, self.opened, self.slow = threading.Event(), threading.Event(), ""
+        self.reads = list[str]()
+        self.error: StoreSlow | None = None
+        served = Served(loaded, keeper=self._keeper(loaded, folder))
+        for tenant in "ab":
+            served.ask(told(1), "x", tenant=tenant)
+        self.keeper = self._keeper(loaded, folder)
+        self.served = Served(loaded, keeper=self.keeper)
+        self._of = self.keeper._store.turns.of
+        patch.setattr(self.keeper._store.turns, "of", self.of)
+
+    def _keeper(self, loaded: LoadedModel, folder: Path) -> StoreSessionPersistence:
+        return StoreSessionPersistence(
+            Store(str(folder / "blobs"), folder / "home"), loaded.decoder.spec
+        )
+
+    def of(self, tenant: str) -> list[Record]:
+        self.reads.append(tenant)
+        if self.error is not None:
+            raise self.error
+        found = self._of(tenant)
+        if tenant == self.slow:
+            self.asked.set()
+            assert self.opened.wait(30)
+        return found
+
+    def names(self, tenant: str) -> list[str]:
+        return list(self.keeper.names(tenant, told(1)))
+
+
+@pytest.fixture
+def index(small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    return Index(small, tmp_path, monkeypatch)
+
+
+def test_who_names_its_session_has_nothing_looked_up(index: Index) -> None:
+    turns = answered(told(1), index.served.ask(told(1), "x"), "Why?")
+    index.served.ask(turns, "x")
+    index.served.ask(told(2), "new")
+    assert index.reads == []
+    assert set(index.names("a")) == {"x"} and index.reads == ["a"]
+    assert index.names("a") and index.reads == ["a"]
+
+
+def test_a_slow_index_is_waited_for_by_its_tenant_alone(index: Index) -> None:
+    index.slow, found = "a", list[str]()
+    asking = threading.Thread(target=lambda: found.extend(index.names("a")))
+    asking.start()
+    assert index.asked.wait(30)
+    others = list[str]()
+    beside = threading.Thread(target=lambda: others.extend(index.names("b")))
+    beside.start()
+    index.served.ask(told(1), "late")  # its turn is written, and not in what was read
+    index.keeper.remove(index.served.core.find("a", "x")).result(30)  # pyright: ignore
+    beside.join(10)
+    is_stuck = beside.is_alive()
+    index.opened.set()
+    for each in (asking, beside):
+        each.join(30)
+    assert not is_stuck and others == ["x"]
+    assert found == ["late"] == index.names("a")
+
+
+def test_an_index_that_failed_is_asked_again(index: Index) -> None:
+    index.error = StoreSlow("The disk is slow: see to it.")
+    assert index.names("a") == [] and index.keeper.failed == {"StoreSlow": 1}
+    index.error = None
+    assert index.names("a") == ["x"]

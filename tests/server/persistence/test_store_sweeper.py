@@ -1,0 +1,35 @@
+"""A store that is tidied while it is served from."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreSlow
+from larder.server.persistence.sweeper import StoreSweeper
+from larder.store.store import Store
+
+
+def test_a_store_is_swept_until_the_end_and_a_slow_disk_does_not_stop_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, enough = list[str](), threading.Event()
+
+    def forget_removed() -> None:
+        asked.append("removed")
+        if len(asked) == 1:
+            raise StoreSlow("The disk sleeps.")
+        if len(asked) > 6:
+            enough.set()
+
+    store = Store(str(tmp_path / "store"), tmp_path)
+    monkeypatch.setattr(store.upkeep, "forget_removed", forget_removed)
+    monkeypatch.setattr(store.upkeep, "sweep", lambda: asked.append("sweep"))
+    with StoreSweeper(store, seconds=0.001, sweep_seconds=0.0):
+        assert enough.wait(20)
+    assert asked[:4] == ["removed", "sweep", "removed", "sweep"]
+    assert store.parts.unwritten.counts() == {"slow": 1}
+    assert not [each for each in threading.enumerate() if each.name == "larder sweeping"]
+    store.close()

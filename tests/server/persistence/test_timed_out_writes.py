@@ -1,0 +1,296 @@
+"""Writes that were given up as too late, and came about after all."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreError, StoreFull
+from larder.models.loader import LoadedModel
+from larder.server.persistence.leases import LeasedSessionPersistence
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import ApiError, ChatMessage
+from larder.store.fs.base import open_file_system
+from larder.store.leases import SessionLeases
+from larder.store.store import Store
+from server_core import Served, answered, told
+from server_engine_clients import SLOW, ask, failing, hub_in, keeper_in, unheard
+from server_stores import Stored
+from store.file_systems import Faulty
+
+pytestmark = pytest.mark.usefixtures("unflushed")
+
+
+def begun(served: Served | Stored) -> list[ChatMessage]:
+    return answered(told(1), served.ask(told(1), "x"), "Why?")
+
+
+def said_in(folder: Path, loaded: LoadedModel) -> list[object]:
+    return list(Served(loaded, keeper=keeper_in(folder, loaded)).core.find("a", "x").said)
+
+
+def pin(served: Served, keeper: StoreSessionPersistence) -> None:
+    sitting = served.core.find("a", "x")
+    sitting.is_pinned = True
+    written = keeper.pin(sitting)
+    assert written is not None
+    written.result(30)
+
+
+@pytest.fixture
+def keeper(small: LoadedModel, tmp_path: Path) -> StoreSessionPersistence:
+    return keeper_in(tmp_path, small)
+
+
+@pytest.fixture
+def served(small: LoadedModel, keeper: StoreSessionPersistence) -> Served:
+    return Served(small, keeper=keeper)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_what_is_said_next_goes_on_from_it(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served, turns: int
+) -> None:
+    text = begun(served) if turns == 2 else told(1)
+    with unheard(keeper):
+        last = served.ask(text, "x")
+    assert keeper.failed == {"StoreSlow": 1}
+    assert served.ask(answered(text, last, "Really?"), "x").told.session == "x"
+    assert said_in(tmp_path, small) == served.core.find("a", "x").said
+    assert len(said_in(tmp_path, small)) == turns + 1
+
+
+def test_one_of_several_that_were_given_up_came_about(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+) -> None:
+    text = begun(served)
+    with unheard(keeper):
+        text = answered(text, served.ask(text, "x"), "And 1?")
+        text = answered(text, served.ask(text, "x"), "And 2?")
+    with failing(keeper._store.turns, "append", StoreFull("No room: make some.")):
+        text = answered(text, served.ask(text, "x"), "And 3?")
+    assert len(said_in(tmp_path, small)) == 3
+    served.ask(text, "x")
+    assert len(said_in(tmp_path, small)) == 5
+
+
+@pytest.mark.parametrize("method", ["append", "label"])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_session_can_be_pinned_behind_it(
+    small: LoadedModel,
+    tmp_path: Path,
+    keeper: StoreSessionPersistence,
+    served: Served,
+    method: str,
+    turns: int,
+) -> None:
+    text = told(1) if turns == 1 else begun(served)
+    if method == "label":
+        served.ask(text, "x")
+        with unheard(keeper, "label"), pytest.raises(ApiError, match="cannot be written now"):
+            pin(served, keeper)
+    else:
+        with unheard(keeper):
+            served.ask(text, "x")
+    pin(served, keeper)
+    assert Served(small, keeper=keeper_in(tmp_path, small)).core.find("a", "x").is_pinned
+    assert len(said_in(tmp_path, small)) == turns
+
+
+@pytest.mark.usefixtures("loads")
+@pytest.mark.parametrize("method", ["attach", "label"])
+def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, method: str) -> None:
+    stored = Stored(small, tmp_path)
+    begun(stored)
+    sitting = stored.core.find("a", "x")
+    with unheard(stored.keeper, method):
+        if method == "label":
+            sitting.is_pinned = True
+            written = stored.keeper.pin(sitting)
+            assert written is not None and written.exception(30) is not None
+        else:
+            saving = stored.core.tiers.save(sitting)
+            assert saving is not None and saving.exception(30) is not None
+            stored.run()
+            sitting.unkept = -1
+    saving = stored.core.tiers.save(sitting)
+    assert saving is not None and saving.exception(30) is None
+    stored.run()
+    assert sitting.is_saved
+    [view] = stored.keeper.views("a")
+    assert view.tier == "disk" and view.pinned == (method == "label")
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_21_a_session_that_is_deleted_does_not_come_back(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served, turns: int
+) -> None:
+    text = begun(served) if turns == 2 else told(1)
+    with unheard(keeper):
+        served.ask(text, "x")
+    [gone] = served.core.remove("a", "x")
+    assert gone.result(30) is None
+    assert keeper.views("a") == [] and keeper.recall("a", "x") is None
+    assert keeper.names("a", told(1)) == []
+    assert served.ask(told(1), "x").told.session == "x"
+    assert len(said_in(tmp_path, small)) == 1
+
+
+class Late(Faulty):
+    """Creates a record only when it is told to, after everybody has given it up."""
+
+    is_slow = False
+    given: tuple[str, bytes] = "", b""
+
+    def create(self, path: str, data: bytes) -> None:
+        if self.is_slow and path.startswith("sessions/"):
+            self.is_slow, self.given = False, (path, data)
+            raise SLOW
+        super().create(path, data)
+
+    def go_on(self) -> None:
+        with suppress(FileExistsError):
+            super().create(*self.given)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_21_a_session_stays_deleted_whose_writing_goes_on(
+    small: LoadedModel, tmp_path: Path, turns: int
+) -> None:
+    place = Late(open_file_system(str(tmp_path / "blobs")))
+    store = Store(place, tmp_path / "home")
+    served = Served(small, keeper=StoreSessionPersistence(store, small.decoder.spec))
+    text = begun(served) if turns == 2 else told(1)
+    place.is_slow = True
+    served.ask(text, "x")
+    [gone] = served.core.remove("a", "x")
+    assert gone.result(30) is None
+    place.go_on()
+    for home in ("home", "another"):
+        found = StoreSessionPersistence(Store(place, tmp_path / home), small.decoder.spec)
+        assert found.recall("a", "x") is None and found.views("a") == []
+
+
+@pytest.mark.parametrize("error", [SLOW, StoreFull("No room: make some.")])
+def test_what_was_never_written_is_deleted_whatever_the_store_does(
+    keeper: StoreSessionPersistence, served: Served, error: StoreError
+) -> None:
+    served.core.open("a", "x", ())
+    with failing(keeper._store.sessions, "remove", error):
+        [gone] = served.core.remove("a", "x")
+        assert gone.result(30) is None
+    with pytest.raises(ApiError, match="no session"):
+        served.core.find("a", "x")
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_who_deletes_what_the_store_may_have_hears_that_it_is_slow(
+    keeper: StoreSessionPersistence, served: Served, is_heard: bool
+) -> None:
+    with unheard(keeper, "label" if is_heard else "append"):
+        served.ask(told(1), "x")
+    with failing(keeper._store.sessions, "remove", SLOW):
+        [gone] = served.core.remove("a", "x")
+        assert gone.exception(30) is SLOW
+    [gone] = served.core.remove("a", "x")  # from where it is kept
+    assert gone.result(30) is None
+    assert keeper.views("a") == []
+
+
+def test_20_what_another_has_gone_back_to_supersedes(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+) -> None:
+    text = begun(served)
+    text = answered(text, served.ask(text, "x"), "Really?")
+    other = keeper_in(tmp_path, small)._store.sessions
+    other.roll_back("a", "x", 1)
+    late, _ = served.submit(text, "x")
+    served.run()
+    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert len(said_in(tmp_path, small)) == 1
+
+
+def test_20_what_was_begun_anew_elsewhere_supersedes(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+) -> None:
+    text = begun(served)
+    text = answered(text, served.ask(text, "x"), "Really?")
+    other = Served(small, keeper=keeper_in(tmp_path, small))
+    [gone] = other.core.remove("a", "x")
+    gone.result(30)
+    begun(other)
+    late, _ = served.submit(text, "x")
+    served.run()
+    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert len(said_in(tmp_path, small)) == 1
+
+
+def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+) -> None:
+    text = begun(served)
+    with unheard(keeper):
+        text = answered(text, served.ask(text, "x"), "Really?")
+    keeper_in(tmp_path, small)._store.sessions.roll_back("a", "x", 1)
+    late, _ = served.submit(text, "x")
+    served.run()
+    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert len(said_in(tmp_path, small)) == 1
+
+
+def test_20_what_another_has_made_of_what_was_given_up_supersedes(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+) -> None:
+    text = begun(served)
+    with unheard(keeper):
+        text = answered(text, served.ask(text, "x"), "Really?")
+    other = keeper_in(tmp_path, small)._store.turns
+    other.label("a", "x", {"pinned": "yes"}, 2)
+    late, _ = served.submit(text, "x")
+    served.run()
+    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert served.core.find("a", "x").is_pinned
+
+
+def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+) -> None:
+    text = begun(served)
+    with unheard(keeper):
+        text = answered(text, served.ask(text, "x"), "Really?")
+    with failing(keeper._store.turns, "head", SLOW):
+        text = answered(text, served.ask(text, "x"), "Sure?")
+    assert keeper.failed == {"StoreSlow": 2}
+    served.ask(text, "x")
+    assert len(said_in(tmp_path, small)) == 4
+
+
+def test_it_is_nobody_elses_to_who_shares_the_store(
+    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence
+) -> None:
+    store = keeper._store
+    served = Served(
+        small, keeper=LeasedSessionPersistence(keeper, store, SessionLeases(store.parts))
+    )
+    text = begun(served)
+    with unheard(keeper):
+        text = answered(text, served.ask(text, "x"), "Really?")
+    assert served.ask(text, "x").told.recomputed_tokens == 0
+    assert len(said_in(tmp_path, small)) == 3
+
+
+def test_a_hub_forgets_and_pins_as_well(small: LoadedModel, tmp_path: Path) -> None:
+    with hub_in(tmp_path, small) as hub:
+        assert isinstance(hub._keeper, StoreSessionPersistence)
+        with unheard(hub._keeper):
+            ask(hub, told(1), "x")
+        assert hub.pin("a", "x").pinned
+        with unheard(hub._keeper):
+            ask(hub, told(1), "y")
+        for name in ("x", "y"):
+            assert hub.remove("a", name) == ()
+        assert hub.sessions("a") == ()
+        with pytest.raises(ApiError, match="no session"):
+            hub.session("a", "y")

@@ -1,0 +1,53 @@
+"""What the store has not taken, and what was not taken back, are counted apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import StoreFull
+from larder.models.loader import LoadedModel
+from larder.server.engine_client import ServerStats
+from larder.server.http.metrics import _counters
+from larder.store.manifest import Manifest
+from server_core import answered, told
+from server_engine_clients import failing
+from server_stores import Stored
+
+pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+FULL = StoreFull("No room.")
+
+
+def test_a_turn_that_is_not_written_is_no_restore_that_was_rejected(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    stored = Stored(small, tmp_path)
+    with failing(stored.store.turns, "append", FULL):
+        stored.ask(told(1), "x")
+    assert (stored.vault.rejected(), stored.vault.unwritten()) == ({}, {"full": 1})
+    stored.close()
+
+
+def test_a_cache_comes_back_though_its_use_cannot_be_noted(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    first = Stored(small, tmp_path)
+    turns = answered(told(1), first.ask(told(1), "x"), "Why?")
+    first.close()
+    again = Stored(small, tmp_path)
+    with failing(Manifest, "used", FULL):
+        last = again.ask(turns, "x")
+    assert last.told.restored_tokens > 0 == last.told.recomputed_tokens
+    assert (again.vault.rejected(), again.vault.unwritten()) == ({}, {"full": 1})
+    again.close()
+
+
+def test_each_metric_says_what_it_counts() -> None:
+    found = {
+        each.name: each for each in _counters(ServerStats(rejected={"a": 1}, unwritten={"full": 2}))
+    }
+    one, other = found["larder_restore_rejected"], found["larder_store_unwritten"]
+    assert "not taken back" in one.documentation and "store has not taken" in other.documentation
+    assert [(each.labels, each.value) for each in other.samples] == [({"reason": "full"}, 2)]
+    assert [each.labels for each in one.samples] == [{"reason": "a"}]

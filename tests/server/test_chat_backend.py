@@ -1,0 +1,164 @@
+"""Sessions held as chats: every preset is served, and answers as `larder chat` would."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from larder.core.conversation import Conversation, Message
+from larder.core.errors import UsageError
+from larder.engine.chat import Chat
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.request import ChatMessage
+from larder.server.session_info import cached_positions, session_info
+from larder.store.ledger import Tier
+from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
+from server_core import Served, answered, characters, told, user
+
+
+@pytest.fixture(autouse=True)
+def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def serving(
+    loaded: LoadedModel, policy: str, tokens: int = TOKENS, **options: int | None
+) -> Served:
+    return Served(loaded, **asked(policy, tokens), **options)  # pyright: ignore
+
+
+@pytest.fixture(scope="session")
+def deep() -> LoadedModel:
+    """So many layers that presets which leave the first two alone park something."""
+    return characters(layers=3)
+
+
+@pytest.mark.parametrize("name", ways())
+def test_every_preset_is_served_or_refused_at_the_start(deep: LoadedModel, name: str) -> None:
+    if name in REFUSED:
+        with pytest.raises(UsageError, match=REFUSED[name]) as refused:
+            serving(deep, name)
+        assert "\n" not in str(refused.value)
+        return
+    served = serving(deep, name, tokens=192 if name in WIDE else TOKENS)
+    texts = {n: [user(f"My dog number {n} is called Rex and eats apples.")] for n in (1, 2)}
+    for turn in range(2):
+        clients = {n: served.submit(t, f"n{n}", max_new_tokens=2)[0] for n, t in texts.items()}
+        served.run()
+        assert all(client.told.new_tokens for client in clients.values())
+        assert {client.told.cached_tokens > 0 for client in clients.values()} == {turn > 0}
+        texts = {n: answered(texts[n], clients[n], "The car? It is red.") for n in texts}
+    assert len(list(served.core.sessions)) == 2
+
+
+def talked(served: Served, name: str, history: list[ChatMessage], said: list[str]) -> list[str]:
+    """The answers."""
+    turns, texts = [*history, user(said[0])], list[str]()
+    for more in [*said[1:], ""]:
+        client = served.ask(turns, name, max_new_tokens=5)
+        texts.append(client.text.strip())
+        turns = answered(turns, client, more)
+    return texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
+    served = serving(deep, kind, device=None)
+    engine = Engine(deep, KINDS[kind], str(TOKENS))
+    engine.desk = served.core.engine.desk
+    messages = tuple(Message(turn.role, turn.text) for turn in HISTORY)
+    chat = Chat(engine, history=Conversation("x", messages))
+    expected = [chat.say(text, max_new_tokens=5).text for text in SAID]
+    assert talked(served, "x", HISTORY, SAID) == expected
+    sitting = served.core.sessions.find("a", "x")
+    assert sitting.cabinet is not None
+    sitting.cabinet.refresh()  # a chat does so before it is asked again
+    assert sitting.cabinet.state.refreshes == chat.figures.refreshes
+    assert len(sitting.cabinet.shelf) == len(chat.episodes)
+
+
+@pytest.mark.parametrize("kind", ["d2o", "epicache", "snapkv"])
+def test_caches_that_were_given_up_are_built_again(small: LoadedModel, kind: str) -> None:
+    kept, lost = serving(small, kind), serving(small, kind)
+    turns = [*HISTORY[:2], user(SAID[0])]
+    for more in [*SAID[1:3], ""]:
+        client, other = kept.ask(turns, "x"), lost.ask(turns, "x")
+        assert other.text == client.text
+        turns = answered(turns, client, more)
+        lost.core.tiers.drop(lost.core.sessions.find("a", "x"))
+        assert lost.core.ledger.used(Tier.DEVICE) == 0
+    assert other.told.recomputed_tokens > 0 == other.told.cached_tokens
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("epicache", 1), ("epicache", 9), ("d2o", 6)])
+def test_a_cancelled_turn_leaves_chats_as_they_were(
+    small: LoadedModel, kind: str, steps: int
+) -> None:
+    served, other = serving(small, kind), serving(small, kind)
+    before = [*HISTORY[:4], user(SAID[0])]
+    said = answered(before, served.ask(before, "x"), SAID[1])
+    other.ask(before, "x")
+    used = served.core.ledger.used(Tier.DEVICE)
+    client, ticket = served.submit([*said[:-1], *told(5)], "x", max_new_tokens=40)
+    beside, _ = served.submit(told(1), "y", max_new_tokens=6)
+    for _ in range(steps):
+        served.step()
+    ticket.cancel()
+    served.step()
+    assert client.told.reason == "cancelled"
+    served.run()
+    assert beside.text == other.ask(told(1), "y", max_new_tokens=6).text
+    assert served.core.purse.bytes_of(served.core.sessions.find("a", "x").key) <= used
+    assert served.ask(said, "x").text == other.ask(said, "x").text
+
+
+def test_a_message_longer_than_the_budget_is_read_in_blocks(small: LoadedModel) -> None:
+    served = serving(small, "icecache")
+    short, _ = served.submit(told(1, 1), max_new_tokens=24)
+    while not short.text:
+        served.step()
+    long, _ = served.submit(told(2, 18), max_new_tokens=2)
+    served.run()
+    assert long.told.prompt_tokens > 4 * served.core.rule.block
+    between = [after - before for before, after in zip(short.steps, short.steps[1:], strict=False)]
+    assert max(between) <= 2
+    assert served.core.ledger.used(Tier.HOST) > 0
+
+
+def test_an_edited_message_goes_on_from_before_it(small: LoadedModel) -> None:
+    served, alone = serving(small, "epicache"), serving(small, "epicache")
+    first = [*HISTORY[:4], user(SAID[0])]
+    said = answered(first, served.ask(first, "x"), SAID[1])
+    alone.ask(first, "x")
+    served.ask(said, "x")
+    edited = [*said[:-1], user("The sea is 5.")]
+    client = served.ask(edited, "x")
+    assert client.text == alone.ask(edited, "x").text
+    # A plan has dropped some of what came before the latest turn: all of that is read again.
+    assert client.told.cached_tokens == 0 < client.told.recomputed_tokens
+    assert len(served.core.sessions) == 2
+    roomy = serving(small, "epicache", tokens=512)
+    said = answered(first, roomy.ask(first, "x"), SAID[1])
+    roomy.ask(said, "x")
+    edited = [*said[:-1], user("The sea is 5.")]
+    assert roomy.ask(edited, "x").told.cached_tokens > 0, "the latest turn is cut off a copy"
+
+
+def test_the_map_shows_episodes_and_what_is_parked(small: LoadedModel) -> None:
+    served = serving(small, "epicache")
+    talked(served, "x", HISTORY, SAID[:2])
+    sitting = served.core.sessions.find("a", "x")
+    held = cached_positions(sitting)
+    assert [each.number for each in held.episodes] == list(range(len(held.episodes)))
+    assert [each.is_active for each in held.episodes].count(True) == 1
+    assert all(each.about and each.segments for each in held.episodes)
+    assert held.tokens == sitting.tokens
+    assert max(max(head) for layer in held.layers for head in layer) == sitting.tokens - 1
+    parking = serving(small, "icecache")
+    parking.ask(told(2, 12), "x", max_new_tokens=2)
+    held = cached_positions(parking.core.sessions.find("a", "x"))
+    both = zip(held.layers[1], held.parked[1], strict=True)
+    assert all(sorted({*fast, *slow}) == list(range(held.tokens)) for fast, slow in both)
+    assert session_info(parking.core.sessions.find("a", "x")).evicted_tokens == 0

@@ -1,0 +1,71 @@
+"""Sessions that are read and deleted at a time."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, current_thread
+
+import pytest
+
+from larder.core.errors import StoreSlow
+from larder.models.loader import LoadedModel
+from larder.server.persistence.base import StoredSession
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import ApiError
+from larder.server.session_state import SessionState
+from server_core import told
+from server_engine_clients import SLOW, ask, failing, hub_in
+
+pytestmark = pytest.mark.usefixtures("unflushed")
+READER = "reader"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    """What was read arrives when the store has forgotten the session, or is about to."""
+    with hub_in(tmp_path, small) as hub:
+        ask(hub, told(1), "x")
+    with hub_in(tmp_path, small) as hub, ThreadPoolExecutor(1, READER) as reader:
+        is_read, goes_on = Event(), Event()
+        recall, remove = hub._keeper.recall, hub._keeper.remove
+
+        def late(tenant: str, name: str) -> StoredSession | None:
+            found = recall(tenant, name)
+            if current_thread().name.startswith(READER) and not is_read.is_set():
+                is_read.set()
+                assert goes_on.wait(30)
+            return found
+
+        def removed(sitting: SessionState) -> None:
+            if not is_over:
+                goes_on.set()
+                assert isinstance(read.exception(30), ApiError)
+            future = remove(sitting)
+            assert future is not None
+            future.result(30)
+
+        def removing(sitting: SessionState) -> Future[None]:
+            return remover.submit(removed, sitting)
+
+        with ThreadPoolExecutor(1) as remover:
+            monkeypatch.setattr(hub._keeper, "recall", late)
+            monkeypatch.setattr(hub._keeper, "remove", removing)
+            read = reader.submit(hub.session, "a", "x")
+            assert is_read.wait(30)
+            assert hub.remove("a", "x") == ()
+            goes_on.set()
+            assert isinstance(read.exception(30), ApiError)
+        assert hub.sessions("a") == ()
+        assert ask(hub, told(1), "x").told.session == "x"
+
+
+def test_what_could_not_be_deleted_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
+    with hub_in(tmp_path, small) as hub:
+        assert isinstance(hub._keeper, StoreSessionPersistence)
+        ask(hub, told(1), "x")
+        with failing(hub._keeper._store.sessions, "remove", SLOW), pytest.raises(StoreSlow):
+            hub.remove("a", "x")
+        assert len(hub.session("a", "x").turns) == 2

@@ -1,0 +1,207 @@
+"""What happens at odd moments: budgets that shrink, draws that fail, requests that come again."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from torch import Generator, Tensor
+
+from larder.engine.sampler import SamplingParams
+from larder.models.loader import LoadedModel
+from larder.server.api_errors import session_superseded
+from larder.server.persistence.base import SessionPersistence
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import ApiError
+from larder.server.session_state import CompletedTurn, SessionState
+from larder.store.ledger import Tier
+from larder.store.store import Store
+from server_core import Served, answered, told, user
+
+
+def test_24_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: LoadedModel) -> None:
+    served = Served(small, device=20_000_000, host=20_000_000)
+    first = served.ask(told(1), "x")
+    ends, ticket = served.submit(answered(told(1), first, "Why?"), "x")
+    goes_on, _ = served.submit(told(2), "y", max_new_tokens=8)
+    while not goes_on.text:
+        served.step()
+    served.core.tiers.lower(Tier.DEVICE, 1000)
+    ticket.cancel()
+    while served.core.step():
+        pass
+    assert ends.report is not None and ends.error is None
+    assert goes_on.told.new_tokens == 8
+    served.check()
+
+
+class Failing(SamplingParams):
+    """Draws nothing from the fourth token on."""
+
+    left = [3]
+
+    def choose(self, logits: Tensor, source: Generator) -> int:
+        if not self.left[0]:
+            raise RuntimeError("probability tensor contains nan")
+        self.left[0] -= 1
+        return super().choose(logits, source)
+
+
+def test_a_draw_that_fails_changes_no_other_answer(small: LoadedModel) -> None:
+    served, alone = Served(small), Served(small)
+    good = [served.submit(told(number), max_new_tokens=9)[0] for number in range(2)]
+    bad, _ = served.submit(told(2), max_new_tokens=9, sampling=Failing())
+    served.run()
+    assert isinstance(bad.error, RuntimeError)
+    for number, client in enumerate(good):
+        assert client.text == alone.ask(told(number), max_new_tokens=9).text
+
+
+def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedModel) -> None:
+    alone = Served(small)
+    alone.ask(told(1), "x")
+    need, held = alone.core.purse.peak, alone.core.sessions.find("a", "x").nbytes
+    served = Served(small, device=int(1.2 * need), host=int(1.5 * held) + 20_000)
+    for number, name in enumerate("xy"):
+        served.ask(told(number), name)
+    parked = served.core.sessions.find("a", "x")
+    assert parked.tier == "host"
+    assert served.core.prefetch("a", "x").result(0).tier == "device"
+    served.check()
+
+
+def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedModel) -> None:
+    served, full = Served(small, "limited"), Served(small)
+    turns = told(1, 5)
+    for name in ("x", None):
+        assert not served.ask(turns, name).told.lossless
+        exact = served.ask(turns, name, exact=True)
+        assert exact.told.lossless and exact.text == full.ask(turns).text
+        steps = served.core.scheduler.steps
+        assert served.ask(turns, name, exact=True).text == exact.text
+        assert served.core.scheduler.steps == steps
+
+
+def test_18_an_answer_that_is_repeated_has_as_many_tokens(small: LoadedModel) -> None:
+    served = Served(small)
+    first, again = served.ask(told(1), "x").told, served.ask(told(1), "x").told
+    assert (again.new_tokens, again.prompt_tokens) == (first.new_tokens, first.prompt_tokens)
+
+
+def test_a_fork_goes_on_under_the_name_that_its_client_was_told(small: LoadedModel) -> None:
+    served = Served(small)
+    served.ask(told(1), "x")
+    turns = told(2)
+    fork = served.ask(turns, "x")
+    for more in ("Why?", "Sure?"):
+        turns, name = answered(turns, fork, more), fork.told.session
+        fork = served.ask(turns, name)
+        assert fork.told.session == name != "x"
+    assert len(served.core.sessions) == 2
+
+
+class Late(SessionPersistence):
+    """Somebody else has always written first."""
+
+    def commit(self, sitting: SessionState, said: CompletedTurn) -> Future[None] | None:
+        sitting.is_stale = True
+        raise session_superseded(sitting.name)
+
+
+def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel) -> None:
+    served = Served(small, keeper=Late())
+    client, _ = served.submit([user("Hello.")], "x")
+    served.run()
+    sessions = served.core.sessions
+    assert client.error is not None
+    assert not (list(sessions) or sessions._firsts or sessions._prefixes)  # pyright: ignore
+
+
+def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
+    free = Served(small)
+    free.ask(told(1), "x")
+    log_bytes = free.core.sessions.find("a", "x").log_bytes
+    served = Served(small, host=2 * log_bytes + 500)
+    first = served.ask(told(1), "x")
+    more, _ = served.submit(answered(told(1), first, "Why? " * 20), "x")
+    served.run()
+    assert isinstance(more.error, ApiError) and more.error.code == "kv_budget_exceeded"
+    assert "--host-budget" in str(more.error)
+    assert len(served.core.sessions.find("a", "x").said) == 1
+    logs = sum(each.log_bytes for each in served.core.sessions)
+    assert logs <= served.core.ledger.used(Tier.HOST)
+    assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
+
+
+def test_22_logs_of_one_tenant_leave_room_for_others(small: LoadedModel) -> None:
+    served = Served(small, host=60_000)
+    with pytest.raises(ApiError, match="remove") as caught:
+        for number in range(100):
+            served.core.open("a", f"n{number}", [user("Hello.")])
+    assert caught.value.code == "kv_budget_exceeded"
+    held = len(served.core.sessions)
+    assert served.ask(told(1), "x", tenant="b").told.new_tokens
+    assert served.core.sessions.has("b", "x") and len(served.core.sessions) == held + 1
+    for number in range(5):
+        served.core.remove("a", f"n{number}")
+    assert served.core.open("a", "again", [user("Hello.")]).name == "again"
+
+
+def pinned(served: Served, name: str) -> None:
+    """A session of one turn without a cache, which is pinned in the store, too."""
+    served.ask(told(1, 1), name)
+    served.core.find("a", name).is_pinned = True
+    written = served.core._keeper.pin(served.core.find("a", name))
+    assert written is not None and written.result(30) is None
+    served.core.release("a", name)
+
+
+@pytest.mark.parametrize("forks", [0, 1])
+def test_22_logs_of_pinned_sessions_leave_room_for_others(
+    small: LoadedModel, tmp_path: Path, forks: int
+) -> None:
+    store = Store(str(tmp_path / "blobs"), tmp_path / "home")
+    served = Served(small, host=20_000, keeper=StoreSessionPersistence(store, small.decoder.spec))
+    for number in range(20):
+        pinned(served, f"n{number}")
+        for _ in range(forks):
+            served.core.fork("a", f"n{number}", f"n{number}~2")
+            served.run()
+    first, sessions = told(2), served.core.sessions
+    for tenant in "ab":
+        assert served.ask(first, "x", tenant=tenant).told.new_tokens
+    assert sum(sessions.has("a", f"n{number}") for number in range(20)) < 20
+    assert served.core.find("a", "n0").is_pinned
+
+
+def test_logs_of_pinned_sessions_leave_last(small: LoadedModel, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "blobs"), tmp_path / "home")
+    served = Served(small, host=20_000, keeper=StoreSessionPersistence(store, small.decoder.spec))
+    pinned(served, "first")
+    for number in range(20):
+        served.ask(told(1, 1), f"n{number}")
+        served.core.tiers.drop(served.core.find("a", f"n{number}"))
+    assert served.core.sessions.has("a", "first") and not served.core.sessions.has("a", "n0")
+
+
+class Spoken(SamplingParams):
+    """Says what is to be said."""
+
+    script = list[str]()
+
+    def choose(self, logits: Tensor, source: Generator) -> int:
+        del logits, source
+        return ord(self.script.pop(0))
+
+
+@pytest.mark.parametrize("stop", [(), ("no", "s ")])
+def test_18_an_answer_is_repeated_with_the_white_space_around_it(
+    small: LoadedModel, stop: tuple[str, ...]
+) -> None:
+    served = Served(small)
+    Spoken.script[:] = "\n Yes \n"
+    told_ = {"session": "x", "sampling": Spoken(), "max_new_tokens": 7, "stop": stop}
+    first = served.ask(told(1), **told_)
+    assert first.text == ("\n Ye" if stop else "\n Yes \n")
+    assert served.ask(told(1), **told_).text == first.text

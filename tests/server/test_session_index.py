@@ -1,0 +1,310 @@
+"""Which conversation a request goes on with, and what it finds there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import zstandard
+
+from larder.engine.sampler import SamplingParams
+from larder.models.loader import LoadedModel
+from larder.server.persistence import session_file
+from larder.server.request import ApiError, ChatMessage
+from larder.store.ledger import Tier
+from server_core import Served, answered, told, user
+
+
+def test_a_conversation_that_goes_on_is_not_read_again(small: LoadedModel) -> None:
+    served = Served(small)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    second = served.ask(answered(turns, first, "Why?"), "x")
+    assert second.told.session == "x" and second.told.lossless
+    unread = 2  # the last token that was chosen, and the end of the answer's turn
+    assert (
+        second.told.cached_tokens == first.told.prompt_tokens + first.told.new_tokens + 1 - unread
+    )
+    assert second.told.recomputed_tokens == 0 and second.told.tier == "device"
+
+
+def test_an_answer_keeps_the_tokens_that_were_generated(small: LoadedModel) -> None:
+    served = Served(small)
+    client = served.ask(told(1), "x")
+    sitting = served.core.sessions.find("a", "x")
+    spaced = [*told(1), ChatMessage("assistant", f"  {client.text}\n"), user("Why?")]
+    served.ask(spaced, "x")
+    assert [each.name for each in served.core.sessions] == ["x"]
+    assert tuple(sitting.read) == tuple(sitting.ids[: len(sitting.read)])
+
+
+def test_18_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
+    served = Served(small)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    steps = served.core.scheduler.steps
+    again = served.ask(turns, "x")
+    assert (again.text, again.told.session) == (first.text, "x")
+    assert served.core.scheduler.steps == steps
+    second = served.ask(answered(turns, first, "Why?"), "x")
+    assert served.ask(answered(turns, first, "Why?"), "x").text == second.text
+    assert len(served.core.sessions.find("a", "x").said) == 2
+
+
+def test_18_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) -> None:
+    served = Served(small)
+    client, _ = served.submit(told(1), "x")
+    for turns in (told(1), told(2)):
+        with pytest.raises(ApiError, match="wait") as caught:
+            served.submit(turns, "x")
+        told_ = caught.value
+        assert (told_.status, told_.code) == (409, "session_busy") and told_.retry_after
+    other, _ = served.submit(told(1), "x", tenant="b")
+    served.run()
+    assert client.told.session == other.told.session == "x"
+    assert len(list(served.core.sessions)) == 2
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> None:
+    served, alone = Served(small, policy), Served(small, policy)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    served.ask(answered(turns, first, "Why?"), "x")
+    before = served.core.sessions.find("a", "x")
+    said, read = list(before.said), bytes(before.read)
+    edited = answered(turns, first, "Who?")
+    fork = served.ask(edited, "x")
+    assert fork.told.session == "x~2"
+    assert (before.said, bytes(before.read)) == (said, read)
+    alone.ask(turns, "x")
+    assert fork.text == alone.ask(edited, "x").text
+    more = answered(edited, fork, "Sure?")
+    assert served.ask(more, "x").told.session == "x~2"
+    reseeded = served.ask(more, "x", sampling=SamplingParams(temperature=1.0, seed=3))
+    assert reseeded.told.session == "x~3"
+
+
+def test_17_conversations_that_share_a_beginning_share_its_work(small: LoadedModel) -> None:
+    served, alone = Served(small), Served(small)
+    shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 2)
+    texts = [[shared, user(f"Number {n}?")] for n in range(2)]
+    clients = [served.ask(turns) for turns in texts]
+    assert clients[1].told.cached_tokens > 80
+    for more in ("Why?", "Sure?"):
+        texts = [answered(*pair, more) for pair in zip(texts, clients, strict=True)]
+        clients = [served.ask(turns) for turns in texts]
+        assert all(client.told.tier == "device" for client in clients)
+        assert all(client.told.recomputed_tokens == 0 for client in clients)
+    assert len(list(served.core.sessions)) == 2
+    foreign = served.ask(texts[0], tenant="b")
+    assert foreign.told.cached_tokens == 0
+    assert foreign.text == clients[0].text == alone.ask(texts[0]).text
+
+
+def test_what_a_policy_has_dropped_is_shared_with_nobody(small: LoadedModel) -> None:
+    served = Served(small, "limited")
+    shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 3)
+    lossy = served.ask([shared, user("Number 1?")])
+    assert not lossy.told.lossless and lossy.told.evicted_tokens > 0
+    assert served.ask([shared, user("Number 2?")]).told.cached_tokens == 0
+    more = answered([shared, user("Number 1?")], lossy, "Why?")
+    assert served.ask(more, "another").told.cached_tokens == 0
+    whole = Served(small)
+    more = answered(more[:2], whole.ask(more[:2]), "Why?")
+    assert whole.ask(more, "another").told.cached_tokens > 0
+
+
+def test_who_asks_for_everything_gets_an_answer_from_everything(small: LoadedModel) -> None:
+    served, full = Served(small, "limited"), Served(small, "full")
+    turns = told(1, 5)
+    lossy = served.ask(turns, "x")
+    assert not lossy.told.lossless
+    exact = served.ask(turns, "y", exact=True)
+    assert exact.told.lossless and exact.text == full.ask(turns, "y").text
+    more = answered(turns, lossy, "Why?")
+    again = served.ask(more, "x", exact=True)
+    assert again.told.lossless and again.told.session != "x"
+
+
+def test_a_turn_may_follow_a_session_by_its_name_alone(small: LoadedModel) -> None:
+    served, whole = Served(small), Served(small)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    whole.ask(turns, "x")
+    second = served.ask([user("Why?")], follows="x")
+    assert second.text == whole.ask(answered(turns, first, "Why?"), "x").text
+    assert served.ask([user("Why?")], follows="x").text == second.text
+    assert len(served.core.sessions.find("a", "x").said) == 2
+    with pytest.raises(ApiError) as caught:
+        served.submit([user("Why?")], follows="x", tenant="b")
+    assert (caught.value.status, caught.value.code) == (404, "session_not_found")
+
+
+def test_a_text_without_turns_is_continued_as_it_is(small: LoadedModel) -> None:
+    served = Served(small)
+    first = served.ask([], raw_prompt="Once upon a time there was a box")
+    longer = served.ask([], raw_prompt="Once upon a time there was a box" + first.text)
+    assert longer.told.cached_tokens >= first.told.prompt_tokens
+    with pytest.raises(ApiError, match="empty"):
+        served.submit([], raw_prompt="")
+
+
+def test_16_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
+    small: LoadedModel,
+) -> None:
+    text, served = "Once upon a time there was a box of coins", Served(small)
+    served.ask([], raw_prompt=text)
+    for wanted in (text, text[:-1], text[:30], text[:1]):
+        client = served.ask([], raw_prompt=wanted, sampling=SamplingParams(seed=len(wanted)))
+        assert client.text == Served(small).ask([], raw_prompt=wanted).text
+        assert client.told.cached_tokens < client.told.prompt_tokens
+        assert (client.told.cached_tokens > 16) == (len(wanted) > 20)
+
+
+@pytest.mark.parametrize("turns", [[], [ChatMessage("assistant", "Hello.")]])
+def test_what_cannot_be_answered_is_refused(small: LoadedModel, turns: list[ChatMessage]) -> None:
+    served = Served(small)
+    with pytest.raises(ApiError) as caught:
+        served.submit(turns, "x")
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert not list(served.core.sessions)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 256, "a\nb", "a\0b"])
+def test_names_that_are_none_are_refused(small: LoadedModel, name: str) -> None:
+    with pytest.raises(ApiError, match="must"):
+        Served(small).submit(told(1), name)
+
+
+def test_14_a_session_that_began_with_more_is_found_beside_one_that_began_with_less(
+    small: LoadedModel,
+) -> None:
+    served = Served(small)
+    turns = answered(told(1), served.ask(told(1)), "Why?")
+    edited = [*turns[:-2], ChatMessage("assistant", "It holds 5."), user("Why?")]
+    second = served.ask(edited)
+    more = served.ask(answered(edited, second, "Sure?"))
+    assert more.told.session == second.told.session
+    assert more.told.recomputed_tokens == 0 and len(served.core.sessions) == 2
+
+
+def take_in(served: Served, tenant: str, name: str, data: bytes) -> None:
+    served.core.import_(tenant, name, served.core.recalling.read(data))
+
+
+def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
+    served, other = Served(small, "limited"), Served(small, "limited")
+    turns = told(1)
+    first = served.ask(turns, "x")
+    data = session_file.encode_session(served.core.sessions.find("a", "x"))
+    take_in(other, "b", "y", data)
+    more = answered(turns, first, "Why?")
+    assert other.ask(more, "y", tenant="b").text == served.ask(more, "x").text
+    for damaged in (data[:-1], data[:40], b"", b"PK" + data, data.replace(data[20:21], b"\0")):
+        with pytest.raises(ApiError) as caught:
+            take_in(other, "b", "z", damaged)
+        assert caught.value.status == 400
+    assert [each.name for each in other.core.sessions] == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("root", "a\nb"),
+        ("root", "\ud800"),
+        ("root", ""),
+        ("root", 7),
+        ("opening", [{"role": "king", "text": "x"}]),
+        ("opening", [{"role": "user", "text": "\udfff"}]),
+        ("opening", [{"role": "user", "text": 7}]),
+        ("opening", {"role": "user"}),
+        ("said", [7]),
+        ("said", None),
+        ("version", 10**30),
+        ("format", []),
+    ],
+)
+def test_30_a_file_that_was_made_to_do_harm_is_refused(
+    small: LoadedModel, field: str, value: object
+) -> None:
+    served = Served(small)
+    served.ask(told(1), "x")
+    document = json.loads(
+        zstandard.decompress(session_file.encode_session(served.core.find("a", "x")))
+    )
+    for place in (document, *document["said"]):
+        if field in place:
+            place[field] = value
+    data = zstandard.compress(json.dumps(document).encode())
+    with pytest.raises(ApiError) as caught:
+        take_in(served, "a", "y", data)
+    assert caught.value.status == 400
+    assert [each.name for each in served.core.sessions] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("text", "\ud800"),
+        ("prompt", [5000]),
+        ("prompt", [1.5]),
+        ("prompt", [2**40]),
+        ("prompt", "abc"),
+        ("answer", [-1]),
+        ("unread", 10**9),
+        ("unread", "x"),
+        ("sampling", {"temperature": "hot"}),
+        ("sampling", {"heat": 1}),
+        ("stop", "\ud800"),
+        ("stop", 3),
+        ("turns", [["user", "x"]]),
+        ("reason", None),
+    ],
+)
+def test_30_an_exchange_that_was_made_to_do_harm_is_refused(
+    small: LoadedModel, field: str, value: object
+) -> None:
+    test_30_a_file_that_was_made_to_do_harm_is_refused(small, field, value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("stop", [str(n) for n in range(2000)]), ("text", "x" * 10**5), ("reason", "x" * 10**5)],
+)
+def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
+    small: LoadedModel, field: str, value: object
+) -> None:
+    served = Served(small)
+    served.ask(told(1), "x")
+    document = json.loads(
+        zstandard.decompress(session_file.encode_session(served.core.find("a", "x")))
+    )
+    document["said"][0][field] = value
+    data = zstandard.compress(json.dumps(document).encode())
+    limit = session_file.SessionFileLimit(session_file.IMPORT_BYTES, 1024)
+    with pytest.raises(ApiError, match="characters") as caught:
+        served.core.recalling.read(data, limit=limit)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
+def test_30_a_bomb_is_not_unpacked(small: LoadedModel, text: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        take_in(Served(small), "a", "y", zstandard.compress(text))
+    assert caught.value.status == 400 and len(str(caught.value)) < 400
+
+
+def test_22_ten_thousand_idle_sessions_stay_within_host_memory(small: LoadedModel) -> None:
+    served = Served(small, host=3_000_000)
+    for number in range(10_000):
+        try:
+            served.core.open("a", f"n{number}", [user("Hello.")])
+        except ApiError as error:
+            assert error.code == "kv_budget_exceeded"
+            break
+    held = len(list(served.core.sessions))
+    assert held < 3_000 and served.core.ledger.used(Tier.HOST) <= 3_000_000
+    for number in range(held):
+        served.core.forget(served.core.sessions.find("a", f"n{number}"))
+    assert served.core.ledger.used(Tier.HOST) == 0

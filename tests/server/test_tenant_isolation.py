@@ -1,0 +1,141 @@
+"""Nothing crosses tenants: no cached token, no word of an answer, no work by which one shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import ApiError, ChatMessage
+from larder.server.session_state import SessionState
+from larder.store.manifest import Manifest
+from larder.store.store import Store
+from server_core import Client, Served, answered, user
+
+TENANTS = "abcdefgh"
+SECRETS = {tenant: str(ord(tenant) * 7919 % 9000 + 1000) for tenant in TENANTS}
+SYSTEM = ChatMessage("system", "You count coins in boxes, and you say so at once. " * 2)
+
+
+def kept_in(folder: Path, loaded: LoadedModel) -> StoreSessionPersistence:
+    return StoreSessionPersistence(
+        Store(str(folder / "blobs"), folder / "home"), loaded.decoder.spec
+    )
+
+
+def text(number: int) -> list[ChatMessage]:
+    return [SYSTEM, user(f"How many are in box {number}?")]
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "restart"])
+def test_27_the_same_text_hits_for_its_tenant_and_for_no_other(
+    small: LoadedModel, tmp_path: Path, tier: str
+) -> None:
+    served = Served(small, keeper=kept_in(tmp_path, small))
+    first = served.ask(text(1), "x")
+    if tier == "host":
+        assert served.core.tiers.park(served.core.find("a", "x"))
+    if tier == "restart":
+        served = Served(small, keeper=kept_in(tmp_path, small))
+    more = answered(text(1), first, "Why?")
+    stranger = served.ask(more, "x", tenant="b")
+    assert stranger.told.cached_tokens == stranger.told.restored_tokens == 0
+    assert stranger.told.recomputed_tokens == 0  # nothing is known of what was said before
+    own = served.ask(more, "x")
+    assert own.text == stranger.text
+    known = own.told.recomputed_tokens if tier == "restart" else own.told.cached_tokens
+    assert known > 80 and own.told.session == "x"
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """What is compared and looked up meanwhile."""
+    counts: Counter[str] = Counter()
+    usable, reading = SessionState.usable, Manifest.reading
+
+    def seen(sitting: SessionState, wanted: tuple[int, ...]) -> int:
+        counts["compared"] += 1
+        return usable(sitting, wanted)
+
+    def looked(manifest: Manifest) -> object:
+        counts["looked up"] += 1
+        return reading(manifest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionState, "usable", seen)
+        patch.setattr(Manifest, "reading", looked)
+        yield counts
+
+
+def test_27_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(small, keeper=kept_in(tmp_path, small))
+    served.ask(text(1), "x")
+    unknown = [ChatMessage("system", SYSTEM.text.replace("coins", "beans")), text(2)[1]]
+    work: dict[str, tuple[object, ...]] = {}
+    for name, turns, tenant in (
+        ("another's", text(1), "b"),
+        ("unknown", unknown, "c"),
+        ("own", text(2), "a"),
+    ):
+        blocks, steps = served.core.scheduler.blocks, served.core.scheduler.steps
+        with counted(monkeypatch) as counts:
+            client = served.ask(turns, "y", tenant=tenant)
+        passes = served.core.scheduler.blocks - blocks, served.core.scheduler.steps - steps
+        work[name] = (*passes, client.told.cached_tokens, sorted(counts.items()))
+    assert work["another's"] == work["unknown"] != work["own"]
+
+
+def test_29_a_session_of_another_takes_the_work_of_none(
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(small, keeper=kept_in(tmp_path, small))
+    served.ask(text(1), "x")
+    told: list[tuple[object, ...]] = []
+    for name in ("x", "z"):
+        with counted(monkeypatch) as counts, pytest.raises(ApiError) as refused:
+            served.core.find("b", name)
+        said = str(refused.value).replace(repr(name), "")
+        told.append((refused.value.status, refused.value.code, said, sorted(counts.items())))
+    assert told[0] == told[1] and told[0][0] == 404
+
+
+def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:
+    """Tenants with a secret each, all at once on a budget for two, and a restart between turns.
+
+    Returns:
+        how many caches had to leave, and the last answers.
+    """
+    texts = {t: [user(f"The code of my box is {SECRETS[t]}.")] for t in TENANTS}
+    alone, left, own = Served(loaded), 0, dict[str, Client]()
+    for more in ("What is the code of my box?", "Sure?"):
+        own = {t: alone.ask(turns, "talk", tenant=t) for t, turns in texts.items()}
+        need = 3 * alone.core.purse.bytes_of(alone.core.find("a", "talk").key)
+        crowd = Served(loaded, device=need, host=need, keeper=kept_in(folder, loaded))
+        clients = {t: crowd.submit(turns, "talk", tenant=t)[0] for t, turns in texts.items()}
+        crowd.run()
+        for tenant, client in clients.items():
+            assert (client.told.session, client.text) == ("talk", own[tenant].text)
+            others = [secret for whose, secret in SECRETS.items() if whose != tenant]
+            assert not any(secret in client.text for secret in others)
+        left += crowd.core.tiers.parked["host"] + crowd.core.tiers.dropped
+        texts = {t: answered(texts[t], own[t], more) for t in TENANTS}
+    return left, {t: client.text for t, client in own.items()}
+
+
+def test_28_no_answer_holds_the_secret_of_another(small: LoadedModel, tmp_path: Path) -> None:
+    assert canary(small, tmp_path)[0] > 0
+
+
+@pytest.mark.slow
+def test_28_a_model_that_recites_says_its_own_secret_alone(
+    seed_model: LoadedModel, tmp_path: Path
+) -> None:
+    left, said = canary(seed_model, tmp_path)
+    assert left > 0 and all(SECRETS[tenant] in said[tenant] for tenant in TENANTS)

@@ -1,0 +1,55 @@
+"""Caches that come back from the store, and for which the machine has no use after all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.store.ledger import Tier
+from server_chats import asked
+from server_core import answered, told
+from server_stores import Stored
+
+pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+
+
+# How a session is held, and what cannot be done with its caches when they come back.
+HELD = {
+    "full": ({"policy": "full"}, "larder.server.tiers.cache_writer.park"),
+    "epicache": (asked("epicache"), "larder.server.tiers.cache_writer.reopen"),
+}
+
+
+def has_only_logs(stored: Stored) -> bool:
+    """Whether nothing is charged in host memory but what was said."""
+    logs = [each.log for each in stored.core.sessions]
+    return stored.core.ledger.used(Tier.HOST) == sum(log.bytes for log in logs if log is not None)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, MemoryError, TypeError])
+@pytest.mark.parametrize("kind", HELD)
+def test_the_room_of_what_could_not_be_taken_in_is_given_back(
+    small: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    failure: type[Exception],
+) -> None:
+    options, place = HELD[kind]
+    stored = Stored(small, tmp_path, **options)  # pyright: ignore
+    turns = answered(told(1), stored.ask(told(1), "x"), "Why?")
+    stored.core.release("a", "x")
+    stored.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(place, Mock(side_effect=failure("not here")))
+        client, _ = stored.served.submit(turns, "x")
+        stored.run()
+        assert isinstance(client.error, failure) and has_only_logs(stored)
+        moved = stored.core.prefetch("a", "x")
+        stored.run()
+        assert moved.result(0).tier == "disk" and has_only_logs(stored)
+    assert stored.ask(turns, "x").told.tier == "disk"
+    stored.close()

@@ -1,0 +1,295 @@
+"""Caches that leave memory for the store, and come back by themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.base import Durability
+from larder.server.request import ChatMessage
+from larder.store.fs.local import LocalFileSystem
+from larder.store.throughput import RestorePath, ThroughputEstimates
+from server_core import Served, answered, told
+from server_stores import Stored
+
+pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+
+
+def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[ChatMessage]:
+    turns = told(number)
+    turns = answered(turns, served.ask(turns, session), "Why?")
+    return answered(turns, served.ask(turns, session), "Sure?")
+
+
+def hub_over(loaded: LoadedModel, stored: Stored) -> LocalEngineClient:
+    return LocalEngineClient(Engine(loaded, "full"), keeper=stored.keeper, vault=stored.vault)
+
+
+def cache_bytes(loaded: LoadedModel, policy: str = "full") -> int:
+    """What a conversation of two turns takes in memory."""
+    served = Served(loaded, policy)
+    talk(served)
+    return served.core.sessions.find("a", "x").nbytes
+
+
+def turn_bytes(loaded: LoadedModel, policy: str) -> int:
+    """What a turn of such a conversation may take while it runs."""
+    served = Served(loaded, policy)
+    answered(talk(served), served.ask(told(2), "y"), "Why?")
+    return served.core.purse.peak
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+def test_8_a_restarted_server_restores_and_says_the_same(
+    small: LoadedModel, tmp_path: Path, policy: str
+) -> None:
+    first, never = Stored(small, tmp_path, policy=policy), Served(small, policy)
+    turns = talk(first)
+    assert talk(never) == turns
+    first.close()
+    again = Stored(small, tmp_path, policy=policy)
+    assert again.tier() == "disk"
+    last = again.ask(turns, "x")
+    other = never.ask(turns, "x")
+    assert last.text == other.text
+    report = last.told
+    assert report.tier == "disk" and report.recomputed_tokens == 0
+    assert report.restored_tokens == report.cached_tokens == other.told.cached_tokens > 0
+    assert report.lossless == other.told.lossless
+    assert again.vault.rejected() == {}
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+def test_many_sessions_take_turns_in_little_memory(
+    small: LoadedModel, tmp_path: Path, policy: str
+) -> None:
+    size = cache_bytes(small, policy)
+    budgets = {"device": max(4 * size, turn_bytes(small, policy)), "host": 7 * size}
+    stored, alone = Stored(small, tmp_path, policy=policy, **budgets), Served(small, policy)
+    names = [f"n{number}" for number in range(8)]
+    turns = {name: told(number) for number, name in enumerate(names)}
+    for text in ("Why?", "Sure?", "Then?"):
+        for name in names:
+            own, other = stored.ask(turns[name], name), alone.ask(turns[name], name)
+            assert own.text == other.text
+            turns[name] = answered(turns[name], own, text)
+    tiers = stored.core.tiers
+    assert tiers.parked["disk"] and tiers.restored["disk"] and not tiers.dropped
+    assert not stored.vault.rejected()
+    assert any(not stored.core.sessions.has("a", name) for name in names)
+
+
+def test_1_what_is_damaged_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
+    first, never = Stored(small, tmp_path), Served(small)
+    turns = talk(first)
+    talk(never)
+    first.close()
+    sizes = {file: file.stat().st_size for file in (tmp_path / "blobs").rglob("*.safetensors")}
+    largest = max(sizes, key=lambda file: sizes[file])
+    data = bytearray(largest.read_bytes())
+    data[-9] ^= 1
+    largest.write_bytes(data)
+    again = Stored(small, tmp_path)
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text
+    assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
+    assert again.vault.rejected() == {"damaged": 1}
+    again.close()
+    third = Stored(small, tmp_path)
+    assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
+
+
+def test_26_reading_where_loading_is_slower(
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Stored(small, tmp_path)
+    turns = talk(first)
+    first.close()
+    monkeypatch.setattr(ThroughputEstimates, "quicker", lambda *told: RestorePath.RECOMPUTE)
+    again = Stored(small, tmp_path)
+    last = again.ask(turns, "x")
+    assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
+    assert again.vault.rejected() == {"slower": 1}
+    monkeypatch.setattr(ThroughputEstimates, "quicker", lambda *told: RestorePath.LOAD)
+    again.core.tiers.let_go(again.core.find("a", "x"))
+    assert again.tier() == "disk"
+
+
+class Gate(LocalFileSystem):
+    """A folder whose writing waits until somebody opens it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    def create(self, path: str, data: bytes) -> None:
+        assert self.is_open.wait(30)
+        super().create(path, data)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gated")
+    yield gate
+    gate.is_open.set()
+
+
+def test_6_a_slow_disk_stops_nobody_who_is_answered(
+    small: LoadedModel, tmp_path: Path, gate: Gate
+) -> None:
+    stored = Stored(small, tmp_path, place=gate)
+    slow, _ = stored.served.submit(told(1), "slow")
+    other, _ = stored.served.submit(told(2), "other", max_new_tokens=40)
+    gate.is_open.clear()
+    while len(other.steps) < 30:
+        assert stored.served.step()
+    assert slow.report is None and slow.text  # its end is told when its turn is written
+    gate.is_open.set()
+    stored.run()
+    assert slow.told.new_tokens == 4 and other.told.new_tokens == 40
+
+
+def test_25_a_full_tier_before_a_slow_disk_has_requests_wait(
+    small: LoadedModel, tmp_path: Path, gate: Gate
+) -> None:
+    size = cache_bytes(small)
+    stored = Stored(small, tmp_path, place=gate, device=2 * size + size // 2, host=4 * size)
+    turns = [talk(stored, f"n{number}", number) for number in range(2)]
+    gate.is_open.clear()
+    late, _ = stored.served.submit(told(7), "n7")
+    for _ in range(50):
+        stored.served.step()
+    assert late.report is None
+    gate.is_open.set()
+    stored.run()
+    assert late.told.new_tokens == 4 and not stored.core.tiers.dropped
+    assert stored.ask(turns[0], "n0").told.recomputed_tokens == 0
+
+
+def test_nothing_is_waited_for_unless_asked(small: LoadedModel, tmp_path: Path, gate: Gate) -> None:
+    stored = Stored(small, tmp_path, Durability.NONE, place=gate)
+    gate.is_open.clear()
+    client, _ = stored.served.submit(told(1), "x")
+    while client.report is None:
+        assert stored.served.step()
+    gate.is_open.set()
+    stored.close()
+    assert Stored(small, tmp_path, place=gate).core.find("a", "x").said
+
+
+def test_the_strongest_durability_keeps_the_cache_too(small: LoadedModel, tmp_path: Path) -> None:
+    killed, never = Stored(small, tmp_path, Durability.SNAPSHOT), Served(small)
+    turns = talk(killed)
+    talk(never)
+    again = Stored(small, tmp_path)
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text and last.told.recomputed_tokens == 0
+    assert last.told.restored_tokens > 0
+
+
+def test_a_codec_that_loses_is_not_exact(small: LoadedModel, tmp_path: Path) -> None:
+    first = Stored(small, tmp_path, codec="int8")
+    turns = talk(first)
+    first.close()
+    again = Stored(small, tmp_path, codec="int8")
+    last = again.ask(turns, "x")
+    assert last.told.restored_tokens and not last.told.lossless
+    more = answered(turns, last, "And?")
+    again.close()
+    third = Stored(small, tmp_path, codec="int8")
+    exact = third.ask(more, "x", exact=True)
+    assert exact.told.restored_tokens == 0 < exact.told.recomputed_tokens
+    assert exact.told.lossless
+
+
+def test_22_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path) -> None:
+    size = cache_bytes(small)
+    stored = Stored(small, tmp_path, device=3 * size, host=4 * size)
+    turns = {f"n{number}": told(number, 1) for number in range(24)}
+    held = []
+    for name, said in turns.items():
+        turns[name] = answered(said, stored.ask(said, name), "Why?")
+        held.append(len(stored.core.sessions))
+    assert max(held) <= 12  # those that come later take no more
+    assert len(stored.keeper.views("a")) == 24
+    for name in ("n0", "n11", "n23"):
+        assert stored.ask(turns[name], name).told.session == name
+    anonymous = stored.ask(turns["n5"])  # found by what was said
+    assert anonymous.told.session == "n5"
+
+
+def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
+    stored = Stored(small, tmp_path, policy="limited")
+    turns = talk(stored)
+    done = stored.core.release("a", "x")
+    stored.run()
+    assert done.result().tier == "disk" == stored.tier()
+    assert not stored.core.sessions.has("a", "x")
+    [view] = stored.keeper.views("a")
+    assert view.turns == 4 and view.epoch == 2 and view.tier_bytes["disk"] > 0
+    assert view.kept_tokens + view.evicted_tokens > view.kept_tokens > 0 and not view.lossless
+    back = stored.core.prefetch("a", "x")
+    stored.run()
+    assert back.result().tier == "device"
+    assert stored.ask(turns, "x").told.tier == "device"
+
+
+def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    stored = Stored(small, tmp_path)
+    talk(stored)
+    done = stored.core.release("a", "x")
+    stored.run()
+    assert done.result().tier == "disk"
+    stored.close()
+    again = Stored(small, tmp_path)
+    with closing(hub_over(small, again)) as hub:
+        held = hub.kept("a", "x")
+        assert (held.tokens, held.layers, held.tier) == (0, (), "disk")
+        assert hub.stats().tier_bytes["device"] == 0 and not hub.stats().restored
+        assert hub.prefetch("a", "x").tier == "device" and hub.kept("a", "x").tokens > 0
+
+
+def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
+    first = Stored(small, tmp_path)
+    turns = talk(first)
+    with closing(hub_over(small, first)) as hub:
+        assert hub.pin("a", "x").pinned and not hub.fork("a", "x", "y").pinned
+    first.store.close()
+    second = Stored(small, tmp_path)
+    assert {view.name: view.pinned for view in second.keeper.views("a")} == {"x": True, "y": False}
+    second.ask(turns, "x")
+    assert second.core.find("a", "x").is_pinned
+    second.close()
+    third = Stored(small, tmp_path)
+    with closing(hub_over(small, third)) as hub:
+        assert hub.session("a", "x").view.pinned and not hub.unpin("a", "x").pinned
+    third.store.close()
+    [x] = [view for view in Stored(small, tmp_path).keeper.views("a") if view.name == "x"]
+    assert not x.pinned and x.turns == 6
+
+
+def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_path: Path) -> None:
+    stored, never = Stored(small, tmp_path, policy="limited"), Served(small, "limited")
+    turns = talk(stored)
+    talk(never)
+    sitting = stored.core.find("a", "x")
+    before, bound = sitting.held, sitting.rule.heads * sitting.rule.tokens
+    assert before.entries <= bound, "at rest it is as small as its budget already"
+    done = stored.core.compact("a", "x")
+    stored.run()
+    assert done.result().held.entries <= bound and done.result().held.read == before.read
+    stored.served.check()
+    stored.close()
+    again = Stored(small, tmp_path, policy="limited")
+    assert again.ask(turns, "x").told.recomputed_tokens == 0
+    assert again.core.find("a", "x").held.entries <= never.core.find("a", "x").held.entries

@@ -1,0 +1,267 @@
+"""Caches that are held as chats hold them: in the store, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.server.admission import chat_turn_demand
+from larder.server.persistence.base import Durability
+from larder.server.request import ChatMessage
+from larder.session.presets import PRESETS
+from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
+from server_core import Served, answered, characters, user
+from server_stores import Stored
+
+pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+
+
+@pytest.fixture(scope="session")
+def deep() -> LoadedModel:
+    """So many layers that presets which leave the first two alone park something."""
+    return characters(layers=3)
+
+
+def stored(
+    loaded: LoadedModel,
+    folder: Path,
+    kind: str,
+    durability: Durability = Durability.TURN,
+    tokens: int = TOKENS,
+    **options: object,
+) -> Stored:
+    return Stored(loaded, folder, durability, **asked(kind, tokens), **options)  # pyright: ignore
+
+
+def unstored(loaded: LoadedModel, kind: str, tokens: int = TOKENS) -> Served:
+    return Served(loaded, **asked(kind, tokens))  # pyright: ignore
+
+
+def talk(served: Stored | Served, name: str = "x", said: list[str] = SAID) -> list[ChatMessage]:
+    """A conversation; the last thing said in it was not answered yet."""
+    turns = [*HISTORY, user(said[0])]
+    for more in said[1:]:
+        turns = answered(turns, served.ask(turns, name, max_new_tokens=5), more)
+    return turns
+
+
+def blocks(served: Served, turns: list[ChatMessage]) -> tuple[str, int]:
+    """The answer, and how many blocks were read for it."""
+    before = served.core.scheduler.blocks
+    text = served.ask(turns, "x").text
+    return text, served.core.scheduler.blocks - before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_server_goes_on_from_the_restored_caches(
+    deep: LoadedModel, tmp_path: Path, kind: str
+) -> None:
+    first, never = stored(deep, tmp_path, kind), unstored(deep, kind)
+    turns = talk(first)
+    assert talk(never) == turns
+    caches = first.core.find("a", "x").cabinet
+    first.close()
+    again = stored(deep, tmp_path, kind)
+    assert again.tier() == "disk"
+    assert again.core.find("a", "x").kept.caches == len(caches.shelf)  # pyright: ignore
+    last, expected = blocks(again.served, turns), blocks(never, turns)
+    assert last == expected  # no block more than without the restart
+    more = answered(turns, again.served.ask(turns, "x"), "And?")
+    assert again.ask(more, "x").text == never.ask(more, "x").text
+    assert again.core.tiers.restored["disk"] == 1 and again.vault.rejected() == {}
+    assert again.core.scheduler.sums["recomputed_tokens"] == 0
+    before = sum(each.tokens for each in again.core.find("a", "x").said[:-2])
+    assert again.core.scheduler.sums["restored_tokens"] == before
+    sittings = [each.core.sessions.find("a", "x") for each in (again, never)]
+    assert sittings[0].held == sittings[1].held
+    assert sittings[0].spots == sittings[1].spots and sittings[0].base == sittings[1].base
+
+
+@pytest.mark.parametrize("name", ways(each for each in PRESETS if each not in REFUSED))
+def test_the_caches_of_every_preset_come_back(deep: LoadedModel, tmp_path: Path, name: str) -> None:
+    tokens = 192 if name in WIDE else TOKENS
+    first, never = (stored(deep, tmp_path, name, tokens=tokens), unstored(deep, name, tokens))
+    turns, other = (talk(each, said=SAID[:2]) for each in (first, never))
+    assert turns == other
+    first.close()
+    again = stored(deep, tmp_path, name, tokens=tokens)
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text
+    assert last.told.tier == "disk" and last.told.restored_tokens > 0
+    assert last.told.recomputed_tokens == 0 and again.vault.rejected() == {}
+
+
+def flip(folder: Path, holding: bytes) -> None:
+    """Damage the blobs that have these bytes in them."""
+    found = [file for file in (folder / "blobs").rglob("*") if file.is_file()]
+    found = [file for file in found if holding in file.read_bytes()]
+    assert found
+    for file in found:
+        data = bytearray(file.read_bytes())
+        data[-9] ^= 1
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("part", [b"session_snapshot", b'"base"'])
+def test_a_flipped_bit_has_the_text_be_read_again(
+    small: LoadedModel, tmp_path: Path, part: bytes
+) -> None:
+    first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
+    turns = talk(first)
+    talk(never)
+    first.close()
+    flip(tmp_path, part)
+    again = stored(small, tmp_path, "epicache")
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text
+    assert last.told.tier == "none" and last.told.restored_tokens == 0
+    assert last.told.recomputed_tokens == sum(
+        each.tokens for each in again.core.find("a", "x").said[:-1]
+    )
+    assert again.vault.rejected() == {"damaged": 1}
+    again.close()
+    third = stored(small, tmp_path, "epicache")
+    assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
+
+
+def test_what_stands_beside_the_caches_must_fit_them(
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that is whole, and yet of another chat."""
+    first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
+    monkeypatch.setattr(
+        "larder.server.tiers.cache_writer.beside_of", lambda sitting: b'{"schema": 1}'
+    )
+    turns = talk(first)
+    talk(never)
+    first.close()
+    again = stored(small, tmp_path, "epicache")
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text and last.told.restored_tokens == 0
+    assert again.vault.rejected() == {"damaged": 1}
+    again.served.check()
+
+
+@pytest.mark.parametrize("tier", ["disk", "device"])
+def test_turns_that_were_said_later_are_heard_again(
+    small: LoadedModel, tmp_path: Path, tier: str
+) -> None:
+    killed, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
+    turns = talk(killed, said=SAID[:3])
+    killed.core.tiers.save(killed.core.find("a", "x"))
+    killed.run()
+    turns = answered(turns, killed.ask(turns, "x", max_new_tokens=5), SAID[3])
+    killed.store.close()  # it saves nothing any more
+    assert talk(never) == turns
+    again = stored(small, tmp_path, "epicache")
+    *before, late = again.core.find("a", "x").said
+    if tier == "device":
+        assert not again.core.prefetch("a", "x").done()
+        again.run()
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text and last.told.tier == tier
+    assert last.told.cached_tokens == sum(each.tokens for each in before)
+    assert last.told.restored_tokens == (last.told.cached_tokens if tier == "disk" else 0)
+    assert last.told.recomputed_tokens == late.tokens
+    more = answered(turns, last, "And?")
+    assert again.ask(more, "x").text == never.ask(more, "x").text
+
+
+def test_the_strongest_durability_keeps_the_caches_too(small: LoadedModel, tmp_path: Path) -> None:
+    killed = stored(small, tmp_path, "epicache", Durability.SNAPSHOT)
+    never = unstored(small, "epicache")
+    turns = talk(killed)
+    talk(never)
+    killed.store.close()
+    again = stored(small, tmp_path, "epicache")
+    last = again.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text and last.told.recomputed_tokens == 0
+    assert last.told.restored_tokens > 0
+
+
+def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Path) -> None:
+    measured = unstored(small, "epicache")
+    talk(measured)
+    [sitting] = measured.core.sessions
+    size, limit = sitting.nbytes, measured.core.purse.peak
+    own = stored(small, tmp_path, "epicache", device=limit, host=host_need(measured) + 4 * size)
+    alone = unstored(small, "epicache")
+    turns = {f"n{number}": [*HISTORY, user(SAID[number % 2])] for number in range(6)}
+    for text in ("Why?", "Sure?", "Then?"):
+        for name, said in turns.items():
+            last, other = own.ask(said, name), alone.ask(said, name)
+            assert last.text == other.text
+            turns[name] = answered(said, last, text)
+    tiers = own.core.tiers
+    assert tiers.parked["disk"] and tiers.restored["disk"] and not own.vault.rejected()
+    assert not tiers.dropped
+    assert any(not own.core.sessions.has("a", name) for name in turns)
+
+
+def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    measured = unstored(small, "epicache")
+    turns = talk(measured)
+    own = stored(small, tmp_path, "epicache", device=measured.core.purse.peak * 8 // 7)
+    assert talk(own) == turns
+    own.core.release("a", "x")
+    own.run()
+    busy, _ = own.served.submit([*HISTORY, user(SAID[0])], "y", max_new_tokens=40)
+    while not busy.text:
+        own.served.step()
+    late, ticket = own.served.submit(turns, "x", max_new_tokens=5)
+    own.served.step()
+    assert len(own.core.scheduler.queue) == 1
+    ticket.cancel()
+    own.run()
+    assert late.told.reason == "cancelled" and busy.told.new_tokens == 40
+    sitting, tiers = own.core.find("a", "x"), own.core.tiers
+    assert sitting.host is None and sitting.key not in tiers.in_host
+    assert tiers.park(own.core.find("a", "y"))  # what is there is looked through for the store
+    own.run()
+    last = own.ask(turns, "x")
+    assert last.text == measured.ask(turns, "x").text and last.told.tier == "disk"
+
+
+def host_need(served: Served) -> int:
+    """What a turn may ask of host memory."""
+    [sitting] = served.core.sessions
+    return chat_turn_demand(sitting.rule, sitting.tokens + 64, 32, 5, 4).host
+
+
+def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
+    own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
+    turns = talk(own)
+    talk(never)
+    done = own.core.release("a", "x")
+    own.run()
+    assert done.result().tier == "disk" == own.tier()
+    assert not own.core.sessions.has("a", "x")
+    back = own.core.prefetch("a", "x")
+    own.run()
+    assert back.result().tier == "device"
+    last = own.ask(turns, "x")
+    assert last.text == never.ask(turns, "x").text
+    assert last.told.tier == "device" and last.told.recomputed_tokens == 0
+
+
+def test_who_asks_while_its_caches_are_written_gets_its_answer(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    """What is written meanwhile is what was there before, to the bit."""
+    own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
+    turns = talk(own, said=SAID[:3])
+    assert talk(never, said=SAID[:3]) == turns
+    sitting = own.core.find("a", "x")
+    assert own.core.tiers.park(sitting)
+    assert sitting.is_saving and sitting.tier == "host"
+    last = own.ask(turns, "x", max_new_tokens=5)
+    assert last.text == never.ask(turns, "x", max_new_tokens=5).text
+    turns = answered(turns, last, SAID[3])
+    own.store.close()
+    again = stored(small, tmp_path, "epicache")
+    assert again.ask(turns, "x").text == never.ask(turns, "x").text
+    assert again.vault.rejected() == {} and again.core.tiers.restored["disk"] == 1

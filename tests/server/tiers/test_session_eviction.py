@@ -1,0 +1,86 @@
+"""What rules of eviction are told of sessions: steps that clients say, pauses that are seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.request import Request
+from server_core import Client, Served, answered, told
+from server_stores import Stored
+
+
+@pytest.mark.parametrize(("eviction", "leaves"), [("kvflow", "late"), ("lru", "soon")])
+def test_who_is_asked_again_last_leaves_first(
+    small: LoadedModel, eviction: str, leaves: str
+) -> None:
+    probe = Served(small)
+    probe.ask(told(1), "x")
+    size = probe.core.sessions.find("a", "x").nbytes
+    served = Served(small, device=3 * size + size // 2, eviction=eviction)
+    for number, (name, steps) in enumerate({"soon": 1, "late": 5}.items()):
+        served.ask(told(number), name, steps={"": steps})
+    others = 0
+    while all(each.tier == "device" for each in served.core.sessions):
+        served.ask(told(7 + others), f"new {others}", steps={f"new {others}": 2})
+        others += 1
+    assert served.core.sessions.find("a", leaves).tier == "host"
+
+
+class Waiting(Client):
+    """Tells when its answer is over."""
+
+    over: Event
+
+    def on_done(self, report: object) -> None:
+        self.over.set()
+
+
+def ask(hub: LocalEngineClient, name: str, tenant: str, steps: Mapping[str, int]) -> None:
+    client = Waiting()
+    client.over = Event()
+    request = Request(tenant, tuple(told(1)), name, max_new_tokens=2, steps=steps)
+    hub.submit(request, client)
+    assert client.over.wait(30)
+
+
+def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel) -> None:
+    with closing(LocalEngineClient(Engine(small, "full"), eviction="kvflow")) as hub:
+        for tenant in "ab":
+            ask(hub, "planner", tenant, {"": 2})
+        ask(hub, "critic", "a", {"planner": 7, "critic": 3, "nobody": 1})
+        sessions = hub._core.sessions
+        told_of = {(each.tenant, each.name): each.steps for each in sessions}
+        assert told_of == {("a", "planner"): 7, ("b", "planner"): 2, ("a", "critic"): 3}
+        ask(hub, "critic", "b", {})
+        assert sessions.find("b", "critic").steps == math.inf
+
+
+def test_pauses_between_answers_are_seen_and_outlive_the_server(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    first = Stored(small, tmp_path)
+    turns, ends = told(1), list[float]()
+    for _ in range(3):
+        turns = answered(turns, first.ask(turns, "x"), "Why?")
+        ends.append(first.core.find("a", "x").answered)
+    sitting = first.core.find("a", "x")
+    client, ticket = first.served.submit(turns, "x")
+    ticket.cancel()
+    first.run()
+    assert client.told.reason == "cancelled" and sitting.answered == ends[-1]
+    pauses = list(sitting.pauses)
+    assert len(pauses) == 2 and 0 < pauses[0] < ends[1] - ends[0]
+    first.close()
+    again = Stored(small, tmp_path)
+    back = again.core.find("a", "x")
+    assert list(back.pauses) == pauses and back.answered > 0
+    again.close()

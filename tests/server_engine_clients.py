@@ -1,0 +1,102 @@
+"""Hubs over a store in a folder, and clients that wait for their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from larder.core.errors import StoreError, StoreSlow
+from larder.engine.engine import Engine
+from larder.models.loader import LoadedModel
+from larder.server.local_engine_client import LocalEngineClient
+from larder.server.persistence.store import StoreSessionPersistence
+from larder.server.request import ChatMessage, Request
+from larder.store.blobs.blob_store import blob_path
+from larder.store.ledger import ByteBudgets, Tier
+from larder.store.store import Store
+from server_core import Client
+
+SECRET = b"s" * 32
+SLOW = StoreSlow("The disk is slow: see to it.")
+
+
+def keeper_in(folder: Path, loaded: LoadedModel) -> StoreSessionPersistence:
+    store = Store(str(folder / "blobs"), folder / "home", secret=SECRET)
+    return StoreSessionPersistence(store, loaded.decoder.spec)
+
+
+def flip(folder: Path, loaded: LoadedModel, name: str = "x") -> None:
+    """Damage what was said."""
+    told = keeper_in(folder, loaded)._store.turns.of("a")
+    [record] = [each for each in told if each.name == name]
+    assert record.transcript is not None
+    file = folder / "blobs" / blob_path(record.transcript.digest)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@dataclass
+class Waiting(Client):
+    """Tells when its answer is over."""
+
+    over: Event = field(default_factory=Event)
+
+    def on_done(self, report: object) -> None:
+        super().on_done(report)  # pyright: ignore
+        self.over.set()
+
+    def on_error(self, error: Exception) -> None:
+        super().on_error(error)
+        self.over.set()
+
+
+@contextmanager
+def hub_in(
+    folder: Path, loaded: LoadedModel, host: int | None = None, policy: str = "full"
+) -> Iterator[LocalEngineClient]:
+    engine = Engine(loaded, policy, *((None, None) if policy == "full" else ("32", 16)))
+    budgets = ByteBudgets({} if host is None else {Tier.HOST: host})
+    with closing(LocalEngineClient(engine, budgets, keeper=keeper_in(folder, loaded))) as hub:
+        yield hub
+
+
+def ask(
+    hub: LocalEngineClient, turns: list[ChatMessage], name: str | None = None, new: int = 2
+) -> Client:
+    client = Waiting()
+    hub.submit(Request("a", tuple(turns), name, max_new_tokens=new), client)
+    assert client.over.wait(30)
+    return client
+
+
+@contextmanager
+def unheard(keeper: StoreSessionPersistence, method: str = "append") -> Iterator[None]:
+    """While what is written comes about, and nobody hears of it."""
+    turns = keeper._store.turns
+    write = getattr(turns, method)
+
+    def late(*given: object) -> None:
+        write(*given)
+        raise SLOW
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, method, late)
+        yield
+
+
+@contextmanager
+def failing(part: object, method: str, error: StoreError) -> Iterator[None]:
+    """While nothing of this comes about."""
+
+    def fail(*given: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, method, fail)
+        yield
