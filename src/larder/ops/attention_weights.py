@@ -16,7 +16,8 @@ from torch import Tensor
 
 from larder.ops.attention import MOST_LOGITS
 from larder.ops.column_statistics import GroupReduction
-from larder.ops.cpu import attention_weights, decode_attention
+from larder.ops.cpu import attention_weights as cpu_attention_weights
+from larder.ops.cpu import decode_attention
 
 
 def attention_weights(
@@ -39,7 +40,7 @@ def attention_weights(
     queries, keys = queries.detach(), keys.detach()
     bias = bias if bias is None else bias.detach()
     if decode_attention.supports(queries, keys, keys, lengths.shape[0]):
-        return attention_weights.attention_weights(
+        return cpu_attention_weights.attention_weights(
             queries, keys, starts, lengths, scaling, group.value, bias
         )
     return reference_attention_weights(
@@ -88,7 +89,7 @@ def weights_from_logits(
         logits: of `ragged_attention`, float32, for one query.
     """
     if logits.device.type == "cpu":
-        return attention_weights.weights_from_logits(logits, starts, lengths, group.value)
+        return cpu_attention_weights.weights_from_logits(logits, starts, lengths, group.value)
     return group.join(reference_head_weights(logits, starts, lengths))
 
 
@@ -97,7 +98,7 @@ def head_weights_from_logits(
 ) -> Float[Tensor, "R C"]:
     """As `weights_from_logits`, each of the R heads of a group by itself."""
     if logits.device.type == "cpu":
-        return attention_weights.head_weights_from_logits(logits, starts, lengths)
+        return cpu_attention_weights.head_weights_from_logits(logits, starts, lengths)
     return reference_head_weights(logits, starts, lengths)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.ops.attention import ragged_attention
-from larder.ops.cpu import quantized_attention
+from larder.ops.cpu import quantized_attention as cpu_quantized_attention
 from larder.ops.merging import merge_attention
 from larder.ops.packing import starts_of
 from larder.ops.rounded import QuantizedRows
@@ -60,9 +60,9 @@ def quantized_attention(
     bias: Float[Tensor, " T"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Attend every query to every entry of its kv head, in float32; as `ragged_attention`."""
-    if quantized_attention.supports(queries, entries.keys, entries.values, num_kv_heads):
+    if cpu_quantized_attention.supports(queries, entries.keys, entries.values, num_kv_heads):
         case = queries, entries.keys, entries.values, entries.lengths, num_kv_heads, scaling, bias
-        return quantized_attention.quantized_attention(*case)
+        return cpu_quantized_attention.quantized_attention(*case)
     return reference_quantized_attention(queries, entries, num_kv_heads, scaling, bias)
 
 

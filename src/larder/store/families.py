@@ -97,4 +97,5 @@ def _branch_path(record: Record) -> str | None:
     root = record.labels.get(ROOT_LABEL, record.name)
     if root == record.name:
         return None
-    return f"{BRANCHES_FOLDER}/{record.tenant}/{session_key(record.tenant, root)}/{record.session}.json"
+    key = session_key(record.tenant, root)
+    return f"{BRANCHES_FOLDER}/{record.tenant}/{key}/{record.session}.json"
