@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from larder.cli import question_run
 from larder.cli.main import app
 from larder.models.loader import SEED, LoadedModel, load
-from larder.store.throughput import RestorePath, ThroughputEstimates
+from larder.store.throughput import ThroughputEstimates, RestorePath
 
 # Help and tables as every machine prints them.
 TERMINAL = {"COLUMNS": "100", "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
@@ -60,8 +60,11 @@ def run(*words: str | Path, stdin: str | None = None, home: Path | None = None) 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Caches are loaded where recomputing them may be quicker, which depends on the machine."""
-    with patch.object(ThroughputEstimates, "quicker", lambda *given: RestorePath.LOAD):
+    """Caches are loaded where recomputing them may be quicker, which depends on the machine.
+
+    Nothing is flushed to the disk, which no golden is about.
+    """
+    with patch.object(ThroughputEstimates, "quicker", lambda *given: RestorePath.LOAD), patch.object(os, "fsync"):
         yield
 
 
@@ -72,18 +75,18 @@ def commands() -> Command:
 
 def families() -> dict[str, list[str]]:
     """Public names of every family of parts, by the kind that entry points are grouped by."""
+    from larder_bench.execution.runner import MEASURES
+    from larder_bench.studies.methods import RETRIEVALS
+    from larder_bench.tasks.base import TASKS
+    from larder_bench.traces.base import TRACES
     from larder.core.recall import RECALLS
     from larder.models.calibration import MEASUREMENTS
+    from larder_bench.plots.figures.base import FIGURES
     from larder.policy.planner import TALLIES
     from larder.session.embedding import EMBEDDERS
     from larder.session.policy import FAMILIES
     from larder.store.codecs.base import CODECS
     from larder.store.eviction.base import EVICTIONS
-    from larder_bench.execution.runner import MEASURES
-    from larder_bench.plots.figures.base import FIGURES
-    from larder_bench.studies.methods import RETRIEVALS
-    from larder_bench.tasks.base import TASKS
-    from larder_bench.traces.base import TRACES
 
     others = (MEASURES, RETRIEVALS, TASKS, TRACES, RECALLS, MEASUREMENTS, FIGURES, TALLIES)
     every = (*FAMILIES.values(), *others, EMBEDDERS, CODECS, EVICTIONS)
@@ -97,13 +100,13 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     Args:
         options: as the command has them; the key file hides the archive as well as the store.
     """
-    from larder.cli.serve import ServeOptions
     from larder.cli.serve_backends import local_hub
+    from larder.cli.serve import ServeOptions
     from larder.server.http.app import create_app
-    from larder.server.http.app_state import HttpSettings
-    from larder.server.http.archive import Archive
     from larder.server.http.auth import LoopbackAuth
-    from larder.store.encryption import encryption_for, read_key
+    from larder.server.http.archive import Archive
+    from larder.server.http.app_state import HttpSettings
+    from larder.store.encryption import read_key, encryption_for
 
     asked = ServeOptions(**options)
     with patch.dict(os.environ, {"LARDER_HOME": str(home)}), restored():

@@ -17,6 +17,7 @@ FIXTURES = Path(__file__).resolve().parent / "fixtures"
 TOLERANCE = 1e-3
 SHOWN = 12  # differences that a failure lists
 MASK = "*"
+TIMES = ("seconds", "per_second")  # how the names of fields end that hold measured times
 
 Golden = Callable[[], Any]
 
@@ -44,12 +45,16 @@ def write(name: str, value: Any) -> Path:
     return path
 
 
-def masked(value: Any, names: Collection[str]) -> Any:
-    """A document with the values of some fields masked, wherever they stand; lists keep their
-    length."""
+def masked(value: Any, names: Collection[str] = ()) -> Any:
+    """A document with the values of some fields, and all times, masked wherever they stand.
+
+    Lists keep their length.
+    """
     if isinstance(value, Mapping):
         return {
-            name: _masked_whole(inner) if name in names else masked(inner, names)
+            name: _masked_whole(inner)
+            if name in names or name.endswith(TIMES)
+            else masked(inner, names)
             for name, inner in value.items()
         }
     return [masked(each, names) for each in value] if isinstance(value, list | tuple) else value
