@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from larder.cli import question_run
 from larder.cli.main import app
 from larder.models.loader import SEED, LoadedModel, load
-from larder.store.throughput import ThroughputEstimates, RestorePath
+from larder.store.throughput import RestorePath, ThroughputEstimates
 
 # Help and tables as every machine prints them.
 TERMINAL = {"COLUMNS": "100", "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
@@ -64,7 +64,10 @@ def restored() -> Iterator[None]:
 
     Nothing is flushed to the disk, which no golden is about.
     """
-    with patch.object(ThroughputEstimates, "quicker", lambda *given: RestorePath.LOAD), patch.object(os, "fsync"):
+    with (
+        patch.object(ThroughputEstimates, "quicker", lambda *given: RestorePath.LOAD),
+        patch.object(os, "fsync"),
+    ):
         yield
 
 
@@ -75,18 +78,18 @@ def commands() -> Command:
 
 def families() -> dict[str, list[str]]:
     """Public names of every family of parts, by the kind that entry points are grouped by."""
-    from larder_bench.execution.runner import MEASURES
-    from larder_bench.studies.methods import RETRIEVALS
-    from larder_bench.tasks.base import TASKS
-    from larder_bench.traces.base import TRACES
     from larder.core.recall import RECALLS
     from larder.models.calibration import MEASUREMENTS
-    from larder_bench.plots.figures.base import FIGURES
     from larder.policy.planner import TALLIES
     from larder.session.embedding import EMBEDDERS
     from larder.session.policy import FAMILIES
     from larder.store.codecs.base import CODECS
     from larder.store.eviction.base import EVICTIONS
+    from larder_bench.execution.runner import MEASURES
+    from larder_bench.plots.figures.base import FIGURES
+    from larder_bench.studies.methods import RETRIEVALS
+    from larder_bench.tasks.base import TASKS
+    from larder_bench.traces.base import TRACES
 
     others = (MEASURES, RETRIEVALS, TASKS, TRACES, RECALLS, MEASUREMENTS, FIGURES, TALLIES)
     every = (*FAMILIES.values(), *others, EMBEDDERS, CODECS, EVICTIONS)
@@ -100,13 +103,13 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     Args:
         options: as the command has them; the key file hides the archive as well as the store.
     """
-    from larder.cli.serve_backends import local_hub
     from larder.cli.serve import ServeOptions
+    from larder.cli.serve_backends import local_hub
     from larder.server.http.app import create_app
-    from larder.server.http.auth import LoopbackAuth
-    from larder.server.http.archive import Archive
     from larder.server.http.app_state import HttpSettings
-    from larder.store.encryption import read_key, encryption_for
+    from larder.server.http.archive import Archive
+    from larder.server.http.auth import LoopbackAuth
+    from larder.store.encryption import encryption_for, read_key
 
     asked = ServeOptions(**options)
     with patch.dict(os.environ, {"LARDER_HOME": str(home)}), restored():

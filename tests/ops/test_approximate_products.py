@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from larder.ops.approximate_products import channel_products, reference_channel_products
 from larder.ops.codes import pq_products, reference_pq_products
-from larder.ops.cpu import approximate_products
-from larder.ops.fast import codes
+from larder.ops.cpu import approximate_products, codes
 
 
 @settings(max_examples=20)

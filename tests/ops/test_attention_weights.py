@@ -13,13 +13,14 @@ from torch import Tensor
 from column_statistics import columns
 from larder.ops.attention import ragged_attention, reference_logits
 from larder.ops.attention_weights import (
+    attention_weights,
     head_weights_from_logits,
     reference_attention_weights,
     reference_head_weights,
     weights_from_logits,
 )
 from larder.ops.column_statistics import GroupReduction
-from larder.ops.cpu import attention_weights
+from larder.ops.cpu import attention_weights as cpu_attention_weights
 from references.ops import rows as loop
 
 SCALING = 0.3
@@ -221,7 +222,7 @@ def test_threads_calling_at_once_all_get_their_own_answer():
 
 
 def test_every_group_has_a_number_in_the_kernels():
-    assert set(attention_weights.REDUCTION_CODES) == {group.value for group in GroupReduction}
+    assert set(cpu_attention_weights.REDUCTION_CODES) == {group.value for group in GroupReduction}
 
 
 @settings(max_examples=30)

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.ops import quantized_attention as ops
-from larder.ops.cpu import quantized_attention
-from larder.ops.quantized_attention import QuantizedKV, reference_quantized_attention
+from larder.ops.cpu import quantized_attention as cpu_quantized_attention
+from larder.ops.quantized_attention import (
+    QuantizedKV,
+    quantized_attention,
+    reference_quantized_attention,
+)
 from larder.ops.rounded import quantize_rows
 from references.ops.coded_attention import attended
 
@@ -85,7 +89,7 @@ def test_many_groups_are_shared_among_threads(monkeypatch) -> None:
     rows = some_rows(CODECS["two_far"], [0, 1, 1, 0, 1] * 12, [8, 7, 4, 8, 5] * 12)
     queries, bias = torch.randn(4, 2, 12), torch.randn(len(rows))
     expected = quantized_attention(queries, rows, 2, SCALING, bias)
-    monkeypatch.setattr(quantized_attention, "num_threads_for", lambda floats: 3)
+    monkeypatch.setattr(cpu_quantized_attention, "num_threads_for", lambda floats: 3)
     for _ in range(2):
         shared = quantized_attention(queries, rows, 2, SCALING, bias)
         for part, wanted in zip(shared, expected, strict=True):

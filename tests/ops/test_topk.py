@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder.ops import topk
+from larder.ops.cpu import choice
 from larder.ops.cpu import topk as cpu_topk
-from larder.ops.fast import choice
 from larder.ops.topk import reference_top_masks, reference_top_per_head, top_masks, top_per_head
 
 levels = st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5000001, 2.0, torch.inf])

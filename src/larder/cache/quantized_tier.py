@@ -19,9 +19,8 @@ from larder.cache.forms.base import AttentionState
 from larder.core.codec import Codec
 from larder.core.ledger import Ledger
 from larder.core.types import Queries
-from larder.ops.cpu import quantized_attention
 from larder.ops.packing import starts_of
-from larder.ops.quantized_attention import QuantizedKV
+from larder.ops.quantized_attention import QuantizedKV, quantized_attention
 from larder.ops.rounded import QuantizedRows, concat_rows, quantize_rows
 
 

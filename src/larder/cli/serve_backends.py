@@ -13,6 +13,8 @@ from larder.core.settings import home
 if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
     from larder.server.engine_client import EngineClient
+    from larder.server.persistence.base import SessionPersistence
+    from larder.server.persistence.store import StoreSessionPersistence
     from larder.store.store import Store
 
 STORE_FOLDER = "store"  # in the home folder
@@ -20,7 +22,7 @@ DEFAULT_REPLICAS = 2
 STORED_EPOCHS = (
     2  # states of a session that are kept: one to fall back on, if the newest is damaged
 )
-KeeperWrapper = Callable[["Persisting"], "Keeper"]
+PersistenceWrapper = Callable[["StoreSessionPersistence"], "SessionPersistence"]
 
 
 @contextmanager
@@ -118,7 +120,9 @@ def _open_store(
 
 
 @contextmanager
-def _local_hub(options: ServeOptions, store: Store, kept: KeeperWrapper) -> Iterator[EngineClient]:
+def _local_hub(
+    options: ServeOptions, store: Store, kept: PersistenceWrapper
+) -> Iterator[EngineClient]:
     from larder.cli.question_run import open_engine
     from larder.cli.serve import tier_budgets
     from larder.engine.snapshots import ModelSnapshots

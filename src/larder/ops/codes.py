@@ -1,6 +1,6 @@
 """Products of queries with keys of which only codes are held: sums of numbers looked up.
 
-The readable form is here, the fast one, for codes in host memory, in `larder.ops.fast.codes`.
+The readable form is here, the fast one, for codes in host memory, in `larder.ops.cpu.codes`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from larder.ops.fast import codes as fast
+from larder.ops.cpu import codes as fast
 
 
 def pq_products(

@@ -1,6 +1,6 @@
 """The mean over all heads of a layer, in one reading of numbers that lie as a storage does.
 
-The readable form is here, the fast one, for host memory, in `larder.ops.fast.layer_means`.
+The readable form is here, the fast one, for host memory, in `larder.ops.cpu.layer_means`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from larder.ops.fast import layer_means as fast
+from larder.ops.cpu import layer_means as fast
 
 
 def layer_mean(

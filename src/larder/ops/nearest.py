@@ -1,7 +1,7 @@
 """The stored row that points most in the direction of another one: what a rejected entry is like.
 
 Cosine similarity in float32, within a kv head. The readable form is here, the fast one, for the few
-rows that go in a decode step on a CPU, in `larder.ops.fast.nearest`.
+rows that go in a decode step on a CPU, in `larder.ops.cpu.nearest`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from larder.ops.fast import nearest as fast
+from larder.ops.cpu import nearest as fast
 
 MAX_COSINES = 1 << 22  # of one chunk: 16 MiB
 

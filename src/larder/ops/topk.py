@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.ops.cpu import topk
-from larder.ops.fast import choice
+from larder.ops.cpu import choice, topk
 
 
 def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
@@ -46,7 +45,7 @@ def top_per_head(
     """Indices, ascending, of the `count` highest scores of every head.
 
     A head with fewer entries keeps all. Equal scores: the earlier index wins. The readable form is
-    here, the fast one, for the few that go in a decode step on a CPU, in `larder.ops.fast.choice`.
+    here, the fast one, for the few that go in a decode step on a CPU, in `larder.ops.cpu.choice`.
 
     Args:
         scores: head by head, without NaN.

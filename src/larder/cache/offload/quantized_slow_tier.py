@@ -32,9 +32,8 @@ from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
-from larder.ops.cpu import quantized_attention
 from larder.ops.packing import packed_rows, starts_of
-from larder.ops.quantized_attention import QuantizedKV
+from larder.ops.quantized_attention import QuantizedKV, quantized_attention
 from larder.ops.rounded import QuantizedRows, concat_rows
 
 MERGE_RATIO = 2  # a piece is joined to one that is not more than so many times as long

@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from larder.ops.fast.stored_kernels import ROWS, load_rows
+from larder.ops.cpu.stored_kernels import ROWS, load_rows
 
 FASTMATH_FLAGS = frozenset(
     {"reassoc", "contract", "nsz", "arcp"}

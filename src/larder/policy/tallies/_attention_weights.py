@@ -11,9 +11,8 @@ from torch import Tensor
 
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
-from larder.ops.attention_weights import weights_from_logits
+from larder.ops.attention_weights import attention_weights, weights_from_logits
 from larder.ops.column_statistics import GroupReduction, reduce_columns
-from larder.ops.cpu import attention_weights
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The inner loops of looking codes up, compiled by numba at their first call.
 
-Only `larder.ops.fast.codes` imports this module, and only when it is about to look up.
+Only `larder.ops.cpu.codes` imports this module, and only when it is about to look up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The inner loops of choosing, compiled by numba at their first call.
 
-Only `larder.ops.fast.choice` imports this module, and only when it is about to choose.
+Only `larder.ops.cpu.choice` imports this module, and only when it is about to choose.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The inner loops of nearest rows, compiled by numba at their first call.
 
-Only `larder.ops.fast.nearest` imports this module, and only when it is about to search.
+Only `larder.ops.cpu.nearest` imports this module, and only when it is about to search.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numba
 import numpy as np
 
 from larder.ops.cpu.decode_attention_kernels import njit_kernel, njit_parallel
-from larder.ops.fast.stored_kernels import ROWS, load_row, load_rows
+from larder.ops.cpu.stored_kernels import ROWS, load_row, load_rows
 
 MIN_NORM = np.float32(1e-12)  # a norm below it counts as this, as in torch's normalize
 

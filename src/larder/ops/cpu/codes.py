@@ -19,7 +19,7 @@ def pq_products(
     tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
 ) -> Float[Tensor, "K R S"]:
     """Safe from several threads at once."""
-    from larder.ops.fast import codes_kernels as kernels  # compiles: not before it is needed
+    from larder.ops.cpu import codes_kernels as kernels  # compiles: not before it is needed
 
     heads, group, parts, _ = tables.shape
     sums = np.empty((heads, group, length), np.float32)

@@ -23,7 +23,7 @@ def layer_mean(
     lengths: Int64[Tensor, " K"],
 ) -> Float[Tensor, " S"] | None:
     """As `readable_layer_mean`; sums are in another order."""
-    from larder.ops.fast import layer_means_kernels as kernels  # compiles: not before it is needed
+    from larder.ops.cpu import layer_means_kernels as kernels  # compiles: not before it is needed
 
     mean = torch.zeros(int(lengths[0]))
     told = numbers.detach().contiguous().numpy(), positions.contiguous().numpy()

@@ -1,6 +1,6 @@
 """The inner loop of means over heads, compiled by numba at its first call.
 
-Only `larder.ops.fast.layer_means` imports this module, and only when it is about to join.
+Only `larder.ops.cpu.layer_means` imports this module, and only when it is about to join.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def top_per_head(
     spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
     """Safe from several threads at once."""
-    from larder.ops.fast import choice_kernels as kernels  # compiles: not before it is needed
+    from larder.ops.cpu import choice_kernels as kernels  # compiles: not before it is needed
 
     kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)
     numbers = scores.detach().contiguous().numpy()

@@ -30,7 +30,7 @@ def nearest_rows(
     asked: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
     """Safe from several threads at once."""
-    from larder.ops.fast import nearest_kernels as kernels  # compiles: not before it is needed
+    from larder.ops.cpu import nearest_kernels as kernels  # compiles: not before it is needed
 
     owned, marks = lengths.numpy(), marked.numpy()
     heads = np.searchsorted(np.cumsum(owned), asked.numpy(), side="right")
