@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from typer.core import TyperGroup
+
 from golden.access import commands, run
 
 # Wording may change on purpose; what a command takes may not.
@@ -31,8 +33,9 @@ def options() -> dict[str, list[dict[str, Any]]]:
 
 def _walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     yield words, command
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from _walk(inner, (*words, name))
+    if isinstance(command, TyperGroup):
+        for name in command.list_commands(None):
+            yield from _walk(command.get_command(None, name), (*words, name))
 
 
 def _unworded(parameter: Any) -> dict[str, Any]:

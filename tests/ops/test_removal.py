@@ -217,7 +217,7 @@ def test_entries_that_do_not_fit_are_refused_and_nothing_is_changed(
     form, kept, new_lengths, monkeypatch
 ):
     if form == "readable":
-        monkeypatch.setattr(removal.removal, "serves", lambda storages: False)
+        monkeypatch.setattr(removal.removal, "supports", lambda storages: False)
     starts, counts, rows = layout([4, 3], [1, 0])
     tensors, columns = storages(rows, torch.float32)
     with pytest.raises(CacheError, match="kept entries"):

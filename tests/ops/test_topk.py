@@ -84,7 +84,7 @@ def test_the_kernel_is_taken_where_few_go(gone: int, monkeypatch: pytest.MonkeyP
         taken.append(1)
         return kernel(*case)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(topk.choice, "top_of_heads", counted)
+    monkeypatch.setattr(topk.choice, "top_per_head", counted)
     top_per_head(torch.rand(40), (20, 20), 20 - gone)
     assert len(taken) == (gone <= choice.MAX_REJECTED)
 

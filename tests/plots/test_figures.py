@@ -276,7 +276,7 @@ def test_without_matplotlib_an_install_is_told(monkeypatch: pytest.MonkeyPatch) 
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DependencyError, match=r"pip install 'larder\[plot\]'"), figure_style():
+    with pytest.raises(DependencyError, match=r"pip install 'larder\[bench\]'"), figure_style():
         pass
 
 

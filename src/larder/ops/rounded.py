@@ -87,7 +87,7 @@ class QuantizedRows:
             numbers = self.stored[rows]
         if len(self.factors):
             numbers = numbers * self.factors[groups].float()
-        if not len(self.channels):
+        if numbers.shape[1] == manner.head_dim:
             return numbers
         whole = numbers.new_zeros(len(numbers), manner.head_dim)
         return whole.scatter_(1, self.channels[groups].long(), numbers)
