@@ -18,7 +18,7 @@ from larder.prefill.base import split_blocks
 from larder.prefill.reader import PrefillSequence
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, GenerationParams
-from larder.session.prompts import common_prompts
+from larder.session.prefill import common_prompts
 
 TIE_GAP = 1e-3  # of the two best logits: below, rounding may decide
 

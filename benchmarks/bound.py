@@ -122,7 +122,7 @@ def _child(policy: str, tokens: int) -> dict[str, Any]:
     from larder import Policy
     from larder.cache.sequence import CacheForm, SequenceCache
     from larder.prefill.base import no_progress
-    from larder.prefill.meter import PeakMemoryMeter
+    from larder.prefill.memory import PeakMemoryMeter
     from larder.prefill.reader import PrefillReader, PrefillSequence
 
     base = Engine.load(policy="full")

@@ -39,7 +39,7 @@ from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import load
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 

@@ -30,8 +30,7 @@ from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource
-from larder.models.recompute import BLOCK_TOKENS, KVRecompute
-from larder.models.residuals import ResidualStream
+from larder.models.recompute import BLOCK_TOKENS, KVRecompute, ResidualStream
 from larder_bench.profiling.timing import interleaved, percentiles
 
 OUT = Path("results/recompute.jsonl")

@@ -33,7 +33,7 @@ from transformers import Qwen3ForCausalLM
 
 from larder.core.conversation import Conversation
 from larder.core.types import Mode
-from larder.engine.chat_opening import sized_policy
+from larder.engine.chat import sized_policy
 from larder.engine.engine import Engine
 from larder.engine.persistence import StorePersistence
 from larder.models.forward_batch import BatchSegment

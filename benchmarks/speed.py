@@ -30,7 +30,7 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder_bench.profiling.synthetic_cache import random_cache
 from larder_bench.profiling.timing import interleaved, percentiles

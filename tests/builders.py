@@ -15,9 +15,8 @@ from larder.cache.sequence import CacheForm
 from larder.core.ledger import SURPRISE
 from larder.core.observation import Entries, Observation
 from larder.core.plan import Plan
-from larder.core.rebuilding import RecomputeSpec
 from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
 from larder.policy.planner import TALLIES
 from larder.recall.flat import Flat
 

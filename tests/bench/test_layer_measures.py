@@ -11,7 +11,7 @@ from larder.core.errors import BadParameter
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment as Tokens
-from larder.models.sensitivity import SensitivityProfile, layer_similarities
+from larder.models.measurements.sensitivity import SensitivityProfile, layer_similarities
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.measures.similarity import SimilarityMeasure

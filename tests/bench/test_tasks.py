@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.corpus_files import sources, words
-from larder.cli.citations import citations
+from larder.cli.part_docs import citations
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName, UsageError
 from larder.core.spelling import spell

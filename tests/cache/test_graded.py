@@ -19,7 +19,7 @@ from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Folds, Plan
 from larder.ops.attention import ragged_attention
-from larder.ops.rounded import QuantizedRows
+from larder.ops.quantization import QuantizedRows
 from references.cache.graded import GradedLoop
 from references.ops import quantization
 

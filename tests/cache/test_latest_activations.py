@@ -12,8 +12,8 @@ from builders import a_layer, a_spec, draw, tiers_of
 from cache_stores import same_bits
 from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import CacheForm, SequenceCache
-from larder.core.latest import LatestQueries
 from larder.core.ledger import Ledger
+from larder.core.observation import LatestQueries
 from larder.core.types import Mode
 from tensor_memory import reachable_tensors, storage_bytes
 

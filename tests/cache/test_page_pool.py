@@ -10,8 +10,7 @@ from cache_stores import append, assert_close, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec, RecallPart
-from larder.ops.attention import ragged_attention
-from larder.ops.merging import merge_attention
+from larder.ops.attention import merge_attention, ragged_attention
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
 

@@ -10,7 +10,7 @@ import torch
 from builders import a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend
 from larder.cache.forms.tiered import TieredLayer
-from larder.cache.owners import StorageOwners
+from larder.cache.offload.slow_tier import StorageOwners
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from cli_results import Run, complaint, document
-from larder.cli.citations import Citation, citations
-from larder.cli.part_docs import part_doc, part_docs, part_names, preset_docs
+from larder.cli.part_docs import Citation, citations, part_doc, part_docs, part_names, preset_docs
 from larder.core.family import Family
 from larder.core.recall import RECALLS
 from larder.session.policy import FAMILIES, Policy

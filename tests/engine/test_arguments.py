@@ -15,7 +15,7 @@ from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.models.loader import SEED, load, seed_tokenizer
 from larder.models.tiny import tiny
-from larder.session.budget_resolution import resolve_budget
+from larder.session.capacity import resolve_budget
 from larder.session.policy import Policy
 
 FILE = Path("examples/conversation.json")

@@ -15,7 +15,7 @@ from larder.core.conversation import Conversation, Message
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillSequence
 from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import budget_tokens

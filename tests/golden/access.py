@@ -81,7 +81,7 @@ def families() -> dict[str, list[str]]:
     from larder.core.recall import RECALLS
     from larder.models.calibration import MEASUREMENTS
     from larder.policy.planner import TALLIES
-    from larder.session.embedding import EMBEDDERS
+    from larder.session.embedders.base import EMBEDDERS
     from larder.session.policy import FAMILIES
     from larder.store.codecs.base import CODECS
     from larder.store.eviction.base import EVICTIONS

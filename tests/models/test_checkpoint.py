@@ -14,8 +14,7 @@ from larder.models.checkpoint import Checkpoint, put_aside
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 from larder.models.kv_cost import KVSource
-from larder.models.recompute import KVRecompute
-from larder.models.residuals import ResidualStream
+from larder.models.recompute import KVRecompute, ResidualStream
 from model_runs import cuts, read_on, some_ids
 
 READ, BLOCK = 45, 16

@@ -11,9 +11,7 @@ from larder.core.errors import CacheError, ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
-from larder.models.recompute import KVRecompute
-from larder.models.residuals import ResidualStream
-from larder.models.stack import LayerStack
+from larder.models.recompute import KVRecompute, LayerStack, ResidualStream
 from larder.models.tiny import tiny
 from model_runs import cuts, read_on, some_ids
 

@@ -12,7 +12,7 @@ from larder.cache.forms.rebuilt import recomputed_layers
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BadParameter, CacheError
 from larder.core.plan import Plan
-from larder.core.rebuilding import RecomputeSource, RecomputeSpec
+from larder.core.spec import RecomputeSource, RecomputeSpec
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment

@@ -17,7 +17,7 @@ from torch import nn
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
-from larder.models.kinds import check_attention_kinds
+from larder.models.introspection import check_attention_kinds
 from larder.models.loader import load, wrap_model
 from larder.models.tiny import tiny
 from larder.models.verification import check_rope

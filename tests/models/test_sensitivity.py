@@ -10,10 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.core.errors import BadParameter, UnknownName
-from larder.models import calibration, sensitivity
+from larder.models import calibration
 from larder.models.loader import wrap_model
+from larder.models.measurements import sensitivity
 from larder.models.measurements import sensitivity as measured
-from larder.models.sensitivity import SensitivityProfile, block_mask, layer_similarities
+from larder.models.measurements.sensitivity import (
+    SensitivityProfile,
+    block_mask,
+    layer_similarities,
+)
 from larder.models.tiny import tiny
 from model_runs import some_ids
 

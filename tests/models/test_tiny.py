@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from larder.core.errors import BadParameter, UnknownName
-from larder.models.fingerprint import fingerprint
+from larder.models.introspection import fingerprint
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids

@@ -7,9 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.ops.approximate_products import channel_products, reference_channel_products
-from larder.ops.codes import pq_products, reference_pq_products
-from larder.ops.cpu import approximate_products, codes
+from larder.ops.approximate_products import (
+    channel_products,
+    pq_products,
+    reference_channel_products,
+    reference_pq_products,
+)
+from larder.ops.cpu import approximate_products
 
 
 @settings(max_examples=20)
@@ -52,7 +56,7 @@ def test_codes(shape, length, seed) -> None:
     tables = torch.randn(heads, group, parts, width, generator=source)
     numbers = torch.randint(width, (heads, parts, length), generator=source)
     held = torch.nn.functional.pad(numbers, (0, 3), value=255).to(torch.uint8)
-    for form in (pq_products, reference_pq_products, codes.pq_products):
+    for form in (pq_products, reference_pq_products, approximate_products.pq_products):
         sums = form(tables, held, length)
         for k in range(heads):
             for g in range(group):
@@ -65,7 +69,9 @@ def test_what_kernels_cannot_read_is_left_to_torch() -> None:
     assert approximate_products.supports_channel_tables(torch.zeros(1, 2, 3))
     assert not approximate_products.supports_channel_tables(torch.zeros(1, 2, 3).half())
     assert not approximate_products.supports_channel_tables(torch.zeros(1, 2, 3).transpose(1, 2))
-    assert not codes.supports_codes(torch.zeros(1, 2, 3, dtype=torch.uint8).transpose(1, 2))
+    assert not approximate_products.supports_codes(
+        torch.zeros(1, 2, 3, dtype=torch.uint8).transpose(1, 2)
+    )
 
 
 def test_threads_share_what_is_long() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from larder.ops.attention import (
     attention,
     causal_attention,
+    merge_attention,
     ragged_attention,
     reference_causal,
     reference_masked,
@@ -20,7 +21,6 @@ from larder.ops.attention import (
     windowed_attention,
 )
 from larder.ops.cpu import decode_attention, flash_attention
-from larder.ops.merging import merge_attention
 from references.ops import attention as loop
 
 SCALING = 0.3

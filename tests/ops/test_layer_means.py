@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from larder.ops.layer_means import layer_mean, reference_layer_mean
+from larder.ops.moments import layer_mean, reference_layer_mean
 
 STARTS, LENGTHS = torch.tensor([1, 5]), torch.tensor([3, 3])
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.ops.cpu import nearest as fast
-from larder.ops.nearest import nearest_rows, reference_nearest_rows
+from larder.ops.cpu import search as fast
+from larder.ops.search import nearest_rows, reference_nearest_rows
 from references.ops import nearest as loop
 
 

@@ -12,13 +12,15 @@ from larder.core.codec import BITS, Codec
 from larder.core.errors import BadParameter, CacheError
 from larder.ops.quantization import (
     FLOAT16_MAX,
+    QuantizedRows,
+    concat_rows,
     dequantize,
     pack_codes,
     quantize,
+    quantize_rows,
     scales_and_offsets,
     unpack_codes,
 )
-from larder.ops.rounded import QuantizedRows, concat_rows, quantize_rows
 from references.ops import quantization as loop
 
 NONE = torch.empty(0, 0)

@@ -11,12 +11,12 @@ from torch import Tensor
 from larder.core.codec import Codec
 from larder.ops import quantized_attention as ops
 from larder.ops.cpu import quantized_attention as cpu_quantized_attention
+from larder.ops.quantization import quantize_rows
 from larder.ops.quantized_attention import (
     QuantizedKV,
     quantized_attention,
     reference_quantized_attention,
 )
-from larder.ops.rounded import quantize_rows
 from references.ops.coded_attention import attended
 
 SCALING = 0.3

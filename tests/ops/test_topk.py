@@ -7,8 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.ops import topk
-from larder.ops.cpu import choice
 from larder.ops.cpu import topk as cpu_topk
 from larder.ops.topk import reference_top_masks, reference_top_per_head, top_masks, top_per_head
 
@@ -75,26 +73,26 @@ def test_what_the_counting_kernel_takes() -> None:
     assert not cpu_topk.supports(rows, 0) and not cpu_topk.supports(rows, 4)
 
 
-@pytest.mark.parametrize("gone", [0, 1, choice.MAX_REJECTED, choice.MAX_REJECTED + 1])
+@pytest.mark.parametrize("gone", [0, 1, cpu_topk.MAX_REJECTED, cpu_topk.MAX_REJECTED + 1])
 def test_the_kernel_is_taken_where_few_go(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    kernel = choice.top_per_head
+    kernel = cpu_topk.top_per_head
 
     def counted(*case: object) -> torch.Tensor:
         taken.append(1)
         return kernel(*case)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(topk.choice, "top_per_head", counted)
+    monkeypatch.setattr(cpu_topk, "top_per_head", counted)
     top_per_head(torch.rand(40), (20, 20), 20 - gone)
-    assert len(taken) == (gone <= choice.MAX_REJECTED)
+    assert len(taken) == (gone <= cpu_topk.MAX_REJECTED)
 
 
 def test_a_count_below_zero_keeps_nothing() -> None:
     assert top_per_head(torch.rand(6), (3, 3), -1).tolist() == []
 
 
-@pytest.mark.parametrize("gone", range(1, choice.MAX_REJECTED + 1))
+@pytest.mark.parametrize("gone", range(1, cpu_topk.MAX_REJECTED + 1))
 def test_of_equals_the_latest_go(gone: int) -> None:
-    for form in (choice.top_per_head, reference_top_per_head):
+    for form in (cpu_topk.top_per_head, reference_top_per_head):
         kept = form(torch.tensor([0.5] * 6 + [0.0] * 6), (6, 6), 6 - gone).tolist()
         assert kept == [*range(6 - gone), *range(6, 12 - gone)]

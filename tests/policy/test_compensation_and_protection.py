@@ -15,8 +15,7 @@ from larder.cache.entry_merging import merge_entries
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
-from larder.policy.ends import ProtectedTokens
-from larder.policy.protect import Protect
+from larder.policy.protect import Protect, ProtectedTokens
 from references.outcome import Outcome, untouched
 
 # What each head held, and which of its entries stay.

@@ -15,9 +15,8 @@ import torch
 from builders import a_layer, a_view, runnable
 from larder.core.errors import BadParameter, DependencyError, ScoreError, UnknownName
 from larder.core.ledger import LOG_COUNT
-from larder.core.needs import Need
-from larder.core.observation import Observation
-from larder.policy.ends import ProtectedTokens
+from larder.core.observation import Need, Observation
+from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers._kvpress_module import AttentionModuleAdapter
 from larder.policy.scorers.column_mass import ColumnMass
 from larder.policy.scorers.expected import Expected

@@ -16,9 +16,8 @@ from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.budgets.uniform import Uniform
 from larder.policy.compensation.drop import Drop
-from larder.policy.ends import ProtectedTokens
 from larder.policy.planner import Planner
-from larder.policy.protect import Protect
+from larder.policy.protect import Protect, ProtectedTokens
 from larder.policy.scorers.base import Scorer
 from larder.policy.scorers.keydiff import KeyDiff
 from larder.policy.scorers.sinks_and_window import SinksAndWindow

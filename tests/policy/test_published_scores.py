@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from larder.core.errors import LarderError, SpellingError
-from larder.core.latest import LatestQueries
-from larder.core.observation import Entries, Observation, Phase
+from larder.core.observation import Entries, LatestQueries, Observation, Phase
 from larder.core.spec import LayerSpec
 from larder.policy.scorers.last_query import LastQuery
 from larder.policy.scorers.morph import Fusion, Morph

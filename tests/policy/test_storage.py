@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, a_view
 from larder.core.errors import BadParameter, BudgetError
-from larder.core.inspected import StorageStatistics
-from larder.core.observation import Entries, LayerScores, Observation
+from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Folds
 from larder.core.spelling import name_of
 from larder.policy.storage._mixed_precision import demote_groups

@@ -16,7 +16,7 @@ from larder.models.forward_batch import BatchSegment, LayerActivations
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.policy.planner import Planner
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from measurements import made_up
 from model_runs import some_ids

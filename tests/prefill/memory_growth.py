@@ -18,7 +18,7 @@ from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import load
 from larder.prefill.base import no_progress
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.session.policy import Policy

@@ -20,8 +20,8 @@ from larder.models.forward_batch import BatchSegment
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.ops.attention import attention
-from larder.prefill.meter import PeakMemoryMeter
-from larder.prefill.placing import rotate_to_cache_positions
+from larder.prefill.eviction_pass import rotate_to_cache_positions
+from larder.prefill.memory import PeakMemoryMeter
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

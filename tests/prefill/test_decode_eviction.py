@@ -21,7 +21,7 @@ from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.policy.timing.split import Split
 from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

@@ -15,7 +15,7 @@ from larder.models.tiny import WINDOW_TOKENS, tiny
 from larder.policy.scorers.lookahead import Lookahead
 from larder.policy.scorers.positions_first import Content, PositionsFirst
 from larder.prefill.base import no_progress
-from larder.prefill.drafting import with_drafts
+from larder.prefill.reader import with_drafts
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy

@@ -22,7 +22,7 @@ from larder.models.forward_batch import LayerActivations
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.session.policy import FAMILIES, Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

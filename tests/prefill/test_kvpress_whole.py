@@ -12,8 +12,7 @@ from packaging.version import Version
 
 from builders import runnable
 from larder.cache.sequence import CacheForm, SequenceCache
-from larder.core.needs import Need
-from larder.core.observation import Observation
+from larder.core.observation import Need, Observation
 from larder.core.recall import OffloadSpec
 from larder.core.types import Packed
 from larder.models.loader import wrap_model

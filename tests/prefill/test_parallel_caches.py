@@ -12,9 +12,9 @@ from larder.core.errors import BadParameter
 from larder.models.decoder import Decoder
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
-from larder.prefill import room
 from larder.prefill.base import no_progress
 from larder.prefill.reader import PrefillReader
+from larder.prefill.schedules import episodic
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.session.policy import Policy
@@ -103,7 +103,7 @@ def test_all_are_read_together_if_asked(read, sizes) -> None:
 
 
 def test_on_a_cpu_one_is_read_after_the_other(read, blockwise, sizes) -> None:
-    assert room.free_device_bytes(torch.device("cpu")) is None
+    assert episodic.free_device_bytes(torch.device("cpu")) is None
     one, held = blockwise(EPICACHE)
     sizes.clear()
     other, also = read(Policy.parse("epicache").filled(TOKENS, BLOCK).schedule)
@@ -120,10 +120,10 @@ def test_as_many_are_read_together_as_fit(
 ) -> None:
     reader = reader_for(watched, Policy.parse(PROTECTED).planner, TOKENS, 50)
     longest, ids = lane_for(watched, episode=some_ids(3 + LANES - 1)), some_ids(50)
-    each = room.cache_bytes(reader, longest, ids, BLOCK)
-    each += room.activation_bytes(reader, longest, ids[:BLOCK])
-    free = int(fit * each / room.USABLE_FRACTION) + 1
-    monkeypatch.setattr(room, "free_device_bytes", lambda device: free)
+    each = episodic.cache_bytes(reader, longest, ids, BLOCK)
+    each += episodic.activation_bytes(reader, longest, ids[:BLOCK])
+    free = int(fit * each / episodic.USABLE_FRACTION) + 1
+    monkeypatch.setattr(episodic, "free_device_bytes", lambda device: free)
     read(Episodic(BLOCK))
     most = max(1, min(fit, LANES))
     assert max(sizes) == -(-LANES // -(-LANES // most))
@@ -140,7 +140,7 @@ def test_no_cache_takes_more_than_it_was_given_room_for(
     sentence = "protect(sinks=1, recent=2) > keydiff() > uniform()"
     reader = reader_for(decoder, Policy.parse(sentence).planner, tokens, total)
     lane = lane_for(decoder)
-    bound = room.cache_bytes(reader, lane, ids, block)
+    bound = episodic.cache_bytes(reader, lane, ids, block)
     Episodic(block).read(reader, [lane], ids, no_progress)
     assert bound / 2 < reader.meter.peak_bytes <= bound
 
@@ -149,17 +149,17 @@ def test_a_long_prompt_needs_room_to_pass(watched, reader_for, lane_for) -> None
     reader = reader_for(watched, Policy.parse(PROTECTED).planner, TOKENS, 50)
     short, long = (lane_for(watched, episode=some_ids(n)) for n in (3, 300))
     block = some_ids(BLOCK)
-    assert room.activation_bytes(reader, long, block) * BLOCK == 300 * room.activation_bytes(
-        reader, short, block
-    )
+    assert episodic.activation_bytes(
+        reader, long, block
+    ) * BLOCK == 300 * episodic.activation_bytes(reader, short, block)
 
 
 def test_free_memory_counts_what_the_allocator_holds_unused(monkeypatch) -> None:
     told = {"mem_get_info": (100, 1000), "memory_reserved": 60, "memory_allocated": 20}
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert room.free_device_bytes(torch.device("cuda")) == 140
-    assert room.free_device_bytes(torch.device("meta")) is None
+    assert episodic.free_device_bytes(torch.device("cuda")) == 140
+    assert episodic.free_device_bytes(torch.device("meta")) is None
 
 
 def test_what_needs_no_prompt_needs_room_for_its_block(watched, reader_for, lane_for) -> None:
@@ -167,7 +167,9 @@ def test_what_needs_no_prompt_needs_room_for_its_block(watched, reader_for, lane
     asked = reader_for(watched, Policy.parse(PROTECTED).planner, 50, 50)
     lane, block = lane_for(watched, episode=some_ids(3)), some_ids(BLOCK)
     assert (
-        room.activation_bytes(plain, lane, block) == room.activation_bytes(asked, lane, block) > 0
+        episodic.activation_bytes(plain, lane, block)
+        == episodic.activation_bytes(asked, lane, block)
+        > 0
     )
 
 
@@ -179,5 +181,5 @@ def test_no_cache_at_all_is_refused(together) -> None:
 
 @pytest.mark.gpu
 def test_an_accelerator_tells_what_is_free() -> None:
-    free = room.free_device_bytes(torch.device("cuda"))
+    free = episodic.free_device_bytes(torch.device("cuda"))
     assert free is not None and free > 0

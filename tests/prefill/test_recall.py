@@ -24,7 +24,7 @@ from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.policy.protect import Protect
 from larder.policy.scorers.keydiff import KeyDiff
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.session.caches import SessionCaches
 from larder.session.capacity import entries_per_head, recall_budget_tokens

@@ -16,9 +16,8 @@ from larder.models.loader import wrap_model
 from larder.models.tiny import WINDOW_TOKENS, tiny
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.compensation.drop import Drop
-from larder.policy.ends import ProtectedTokens
 from larder.policy.planner import Planner
-from larder.policy.protect import Protect
+from larder.policy.protect import Protect, ProtectedTokens
 from larder.policy.scorers.snapkv import SnapKV
 from larder.prefill.base import no_progress, split_blocks
 from larder.prefill.schedules import whole as whole_module

@@ -10,7 +10,7 @@ import torch
 from builders import a_layer, a_view
 from larder.core.types import Packed
 from larder.prefill.base import no_progress
-from larder.prefill.leading import SharedLayerScores
+from larder.prefill.eviction_pass import SharedLayerScores
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.session.policy import Policy
 from model_runs import some_ids

@@ -17,7 +17,7 @@ from larder.core.types import Variant
 from larder.ops import dci as ops
 from larder.ops.cpu import dci as fast
 from larder.recall import _dci_build
-from larder.recall._dci_levels import LevelAssigner
+from larder.recall._dci_build import LevelAssigner
 from larder.recall.dci import Dci, DciIndex
 from references import dci as loop
 from slow_tiers import Tier, pages_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from larder.core.errors import BadParameter
-from larder.recall._heads import QueryHeadRule, select_pages
+from larder.recall._index_base import QueryHeadRule, select_pages
 from larder.recall.flat import Flat
 from references import flat as loop
 from slow_tiers import Tier

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from larder.store.candidates import Candidate
-from larder.store.eviction.base import EvictionPolicy
+from larder.store.eviction.base import Candidate, EvictionPolicy
 from larder_bench.traces.base import (
     NONE,
     CachedObject,

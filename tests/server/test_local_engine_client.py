@@ -16,7 +16,7 @@ from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence import session_file
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import ApiError, ChatMessage, Report, Request, Ticket
-from larder.server.token_texts import TokenTexts
+from larder.server.session_info import TokenTexts
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
 from server_core import told, user

@@ -6,7 +6,7 @@ import pytest
 
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
-from larder.session.beyond_budget import beyond_budget
+from larder.session.capacity import beyond_budget
 from larder.session.policy import Policy
 from server_core import characters
 

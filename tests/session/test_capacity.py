@@ -10,8 +10,8 @@ from larder.core.errors import BudgetError
 from larder.models.decoder import Decoder
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.meter import PeakMemoryMeter
-from larder.session.budget_resolution import resolve_budget, resolve_budget_without_context
+from larder.prefill.memory import PeakMemoryMeter
+from larder.session.capacity import resolve_budget, resolve_budget_without_context
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

@@ -22,12 +22,11 @@ from transformers import (
 
 from larder.core.errors import BadParameter, DependencyError, ModelError, UnknownName
 from larder.session.embedders._encoder import BATCH, unit_rows
-from larder.session.embedders.base import Embedder
+from larder.session.embedders.base import EMBEDDERS, Embedder, load_embedder
 from larder.session.embedders.minilm import MAX_TOKENS, MiniLM, folder
 from larder.session.embedders.qwen3 import QUESTION_FORM, SEGMENT_FORM, Qwen3
 from larder.session.embedders.sentence_transformers import SentenceTransformers
 from larder.session.embedders.tokens import TokenTable
-from larder.session.embedding import EMBEDDERS, load_embedder
 from references.session.embedders.minilm import slow_mean_rows
 from references.session.embedders.qwen3 import slow_last_rows
 from references.session.embedders.sentence_transformers import slow_library_rows
@@ -158,7 +157,7 @@ class TestMiniLM:
     @pytest.mark.slow
     def test_loads_in_silence_without_the_sentence_library(self) -> None:
         code = (
-            "import sys; from larder.session.embedding import load_embedder; "
+            "import sys; from larder.session.embedders.base import load_embedder; "
             "load_embedder('minilm'); assert 'sentence_transformers' not in sys.modules"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

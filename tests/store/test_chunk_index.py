@@ -10,14 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from larder.core.errors import Damaged
-from larder.store.behind import PrefixDigest
 from larder.store.fs.base import open_file_system
 from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.manifest import Manifest
 from larder.store.prefix import chunk_index as module
 from larder.store.prefix.chunk_index import ChunkIndex
-from larder.store.prefix.chunk_records import ChunkMatch, PrefixChunk
-from larder.store.wording import prefix_digest, token_ids_from_bytes
+from larder.store.prefix.chunk_records import (
+    ChunkMatch,
+    PrefixChunk,
+    PrefixDigest,
+    prefix_digest,
+    token_ids_from_bytes,
+)
 from references.store_chunks import longest
 from store.records import SECRET, TENANT, a_ref
 

@@ -11,10 +11,9 @@ from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import CacheError, Damaged
 from larder.core.types import Mode
 from larder.store.blobs.cache_state import decode_state, encode_state, same_state, state_nbytes
-from larder.store.blobs.container import pack_container, unpack_container
+from larder.store.blobs.container import compress, decompress, pack_container, unpack_container
 from larder.store.codecs.base import CODECS, RowLayout, TensorRole, codec_named
 from larder.store.codecs.entropy import STEP_SCALE, STEPS
-from larder.store.squeezing import compress, decompress
 from references import store_codecs as loops
 
 LENGTHS = (70, 0, 1, 23)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from larder.core.errors import Damaged, InputError, StoreError
 from larder.store.blobs.tenant_blobs import KEY_PATH
 from larder.store.encryption import AesGcmEncryption, NoEncryption, fingerprint_of, read_key
+from larder.store.prefix.chunk_records import common_prefix_len, prefix_digest, token_bytes
 from larder.store.store import Store
-from larder.store.wording import common_prefix_len, prefix_digest, token_bytes
 from store.caches import (
     IDS,
     SPEC,

@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 
 from larder.core.errors import BadParameter
 from larder.core.spelling import build, parse, spell
-from larder.store.candidates import NUM_QUANTILES, Candidate, CandidateColumns, pause_quantiles
-from larder.store.eviction.base import EVICTIONS, EvictionPolicy, SupersededOrder
+from larder.store.eviction.base import (
+    EVICTIONS,
+    NUM_QUANTILES,
+    Candidate,
+    CandidateColumns,
+    EvictionPolicy,
+    SupersededOrder,
+    pause_quantiles,
+)
 from references.eviction import gdsf as gdsf_loop
 from references.eviction.leaving_loop import leaving
 

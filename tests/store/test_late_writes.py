@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import Damaged, InputError, StoreError, StoreSlow, Superseded
-from larder.store.at_once import parallel_map
 from larder.store.fs.base import open_file_system
-from larder.store.fs.deadline import CallLimits
+from larder.store.fs.deadline import CallLimits, parallel_map
 from larder.store.sessions.turn_store import SessionTurn
 from store.caches import IDS, TALK, WHO, asking, load, read, save, snapshot, store_at
 from store.file_systems import Faulty, Hanging

@@ -10,11 +10,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.errors import CacheError
-from larder.core.nothing import empty_tensor
 from larder.core.observation import Entries
 from larder.core.plan import Plan
+from larder.core.types import empty_tensor
 from larder.ops.entry_merging import weighted_sums
-from larder.ops.marking import are_in_range, is_in_sorted
+from larder.ops.packing import are_in_range, is_in_sorted
 
 EntryReader = Callable[[Int64[Tensor, " N"]], tuple[Tensor, Tensor]]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from larder.core.latest import LatestQueries
+from larder.core.observation import LatestQueries
 from larder.core.spec import LayerSpec
 from larder.core.types import Positions, Queries
 

@@ -20,8 +20,8 @@ from larder.core.codec import Codec
 from larder.core.ledger import Ledger
 from larder.core.types import Queries
 from larder.ops.packing import starts_of
+from larder.ops.quantization import QuantizedRows, concat_rows, quantize_rows
 from larder.ops.quantized_attention import QuantizedKV, quantized_attention
-from larder.ops.rounded import QuantizedRows, concat_rows, quantize_rows
 
 
 @dataclass(frozen=True)

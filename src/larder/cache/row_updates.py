@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,3 +63,45 @@ def insert_entries(
             into[rows] = torch.cat([there, coming[own].to(into.dtype)])[order]
         there = columns[:, start + moved : start + length]
         columns[:, rows] = torch.cat([there, arrivals.columns[:, own]], dim=1)[:, order]
+
+
+@dataclass(frozen=True)
+class PlanWrites:
+    """What a plan writes into the entries that stay, once they lie where they stay.
+
+    Args:
+        targets: rows of the storage that get `keys` and `values`.
+        rows: those of all entries, which get `columns`; empty where nothing is written by row.
+    """
+
+    targets: Int64[Tensor, " N"]
+    keys: Float[Tensor, "N D"]
+    values: Float[Tensor, "N D"]
+    rows: Int64[Tensor, " _"]
+    columns: Mapping[str, Float[Tensor, " T"]]
+    scalars: Mapping[str, Float[Tensor, " K"]]
+
+
+def relocate_rows(
+    stored: Sequence[Tensor],
+    columns: Float[Tensor, "n C"],
+    rows: Sequence[Int64[Tensor, " _"]],
+    starts: Int64[Tensor, " K"],
+    size: int,
+) -> list[Tensor]:
+    """The given rows of each head in storage of `size` rows, columns last.
+
+    Args:
+        stored: keys, values and positions, one row per row of the storage.
+        starts: where each head begins in the new one. What lies between holds anything.
+    """
+    keys, values, positions = stored
+    fresh = [keys.new_empty(size, keys.shape[1]), values.new_empty(size, values.shape[1])]
+    fresh.append(torch.zeros(size, dtype=torch.int32, device=keys.device))
+    numbers = columns.new_zeros(len(columns), size)
+    for part, start in zip(rows, starts.tolist(), strict=True):
+        part, there = part.to(keys.device), slice(start, start + len(part))
+        for old, new in zip(stored, fresh, strict=True):
+            torch.index_select(old, 0, part, out=new[there])
+        numbers[:, there] = columns[:, part]
+    return [*fresh, numbers]

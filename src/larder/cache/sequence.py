@@ -18,11 +18,9 @@ from larder.core.codec import Codec
 from larder.core.errors import BudgetError, CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
-from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
-from larder.core.rebuilding import RecomputeSpec
 from larder.core.recall import OffloadSpec
-from larder.core.spec import ModelSpec
+from larder.core.spec import LayerPairing, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 
 

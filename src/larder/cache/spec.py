@@ -18,15 +18,12 @@ from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.forms.rebuilt import RecomputedLayer
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.forms.window import SlidingWindowLayer
-from larder.cache.leading import link_recall_leaders
 from larder.cache.offload.host_memory import MIB, HostMemoryBudget
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
-from larder.core.pairing import LayerPairing
-from larder.core.rebuilding import RecomputeSpec
 from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 
 
 class CacheForm(Enum):
@@ -150,3 +147,17 @@ class CacheSpec:
         rebuilding = RecomputeSpec.of(manner) if manner else None
         ledger = Ledger(*names, queries=int(meta.get("queries", "0")))
         return CacheSpec(CacheForm(meta["form"]), ledger, codecs, pairing, parking, rebuilding)
+
+
+def link_recall_leaders(stores: Sequence[CacheLayer]) -> None:
+    """Have layers use what others find, as their recall part says."""
+    parking = [store for store in tiered_layers(stores) if not store.is_dense]
+    for place, store in enumerate(parking):
+        leader = parking[store.parking.recall.leading(place)]
+        store.leader = leader if leader is not store and _same_heads(leader, store) else None
+
+
+def _same_heads(left: TieredLayer, right: TieredLayer) -> bool:
+    """Whether two layers have as many heads of either kind."""
+    pair = left.layer, right.layer
+    return len({(layer.kv_heads, layer.query_heads) for layer in pair}) == 1

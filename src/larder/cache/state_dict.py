@@ -11,7 +11,7 @@ from larder.cache.entry_columns import column_names
 from larder.cache.forms.base import CacheLayer
 from larder.cache.forms.graded import saved_codecs
 from larder.cache.latest_activations import is_latest_queries
-from larder.cache.parking import INDEX, OBSERVED, PARKING, SLOW
+from larder.cache.offload.slow_tier import INDEX, OBSERVED, PARKING, SLOW
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_ledger
 from larder.core.errors import CacheError

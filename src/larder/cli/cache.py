@@ -12,8 +12,7 @@ import typer
 
 from larder.cli.console import format_bytes, make_table, results_console
 from larder.cli.errors import SCHEMA, print_document
-from larder.cli.groups import HelpGroup
-from larder.cli.options import OutputOptions, command
+from larder.cli.options import HelpGroup, OutputOptions, command
 from larder.cli.store_options import KeyFile, StoreUrl, open_store
 from larder.core.errors import Damaged, InputError, UsageError
 from larder.core.settings import LOCAL_PRINCIPAL
@@ -164,7 +163,7 @@ def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
     Who has written it, and in which order, is believed as it stands. The server must not run.
     """
     from larder.core.settings import home
-    from larder.server.http.archive_sealing import seal_archive as adopt_archive
+    from larder.server.http.archive import seal_archive as adopt_archive
     from larder.session.transcript.session_file import seal_session_files as adopt_chats
     from larder.store.encryption import encryption_for, read_key
 

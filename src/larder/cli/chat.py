@@ -83,7 +83,7 @@ def _history(file: Path | None) -> Conversation | None:
 
 def _chat_loop(talk: Chat, session: str | None, options: ModelOptions) -> None:
     """Say what is typed, line by line, to the end or until interrupted."""
-    from larder.session.beyond_budget import beyond_budget_line as told_beyond
+    from larder.session.capacity import beyond_budget_line as told_beyond
 
     _print_policy_change(talk, session)
     if talk.beyond_budget:

@@ -14,7 +14,7 @@ from larder.cli.question_run import QuestionOutcome, QuestionRun
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.spelling import name_of
 from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage, token_texts
-from larder.session.episodes.keywords import episode_keywords
+from larder.session.episodes.clustering import episode_keywords
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 
 DEFAULT_EPISODE_NAME = "everything"  # of a single cache, or of episodes that no word tells apart

@@ -12,7 +12,7 @@ import larder
 from larder.cli import ask, cache, chat, eval, policy, serve
 from larder.cli.demo import command as demo
 from larder.cli.errors import Unwritable, print_error
-from larder.cli.groups import ErrorLineGroup
+from larder.cli.options import ErrorLineGroup
 
 app = typer.Typer(
     name="larder",

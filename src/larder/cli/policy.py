@@ -9,12 +9,10 @@ import typer
 
 from larder.cli.console import make_table, results_console
 from larder.cli.errors import SCHEMA, print_document
-from larder.cli.groups import HelpGroup
-from larder.cli.options import OutputOptions, command
+from larder.cli.options import HelpGroup, OutputOptions, command
 
 if TYPE_CHECKING:
-    from larder.cli.citations import Citation
-    from larder.cli.part_docs import PartDoc, PresetDoc
+    from larder.cli.part_docs import Citation, PartDoc, PresetDoc
 
 NO_PAPER = "no paper"
 

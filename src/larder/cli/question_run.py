@@ -15,12 +15,11 @@ from larder.core.spelling import name_of
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine, discard_text
 from larder.engine.generate import StoppingCriteria
-from larder.engine.persistence import ChatPersistence
-from larder.engine.prefill_cache import prefill_or_restore
+from larder.engine.persistence import ChatPersistence, prefill_or_restore
 from larder.engine.sampler import SamplingParams
 from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
 from larder.models.loader import load
-from larder.session.beyond_budget import beyond_budget_line
+from larder.session.capacity import beyond_budget_line
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 

@@ -157,7 +157,7 @@ def _run(
 
 
 def _print_address(options: ServeOptions, hub: EngineClient, bound: socket.socket) -> None:
-    from larder.session.beyond_budget import beyond_budget_line
+    from larder.session.capacity import beyond_budget_line
 
     [served] = hub.models()
     host, port = bound.getsockname()[:2]

@@ -51,8 +51,7 @@ def ray_hub(options: ServeOptions) -> Iterator[EngineClient]:
     from larder.core.ray_cluster import connect, require_ray, shutdown
     from larder.server.cluster.client import ClusterEngineClient
     from larder.server.cluster.ray_serve import RayReplicaSet, ReplicaResources, check_store
-    from larder.store.encryption import read_key
-    from larder.store.secret import store_secret
+    from larder.store.encryption import read_key, store_secret
 
     require_ray("'larder serve --ray'")
     check_model_options(options)

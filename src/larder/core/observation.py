@@ -13,12 +13,31 @@ import torch
 from jaxtyping import Float, Int, Int8, Int64, Shaped
 from torch import Tensor
 
-from larder.core.inspected import StorageStatistics
-from larder.core.latest import LatestQueries
-from larder.core.nothing import empty_tensor
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
-from larder.core.types import Packed, PackedMask
+from larder.core.types import Packed, PackedMask, Positions, Queries, empty_tensor
+
+
+@dataclass(frozen=True)
+class StorageStatistics:
+    """What a storage found out about a layer.
+
+    Args:
+        channels: the weight of each key channel; empty where nobody asked.
+        weights: a number per packed entry; empty where nobody asked.
+        numbers: whatever else it will need.
+    """
+
+    channels: Float[Tensor, "K D"] = field(
+        default_factory=lambda: empty_tensor(torch.float32, 0, 0)
+    )
+    weights: Packed = field(default_factory=lambda: empty_tensor(torch.float32, 0))
+    numbers: tuple[float, ...] = ()
+
+    def after(self, plan: Plan) -> StorageStatistics:
+        """The same of those entries that a plan kept."""
+        return replace(self, weights=self.weights[plan.kept]) if len(self.weights) else self
+
 
 # What was measured about a model, by name: a number per managed layer, or one per head of each,
 # layer by layer. Of a single layer: its own numbers.
@@ -287,3 +306,57 @@ class ScratchPrompt:
 
 # Names of prompts to token ids: "episode", "repeat", "summarize", "question", ...
 Prompts = Mapping[str, Sequence[int]]
+
+
+class Need(Enum):
+    """Something that costs memory or a hook, so that it is there only where it is asked for.
+
+    STATES: the hidden states that entered attention (`Seen.states`), while a context is read.
+    TEXT: all queries of a context at once, where it is read in one piece anyway: `whole()` then
+        does so, however long it is.
+    """
+
+    STATES = "states"
+    TEXT = "text"
+
+
+@dataclass(frozen=True)
+class LatestQueries:
+    """Post-RoPE queries of the last tokens that a layer read, oldest first.
+
+    Args:
+        positions: their true positions.
+    """
+
+    queries: Float[Tensor, "H N D"]
+    positions: Int[Tensor, " N"]
+
+    @staticmethod
+    def of(queries: Queries, positions: Positions) -> LatestQueries:
+        """Those of a pass, by reference."""
+        return LatestQueries(queries, positions)
+
+    def followed(self, later: LatestQueries) -> LatestQueries:
+        """These, then later ones."""
+        queries = torch.cat([self.queries, later.queries.to(self.queries)], 1)
+        return LatestQueries(queries, torch.cat([self.positions, later.positions]))
+
+    def last(self, count: int) -> LatestQueries:
+        """The last so many, or all where there are fewer."""
+        first = max(0, len(self.positions) - count)
+        return LatestQueries(self.queries[:, first:], self.positions[first:])
+
+    def before(self, position: int) -> LatestQueries:
+        """Those of tokens at earlier true positions."""
+        count = int((self.positions < position).sum())
+        return LatestQueries(self.queries[:, :count], self.positions[:count])
+
+    def copied(self) -> LatestQueries:
+        """The same on tensors of its own."""
+        return LatestQueries(self.queries.clone(), self.positions.clone())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors, with what they are views of."""
+        held = (self.queries, self.positions)
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)

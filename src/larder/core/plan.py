@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
-from larder.core.nothing import empty_tensor
-from larder.core.types import PackedMask
+from larder.core.types import PackedMask, empty_tensor
 
 
 @dataclass(frozen=True)

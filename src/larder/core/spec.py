@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
+
+from larder.core.errors import BadParameter
 
 POSITION_BYTES = 4  # positions are held as int32, one per entry
 
@@ -73,3 +77,95 @@ class ModelSpec:
     def full_bytes(self, tokens: int) -> int:
         """Key and value bytes of a plain cache that holds `tokens` tokens, windows respected."""
         return sum(layer.full_bytes(self.dtype, tokens) for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class LayerPairing:
+    """From some depth on, two layers after each other share the directions of their entries.
+
+    Args:
+        start: share of the layers, counted from the first, that stay by themselves.
+        weight: of the upper layer's direction in the shared one, in [0, 1].
+        apart: entries whose directions differ most are not shared: those in this upper part of
+            the range of their angles.
+    """
+
+    start: float = 0.5
+    weight: float = 0.6
+    apart: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("start", "weight", "apart"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadParameter(
+                    f"minicache.{name} must be in [0, 1], got {getattr(self, name)}."
+                )
+
+    def pairs(self, layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
+        """Indices of the layers that share, lower and upper; heads must be alike.
+
+        Args:
+            layers: those that the budget governs.
+        """
+        deep = layers[int(self.start * len(layers)) :]
+        return [
+            (lower.index, upper.index)
+            for lower, upper in zip(deep[::2], deep[1::2], strict=False)
+            if (lower.kv_heads, lower.head_dim) == (upper.kv_heads, upper.head_dim)
+        ]
+
+
+class RecomputeSource(Enum):
+    """What stands for a token whose keys and values are not held.
+
+    EVERY: a residual per layer; projected.
+    ONE: one residual, and the entries of the layers before it; read again from there.
+    IDS: its token id; read again from the start.
+    """
+
+    EVERY = "every"
+    ONE = "one"
+    IDS = "ids"
+
+
+@dataclass(frozen=True)
+class RecomputeSpec:
+    """How rejected entries come back.
+
+    Args:
+        manner: what stands for them.
+        layer: before which the one residual is, where there is one.
+
+    Raises:
+        BadParameter: before the first layer stand the ids.
+    """
+
+    manner: RecomputeSource = RecomputeSource.EVERY
+    layer: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layer < 1:
+            raise BadParameter(
+                f"recompute.depth must be at least 1, got {self.layer}: before layer 0 the token "
+                "ids say as much, take held='ids'."
+            )
+
+    @property
+    def depth(self) -> int:
+        """How many layers hold all of their entries."""
+        return self.layer if self.manner is RecomputeSource.ONE else 0
+
+    @property
+    def rereads(self) -> bool:
+        """Whether tokens are read again, all of them in order."""
+        return self.manner is not RecomputeSource.EVERY
+
+    def told(self) -> str:
+        """All of it as text."""
+        return f"{self.manner.value} {self.layer}"
+
+    @staticmethod
+    def of(text: str) -> RecomputeSpec:
+        """What `told` gave."""
+        manner, layer = text.split()
+        return RecomputeSpec(RecomputeSource(manner), int(layer))

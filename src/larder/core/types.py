@@ -11,7 +11,9 @@ those of kv head 1, and so on; `lengths` says how many each head has.
 from __future__ import annotations
 
 from enum import Enum
+from functools import cache
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -56,3 +58,12 @@ class Variant(Enum):
     LARDER = "larder"
     PAPER = "paper"
     CODE = "code"
+
+
+@cache
+def empty_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor without elements, in host memory, shared by all who say nothing.
+
+    A decode step makes a dozen records for every layer, most of which leave most fields empty.
+    """
+    return torch.empty(shape, dtype=dtype)

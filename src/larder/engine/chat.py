@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from larder.core.arguments import check_count, check_type
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
-from larder.engine.answer import Answer
-from larder.engine.chat_figures import ChatEpisode, ChatFigures, TurnOutcome
-from larder.engine.chat_opening import initial_log, sized_policy
-from larder.engine.completion import check_prompt_fits
+from larder.engine.answer import Answer, check_prompt_fits
 from larder.engine.engine import Engine, discard_text
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, NoPersistence, ResumeResult
 from larder.engine.sampler import SamplingParams
 from larder.prefill.base import Progress, no_progress, run_steps
-from larder.session.capacity import block_tokens, budget_tokens, budgeted_layers
+from larder.session.capacity import (
+    block_tokens,
+    budget_tokens,
+    budgeted_layers,
+    resolve_budget,
+    resolve_budget_without_context,
+)
 from larder.session.chat_cache import ChatCache
-from larder.session.chat_state import ChatState
-from larder.session.chat_turn import ActiveTurn
+from larder.session.chat_state import ActiveTurn, ChatState
 from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
@@ -27,8 +29,10 @@ from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.session_file import (
     ChatIdentity,
     ChatLogStore,
+    ChatRecord,
     NoLogStore,
     SessionFile,
+    session_path,
 )
 
 
@@ -310,3 +314,120 @@ class Chat:
     def _stamp(self) -> ChatIdentity:
         model = self._engine.loaded
         return ChatIdentity(model.name, model.decoder.spec.fingerprint, str(self.policy))
+
+
+EMPTY_HISTORY = Conversation("nothing", ())
+
+
+def initial_log(
+    kept: ChatRecord | None, engine: Engine, name: str | None, history: Conversation | None
+) -> ChatLog:
+    """What a chat begins with: its own log, or the history given.
+
+    Raises:
+        InputError: the session was written with another model.
+        UsageError: it has another history.
+    """
+    if kept is None:
+        return ChatLog(EMPTY_HISTORY if history is None else replace(history, questions=()))
+    if kept.stamp.fingerprint != engine.loaded.decoder.spec.fingerprint:
+        raise InputError(
+            f"The session file {session_path(str(name))} was written with another model "
+            f"({kept.stamp.model}): take --model {kept.stamp.model}, or another session name."
+        )
+    if history is not None and replace(history, questions=()) != kept.log.history:
+        raise UsageError(
+            f"The session {name!r} began with another history ({kept.log.history.name}): go on "
+            "without giving one, or take another session name."
+        )
+    return kept.log
+
+
+def sized_policy(engine: Engine, log: ChatLog) -> Policy:
+    """The engine's policy with the sizes that hold for the whole chat: those of its history."""
+    spec, sizes, policy = engine.loaded.decoder.spec, engine.sizes, engine.policy
+    context = len(log.transcript(engine.scribe).ids)
+    if context:
+        tokens = resolve_budget(policy, sizes.budget, context, spec)
+    else:
+        tokens = resolve_budget_without_context(policy, sizes.budget, spec)
+    return policy.filled(tokens, sizes.block)
+
+
+@dataclass(frozen=True)
+class ChatFigures:
+    """A chat's memory at one moment.
+
+    Args:
+        turns: said so far, those of former processes included.
+        log_tokens: tokens of history and turns.
+        budget_tokens: M, entries per kv head averaged over managed layers.
+        block_tokens: M_block; a cache is refreshed when it exceeds M + M_block.
+        full_kv_bytes: keys and values of a plain cache of `log_tokens`.
+        active_kv_bytes: of the cache on the device without its slow tier; 0 before the first turn.
+        parked_kv_bytes: of the caches and slow tiers in host memory.
+        peak_kv_bytes: the highest of all caches together at any time, scratch tokens included.
+        peak_entries: the most managed entries of the cache in use, over layers and heads.
+        refreshes: how often caches were built anew since the chat was opened.
+        opened: episodes that turns have opened since then.
+        write_backs: how often an active cache made room for another, its turns included.
+    """
+
+    turns: int
+    log_tokens: int
+    budget_tokens: int
+    block_tokens: int
+    full_kv_bytes: int
+    active_kv_bytes: int
+    parked_kv_bytes: int
+    peak_kv_bytes: int
+    peak_entries: int
+    refreshes: int
+    opened: int
+    write_backs: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """All caches together."""
+        return self.active_kv_bytes + self.parked_kv_bytes
+
+
+@dataclass(frozen=True)
+class ChatEpisode:
+    """One cache of a chat.
+
+    Args:
+        entries_per_head: averaged over managed layers.
+        kv_bytes: every byte held.
+        next_position: tokens it has truly read.
+        segments: that are filed under it; 0 where there are no episodes.
+        prompt_texts: the segments that it was judged by.
+        is_active: whether it is on the device.
+    """
+
+    number: int
+    entries_per_head: float
+    kv_bytes: int
+    next_position: int
+    segments: int
+    prompt_texts: tuple[str, ...]
+    is_active: bool
+
+
+@dataclass(frozen=True)
+class TurnOutcome:
+    """What became of the latest turn.
+
+    Args:
+        answered_by: the cache that answered.
+        filed_in: the cache that holds the turn; another one if it opened an episode.
+        refreshes: how many refreshes followed.
+    """
+
+    answered_by: int
+    filed_in: int
+    refreshes: int
+
+    @property
+    def is_new_episode(self) -> bool:
+        return self.filed_in != self.answered_by

@@ -10,16 +10,13 @@ import torch
 
 from larder.core.arguments import check_count, check_type
 from larder.core.observation import Calibration, Prompts
-from larder.engine.answer import Answer
-from larder.engine.completion import AnswerGenerator, check_prompt_fits
+from larder.engine.answer import Answer, AnswerGenerator, check_prompt_fits
 from larder.engine.sampler import SamplingParams
 from larder.models.calibration import calibrate
 from larder.models.loader import SEED, LoadedModel, load
 from larder.prefill.base import Progress, no_progress, run_steps
-from larder.session.beyond_budget import beyond_budget
-from larder.session.capacity import budget_tokens
-from larder.session.embedders.base import Embedder
-from larder.session.embedding import load_embedder
+from larder.session.capacity import beyond_budget, budget_tokens
+from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy

@@ -7,20 +7,27 @@ and it is read anew; the reason is logged and counted by the store.
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
 from larder.core.settings import LOCAL_PRINCIPAL
+from larder.engine.engine import Engine
 from larder.engine.snapshots import ModelSnapshots
 from larder.models.loader import LoadedModel
+from larder.prefill.base import Progress, no_progress
+from larder.session.capacity import resolve_budget
 from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
-from larder.session.transcript.chat_log import ChatLog
+from larder.session.transcript.chat_log import ChatLog, chat_log_record
 from larder.store.blobs.cache_state import RAW_CODEC
+from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption
 from larder.store.store import Store
 
@@ -158,3 +165,36 @@ class StorePersistence(ChatPersistence):
         figures = memory.figures
         self._snapshots.note_reading(figures.context_tokens, figures.prefill_seconds)
         self._snapshots.remember(str(memory.policy))
+
+
+def prefill_or_restore(
+    engine: Engine,
+    keeper: ChatPersistence,
+    conversation: Conversation,
+    prompts: Mapping[str, str],
+    progress: Progress = no_progress,
+) -> tuple[ConversationMemory, ResumeResult]:
+    """Restore a reading that was kept, or read, and keep that.
+
+    Args:
+        prompts: as `Engine.read` takes them; a reading for others is another one.
+
+    Raises:
+        LarderError: as `Engine.read` does.
+    """
+    desk, log = engine.desk, ChatLog(replace(conversation, questions=()))
+    ids = log.transcript(desk.scribe).ids
+    if not ids:
+        return engine.read(conversation, prompts, progress), ResumeResult(None, NOT_SAVED)
+    tokens = resolve_budget(engine.policy, engine.sizes.budget, len(ids), desk.decoder.spec)
+    policy = engine.policy.filled(tokens, engine.sizes.block)
+    told = [text for name in sorted(prompts) for text in (name, prompts[name])]
+    text = json.dumps(chat_log_record(log))
+    name = f"reading {key_of('reading', text, str(policy), *told)[:32]}"
+    resumed = keeper.load(name, desk, policy, log)
+    if resumed.state is not None:
+        return replace(resumed.state.memory, conversation=conversation), resumed
+    memory = engine.read(conversation, prompts, progress)
+    keeper.note_reading(memory)
+    keeper.save(name, ChatState(memory, log))
+    return memory, resumed

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.settings import home
-from larder.engine.model_identity import identity_of_model
-from larder.models.loader import LoadedModel
+from larder.models.loader import SEED, WEIGHT_PATTERNS, LoadedModel
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
+from larder.store.model_identity import (
+    ModelIdentity,
+    digest_of_files,
+    digest_of_weights,
+    model_identity,
+)
 from larder.store.sessions.cache_io import CacheSnapshot
 from larder.store.sessions.session_store import CacheRequirements
 from larder.store.sessions.session_store import LoadedSession as Found
@@ -94,3 +100,35 @@ def _saved_rates(path: Path) -> dict[str, float]:
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
+
+
+DIGEST_CACHE_FILE = "digests.json"  # of weight files, by path, size and time of change
+
+
+def identity_of_model(loaded: LoadedModel) -> ModelIdentity:
+    """The identity of a model and its tokenizer. Weight files are read once in their life."""
+    import torch
+    import transformers
+
+    decoder, tokenizer = loaded.decoder, loaded.tokenizer
+    template = tokenizer.chat_template or ""
+    return model_identity(
+        decoder.spec,
+        decoder.module.config.to_dict(),
+        _weights_digest(loaded),
+        tokenizer.backend_tokenizer.to_str(),
+        model=loaded.name,
+        chat_template=template if isinstance(template, str) else json.dumps(template),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        numerics=decoder.spec.device.type,
+    )
+
+
+def _weights_digest(loaded: LoadedModel) -> str:
+    """Digest of the weights: of their files, where they come from a folder that is known."""
+    folder = Path(str(files("larder.models") / "seed") if loaded.name == SEED else loaded.name)
+    found = [file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)]
+    if found:
+        return digest_of_files(found, home() / DIGEST_CACHE_FILE)
+    return digest_of_weights(loaded.decoder.module.named_parameters())

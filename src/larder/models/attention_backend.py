@@ -6,11 +6,13 @@ them. What it must know of a pass comes down the model's own call as the keyword
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from larder.core.errors import ModelError
 from larder.core.types import Keys, Queries, Values
@@ -127,3 +129,28 @@ def _given_mask(mask: Tensor) -> str:
         f"The model was given an attention mask of {mask.dim()} dimensions, but Larder masks by "
         "true positions: leave the mask out, and pack sequences end to end instead of padding."
     )
+
+
+class PrivateConfigs:
+    """Gives every part of a module copies of the configurations that it refers to.
+
+    transformers keeps the attention implementation in a model's configuration, and lets models
+    share one. The former ones are not changed, and `restore` puts them back.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._former = [
+            (part, name, value)
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if isinstance(value, PretrainedConfig)
+        ]
+        # Copied together, parts that shared one, or a part of one, still do.
+        copies = copy.deepcopy([config for _, _, config in self._former])
+        for (part, name, _), own in zip(self._former, copies, strict=True):
+            vars(part)[name] = own
+
+    def restore(self) -> None:
+        """Give the module its former configurations back."""
+        for part, name, former in self._former:
+            vars(part)[name] = former

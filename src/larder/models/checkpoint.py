@@ -26,8 +26,7 @@ from larder.core.ledger import Ledger
 from larder.core.types import Keys, Values
 from larder.models.forward_batch import BatchSegment
 from larder.models.kv_cost import KVSource
-from larder.models.recompute import BLOCK_TOKENS, KVRecompute
-from larder.models.residuals import ResidualStream
+from larder.models.recompute import BLOCK_TOKENS, KVRecompute, ResidualStream
 from larder.models.verification import TOLERANCE
 
 REBUILT = ("keys", "values")

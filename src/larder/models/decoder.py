@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -11,24 +12,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.errors import InputError, ModelError
 from larder.core.ledger import SURPRISE
-from larder.core.needs import Need
+from larder.core.observation import Need
 from larder.core.spec import ModelSpec
-from larder.core.types import Mode
+from larder.core.types import AppendKind, Mode
 from larder.models import attention_backend
-from larder.models.apart import PrivateConfigs
-from larder.models.correcting import advance_corrected, with_corrected_tokens
-from larder.models.entering import HiddenStateHooks
-from larder.models.fingerprint import fingerprint
+from larder.models.attention_backend import PrivateConfigs
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
-from larder.models.introspection import AttentionSurvey
-from larder.models.kinds import check_attention_kinds
+from larder.models.introspection import (
+    AttentionSurvey,
+    check_attention_kinds,
+    fingerprint,
+    measure_rotation,
+)
 from larder.models.kv_cost import ModelShape
 from larder.models.lm_head import LMHead, base_model_of
-from larder.models.prefetch import LayerPrefetch, attention_modules
+from larder.models.prefetch import CONTEXT_KEYWORD, LayerPrefetch, attention_modules
 from larder.models.recompute_hooks import KVProjector, RecomputeHooks, with_reread_tokens
-from larder.models.rotation import measure_rotation
 
 SURVEY_TOKENS = 8
 
@@ -297,3 +299,64 @@ def _switch_attention(module: Any, name: str) -> None:
 def _supports_backend(kind: type) -> bool:
     """Whether the class declares that it dispatches attention through the public interface."""
     return bool(kind._supports_attention_backend)  # pyright: ignore
+
+
+def with_corrected_tokens(row: BatchSegment, mode: Mode) -> BatchSegment:
+    """The row, with the tokens before it that it corrects; as it is where there are none."""
+    stores = _corrected_stores(row)
+    if (
+        not stores
+        or mode is not Mode.APPEND
+        or len(row.ids) > 1
+        or row.coming is not AppendKind.STEP
+    ):
+        return row
+    ids = stores[0].ids
+    return replace(row, again=ids, since=row.cache.next_position - len(ids))
+
+
+def advance_corrected(rows: Sequence[BatchSegment]) -> None:
+    """Have caches know what was read last, once a pass that appends is over."""
+    for row in rows:
+        for store in _corrected_stores(row):
+            store.read_on(row.ids)
+
+
+def _corrected_stores(row: BatchSegment) -> list[CorrectedLayer]:
+    return [store for store in row.cache.stores if isinstance(store, CorrectedLayer)]
+
+
+class HiddenStateHooks:
+    """Tells one pass the hidden states that each layer starts from, while the `with` block lasts.
+
+    The hooks are removed with it; where nobody asks there are none.
+
+    Args:
+        modules: attention modules by layer.
+        journey: the pass, as it comes down the model's call.
+    """
+
+    def __init__(
+        self, modules: Mapping[int, nn.Module], journey: ForwardBatch, needs: frozenset[Need]
+    ) -> None:
+        self._modules = modules.values() if Need.STATES in needs else ()
+        self._journey = journey
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(self._tell, with_kwargs=True))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _tell(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        del module
+        if named.get(CONTEXT_KEYWORD) is self._journey:
+            self._journey.states = (args[0] if args else named["hidden_states"])[0]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
-from larder.core.nothing import empty_tensor
-from larder.core.types import AppendKind, Keys, Mode, Queries, Values
+from larder.core.types import AppendKind, Keys, Mode, Queries, Values, empty_tensor
 
 
 @dataclass(frozen=True)

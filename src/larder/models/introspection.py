@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Queries, Values
+from larder.models.prefetch import attention_modules
 from larder.ops.attention import causal_attention
+from larder.ops.rope import rotate
 
 
 class AttentionSurvey:
@@ -36,3 +48,177 @@ class AttentionSurvey:
         sections = (queries.shape[1],)
         out, _ = causal_attention(queries, keys, values, scaling, sections, sliding_window)
         return out.to(queries.dtype)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
+    """Refuse a model whose masks hide what Larder would show.
+
+    A window or a chunk may live in the mask alone, which Larder does not take from the model, and
+    may begin far behind the text that a model is verified with. Configurations of older
+    transformers name no kinds; there a layer's window is all that is known.
+
+    Args:
+        layers: as surveyed, in order.
+
+    Raises:
+        ModelError: a layer is of a kind that its calls do not confirm.
+    """
+    told = config.get_text_config().to_dict()
+    chunk, kinds = told.get("attention_chunk_size"), told.get("layer_types")
+    for layer, kind in zip(layers, kinds or (), strict=False):
+        _check_layer(layer, kind)
+    if chunk:
+        raise ModelError(
+            f"The model attends in chunks of {chunk} tokens (attention_chunk_size), which Larder "
+            "does not know: take a model without chunked attention."
+        )
+
+
+def _check_layer(layer: LayerSpec, kind: str) -> None:
+    if kind not in (FULL, SLIDING):
+        raise ModelError(
+            f"Layer {layer.index} is of the kind {kind!r}; Larder knows {FULL!r} and {SLIDING!r}: "
+            "take a model of these."
+        )
+    if (kind == SLIDING) != (layer.sliding_window is not None):
+        raise ModelError(
+            f"Layer {layer.index} is of the kind {kind!r}, but called attention with the window "
+            f"{layer.sliding_window}: Larder cannot tell what it sees, so it is refused."
+        )
+
+
+ROPE_BUFFER = "inv_freq"  # how transformers names what a rotation holds
+ROTATION_TOKENS, ROTATION_POSITIONS = (
+    4,
+    8,
+)  # several tokens, because that of padding may be all zeros
+
+
+class KeyProbe:
+    """Stands in for a pass, answers zeros, and notes the keys of each layer."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Keys] = {}
+
+    def attend(
+        self,
+        layer: int,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Queries:
+        del values, scaling, sliding_window
+        self.keys[layer] = keys
+        return torch.zeros_like(queries)
+
+
+@torch.no_grad()
+def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The layers of a model without its head, told how they turn."""
+    table, seen = model.get_input_embeddings().weight, KeyProbe()
+    tokens = (
+        torch.arange(1, ROTATION_TOKENS + 1, device=table.device)
+        * table.shape[0]
+        // (ROTATION_TOKENS + 1)
+    )
+    places = torch.arange(ROTATION_POSITIONS, device=table.device)
+    model(
+        input_ids=tokens.repeat_interleave(ROTATION_POSITIONS)[None],
+        position_ids=places.repeat(ROTATION_TOKENS)[None],
+        use_cache=False,
+        larder=seen,
+    )
+    known = [buffer for name, buffer in model.named_buffers() if name.endswith(ROPE_BUFFER)]
+    return tuple(
+        replace(layer, radians=_best_frequencies(seen.keys[layer.index], places, known))
+        for layer in layers
+    )
+
+
+def _best_frequencies(
+    keys: Keys, places: Int[Tensor, " P"], known: Sequence[Float[Tensor, " _"]]
+) -> tuple[float, ...] | None:
+    """The frequencies that turn a token's first key into its others best, if any does so well."""
+    same = (
+        keys.float().unflatten(1, (ROTATION_TOKENS, ROTATION_POSITIONS)).flatten(0, 1)
+    )  # [K * tokens, P, D]
+    still = torch.empty(0, device=keys.device)
+    fitting = [radians.float() for radians in known if 2 * len(radians) <= keys.shape[2]]
+    tried = [(_rotation_error(same, places, radians), radians) for radians in [still, *fitting]]
+    error, best = min(tried, key=lambda pair: pair[0])
+    return tuple(best.tolist()) if error < torch.finfo(keys.dtype).eps ** 0.5 else None
+
+
+def _rotation_error(
+    keys: Float[Tensor, "N P D"], places: Int[Tensor, " P"], radians: Float[Tensor, " half"]
+) -> float:
+    """Largest distance from a key to its token's first one turned, by the longest key."""
+    turned = rotate(keys[:, :1].expand_as(keys), places, radians)
+    longest = keys.norm(dim=-1).max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((turned - keys).norm(dim=-1).max() / longest)
+
+
+SAMPLED_VALUES = 64  # per tensor: enough to tell fine-tuned siblings apart, cheap for large models
+DIGEST_BYTES = 16
+
+
+def fingerprint(module: Any) -> str:
+    """Hexadecimal digest of the configuration and of a sample of every weight."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    config = module.config.to_dict()
+    told = {key: config[key] for key in sorted(config) if not _is_load_detail(key)}
+    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, weight in module.named_parameters():
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, len(flat) // SAMPLED_VALUES)].float().cpu()
+        digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _is_load_detail(key: str) -> bool:
+    """Entries that say where or how a model was loaded, not what it is."""
+    return key.startswith("_") or key in {"transformers_version", "dtype", "torch_dtype"}
+
+
+OUTPUT_PROJECTION_NAMES = (
+    "o_proj",
+    "out_proj",
+    "dense",
+    "c_proj",
+    "wo",
+)  # of the output projection, by architecture
+
+
+@torch.no_grad()
+def output_projections(
+    body: nn.Module, layers: Sequence[LayerSpec]
+) -> dict[int, Float[Tensor, "H D N"]]:
+    """The output projection of every layer, by layer index: views of the model's weights.
+
+    Raises:
+        ModelError: an attention module has no linear map of a known name and of the right size.
+    """
+    modules = attention_modules(body)
+    found: dict[int, Tensor] = {}
+    for layer in layers:
+        shape = layer.query_heads, layer.head_dim
+        weight = _output_weight(modules[layer.index], shape[0] * shape[1])
+        found[layer.index] = weight.detach().unflatten(1, shape).permute(1, 2, 0)
+    return found
+
+
+def _output_weight(module: nn.Module, width: int) -> Float[Tensor, "N W"]:
+    children = dict(module.named_children())
+    for name in OUTPUT_PROJECTION_NAMES:
+        child = children.get(name)
+        if isinstance(child, nn.Linear) and child.in_features == width:
+            return child.weight
+    raise ModelError(
+        f"{type(module).__name__} has no linear output projection from {width} channels among "
+        f"{', '.join(children) or 'nothing'}: take a policy without criticality()."
+    )

@@ -18,7 +18,9 @@ where it calls attention, and it is stopped there. So queries are made, too, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,8 +34,7 @@ from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.models.decoder import SURVEY_TOKENS, Decoder
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
-from larder.models.residuals import ResidualStream
-from larder.models.stack import LayerStack
+from larder.models.introspection import KeyProbe
 from larder.models.verification import TOLERANCE
 
 BLOCK_TOKENS = 512
@@ -212,3 +213,145 @@ def _capture_layer(
 
 def _skip_layer(layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
     """Leave a layer out."""
+
+
+# What a copy does instead of a layer: given the layer and the words it was called with.
+LayerVisit = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+
+class LayerStack:
+    """The layers of a model without its head, in order.
+
+    Raises:
+        ModelError: there is no one list of as many modules as the model has layers.
+    """
+
+    def __init__(self, base: Any, count: int) -> None:
+        lists = [
+            (path, list(module))
+            for path, module in base.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count
+        ]
+        if len(lists) != 1:
+            raise ModelError(
+                f"{type(base).__name__} has {len(lists)} lists of {count} modules, so that its "
+                "layers cannot be told: nothing can be recomputed with it."
+            )
+        self._base = base
+        self._path, self.layers = lists[0]
+        self._wraps = self._answers()
+
+    def visiting(self, visits: Mapping[int, LayerVisit]) -> Any:
+        """The model with some layers visited instead of passed: each hands on what it is given."""
+        layers = [
+            self._stand_in(index, visits[index]) if index in visits else layer
+            for index, layer in enumerate(self.layers)
+        ]
+        return _replace_module(self._base, self._path, nn.ModuleList(layers))
+
+    def _stand_in(self, index: int, visit: LayerVisit) -> nn.Module:
+        """A copy of a layer, because models read attributes of theirs."""
+        stand = copy.copy(self.layers[index])
+        stand.__dict__["forward"] = partial(
+            _run_visit, self.layers[index], visit, self._wraps[index]
+        )
+        return stand
+
+    @torch.no_grad()
+    def _answers(self) -> list[bool]:
+        """Whether each layer answers with a tuple, as those of older transformers do."""
+        found: list[bool] = []
+
+        def note(module: nn.Module, args: Any, answer: Any) -> None:
+            del module, args
+            found.append(isinstance(answer, tuple))
+
+        handles = [layer.register_forward_hook(note) for layer in self.layers]
+        try:
+            place = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
+            self._base(input_ids=place, position_ids=place, use_cache=False, larder=KeyProbe())
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+
+def _run_visit(
+    layer: nn.Module,
+    visit: LayerVisit,
+    wraps: bool,
+    hidden_states: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    visit(layer, rest, options)
+    return (hidden_states,) if wraps else hidden_states
+
+
+def _replace_module(module: nn.Module, path: str, stand: nn.Module) -> Any:
+    """A copy of a module with another one at a path below it."""
+    twin = copy.copy(module)
+    twin.__dict__.pop("forward", None)  # a wrapper would call the module it wraps
+    twin._modules = dict(module._modules)
+    first, _, rest = path.partition(".")
+    twin._modules[first] = (
+        _replace_module(module.get_submodule(first), rest, stand) if rest else stand
+    )
+    return twin
+
+
+class ResidualStream:
+    """The residual stream before some layers, token by token; it owns what it holds.
+
+    Args:
+        layers: before which.
+    """
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self._blocks: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._blocks)
+
+    def before(self, layer: int) -> Float[Tensor, "S hidden"]:
+        """All tokens before one layer, in order; nothing where none was read."""
+        blocks = self._blocks[layer]
+        if len(blocks) > 1:
+            blocks[:] = [torch.cat(blocks)]
+        return blocks[0] if blocks else torch.empty(0, 0)
+
+    @contextmanager
+    def taking(self, layers: list[nn.Module]) -> Iterator[None]:
+        """Take what enters while the block runs; a block that fails leaves nothing.
+
+        Args:
+            layers: all of the model's.
+        """
+        counts = {layer: len(blocks) for layer, blocks in self._blocks.items()}
+        handles = [
+            layers[index].register_forward_pre_hook(self._taker(index), with_kwargs=True)
+            for index in self._blocks
+        ]
+        try:
+            yield
+        except BaseException:
+            for layer, blocks in self._blocks.items():
+                del blocks[counts[layer] :]
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held."""
+        return sum(block.nbytes for blocks in self._blocks.values() for block in blocks)
+
+    def _taker(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def take(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            del module
+            entering = args[0] if args else options["hidden_states"]
+            self._blocks[index].append(entering[0].detach().clone())
+
+        return take

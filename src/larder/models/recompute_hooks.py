@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from larder.cache.forms.rebuilt import RecomputedKV, RecomputedLayer, recomputed_layers
 from larder.core.errors import CacheError
-from larder.core.rebuilding import RecomputeSource
+from larder.core.spec import RecomputeSource
 from larder.core.types import Mode, Positions
 from larder.models.forward_batch import BatchSegment
 from larder.models.kv_cost import KVSource, ModelShape

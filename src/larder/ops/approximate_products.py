@@ -7,7 +7,7 @@ The readable form is here, the fast one, for tables in host memory, in
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from larder.ops.cpu import approximate_products as fast
@@ -38,3 +38,27 @@ def reference_channel_products(
             for table, ps, ws in zip(tables, picks, weights, strict=True)
         ]
     )
+
+
+def pq_products(
+    tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
+) -> Float[Tensor, "K R S"]:
+    """For each entry the sum of what its codes stand for.
+
+    Args:
+        tables: for every part of a vector, what each code of it counts for a query head.
+        codes: of every entry, one per part.
+        length: how many entries are asked for, the first ones.
+    """
+    if fast.supports_codes(codes):
+        return fast.pq_products(tables, codes, length)
+    return reference_pq_products(tables, codes, length)
+
+
+def reference_pq_products(
+    tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
+) -> Float[Tensor, "K R S"]:
+    """`pq_products` for every device: one gathering per head."""
+    heads, group, parts, _ = tables.shape
+    places = codes[:, None, :, :length].long().expand(heads, group, parts, length)
+    return tables.gather(3, places).sum(2)

@@ -14,6 +14,8 @@ asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -201,3 +203,27 @@ def reference_masked(
 
 def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def merge_attention(
+    outs: Sequence[Float[Tensor, "*rows D"]], lses: Sequence[Float[Tensor, "*rows"]]
+) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]:
+    """Attention over all parts together, in float32.
+
+    Args:
+        outs: what each part alone gave; a part in which a query saw nothing gave it 0.
+        lses: the log-sum-exp of each part; -inf where a query saw nothing.
+
+    Returns:
+        Output and log-sum-exp of the whole; 0 and -inf where no part had anything to see.
+    """
+    if len(outs) == 1:
+        return outs[0].float(), lses[0].float()
+    parts = torch.stack([lse.float() for lse in lses])  # [parts, *rows]
+    lse = parts.logsumexp(0)
+    # Clamped, because a softmax of -inf alone is NaN; what such a part gives is 0 anyway.
+    shares = parts.clamp(min=torch.finfo(torch.float32).min).softmax(0).unsqueeze(-1)
+    whole = shares[0] * outs[0].float()
+    for share, out in zip(shares[1:], outs[1:], strict=True):
+        whole = torch.addcmul(whole, share, out.float())
+    return whole, lse

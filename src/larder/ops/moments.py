@@ -7,7 +7,7 @@ same bits.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from larder.ops.cpu import moments as fast
@@ -81,3 +81,41 @@ def reference_variance_boosted_means(
         raised = top_mask(spread[own] / count[own], int(share * length))
         parts.append(mean[own] + raised.float())
     return torch.cat(parts)
+
+
+def layer_mean(
+    numbers: Float[Tensor, "R C"],
+    positions: Int[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+) -> Float[Tensor, " S"] | None:
+    """The mean of R numbers of each kv head, entry by entry.
+
+    None where heads do not hold the same positions.
+
+    Args:
+        numbers, positions: one per row of a flat storage.
+        starts, lengths: where each kv head lies in it; int64 in host memory.
+    """
+    case = numbers, positions, starts, lengths
+    return (
+        fast.layer_mean(*case)
+        if fast.supports_layer_mean(*case[:2])
+        else reference_layer_mean(*case)
+    )
+
+
+def reference_layer_mean(
+    numbers: Float[Tensor, "R C"],
+    positions: Int[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+) -> Float[Tensor, " S"] | None:
+    """`layer_mean` for every device."""
+    counts = lengths.tolist()
+    if len(set(counts)) > 1:
+        return None
+    heads = [slice(start, start + counts[0]) for start in starts.tolist()]
+    if any(not torch.equal(positions[own], positions[heads[0]]) for own in heads):
+        return None
+    return torch.cat([numbers[:, own] for own in heads]).mean(0)

@@ -14,12 +14,16 @@ i + 2B, ..., the first in the lowest bits, so that unpacking reads and writes ru
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
-from jaxtyping import Float, Float16, Shaped, UInt8
+from jaxtyping import Float, Float16, Int16, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
+from larder.core.codec import QuantizationScheme, ScaleGranularity
 from larder.core.errors import CacheError
+from larder.ops.packing import starts_of
 
 FLOAT16_MAX = 65504.0  # of float16
 
@@ -102,3 +106,270 @@ def _next_below(numbers: Shaped[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
     below = torch.where(numbers > 0, bits - 1, bits + 1)
     tiniest_negative = torch.full_like(bits, -(2**15) + 1)
     return torch.where(numbers == 0, tiniest_negative, below).view(torch.float16)
+
+
+MIN_FACTOR = 2.0**-8  # of the largest; divided by less, ordinary keys would leave float16
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows of numbers, group after group; W of D channels are stored.
+
+    Args:
+        stored: packed codes [T, B], or where a manner has no bits the numbers [T, W].
+        offsets, scales: per group and channel [G, W], or per entry and piece [T, W / group].
+        channels: which are stored, ascending [G, W]; empty where all are.
+        factors: what was divided by before rounding [G, W]; empty where nothing was.
+        spots: row x W + channel of each number held apart, ascending.
+        strays: those numbers.
+    """
+
+    manner: QuantizationScheme
+    stored: Shaped[Tensor, "T B"]
+    offsets: Float16[Tensor, "P W"]
+    scales: Float16[Tensor, "P W"]
+    channels: Int16[Tensor, "G1 W1"]
+    factors: Float16[Tensor, "G2 W2"]
+    spots: Int32[Tensor, " S"]
+    strays: Float16[Tensor, " S"]
+
+    @staticmethod
+    def nothing(manner: QuantizationScheme, like: Tensor) -> QuantizedRows:
+        """No row; numbers that stay as they are have the type of `like`."""
+        none = like.new_zeros(0, manner.head_dim, dtype=torch.promote_types(like.dtype, torch.half))
+        counts = torch.zeros(0, dtype=torch.int64)
+        return quantize_rows(none, counts, manner, none.new_empty(0, 0), like.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "manner"}
+
+    def decoded(
+        self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " N"]
+    ) -> Float[Tensor, "N D"]:
+        """The numbers of any rows, each once, of these groups; float32 where they were rounded."""
+        manner, rows = self.manner, rows.to(self.stored.device)
+        groups = groups.to(rows.device)
+        if manner.bits:
+            shared = [self._by_number(part, rows, groups) for part in (self.offsets, self.scales)]
+            codes = unpack_codes(self.stored[rows], manner.bits, manner.channels)
+            numbers = dequantize(codes, *shared)
+            at, channels, strays = self._strays(rows)
+            numbers[at, channels] = strays.float()
+        else:
+            numbers = self.stored[rows]
+        if len(self.factors):
+            numbers = numbers * self.factors[groups].float()
+        if numbers.shape[1] == manner.head_dim:
+            return numbers
+        whole = numbers.new_zeros(len(numbers), manner.head_dim)
+        return whole.scatter_(1, self.channels[groups].long(), numbers)
+
+    def selected(self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " M"]) -> QuantizedRows:
+        """Only these rows of these groups, both ascending, to the bit as they are."""
+        rows, groups = rows.to(self.stored.device), groups.to(self.stored.device)
+        shared = groups if self.manner.sharing is ScaleGranularity.CHANNEL else rows
+        at, channels, strays = self._strays(rows)
+        return QuantizedRows(
+            self.manner,
+            self.stored[rows],
+            self.offsets[shared] if self.manner.bits else self.offsets.clone(),
+            self.scales[shared] if self.manner.bits else self.scales.clone(),
+            self.channels[groups] if len(self.channels) else self.channels.clone(),
+            self.factors[groups] if len(self.factors) else self.factors.clone(),
+            (at * self.manner.channels + channels).int(),
+            strays,
+        )
+
+    def _by_number(
+        self, shared: Float16[Tensor, "P V"], rows: Tensor, groups: Tensor
+    ) -> Float16[Tensor, "N _"]:
+        if self.manner.sharing is ScaleGranularity.CHANNEL:
+            return shared[groups]
+        return _expand_groups(shared[rows], self.manner)
+
+    def _strays(self, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers held apart in some rows: where in `rows`, in which channel, and they."""
+        if not len(self.spots) or not len(rows):
+            none = rows.new_empty(0)
+            return none, none, self.strays[:0].clone()
+        ordered, order = rows.sort()
+        width = self.manner.channels
+        edges = torch.stack([ordered[0] * width, (ordered[-1] + 1) * width])
+        first, stop = torch.searchsorted(self.spots, edges).tolist()
+        spots, strays = self.spots[first:stop].long(), self.strays[first:stop]
+        own = spots.div(width, rounding_mode="floor")
+        found = torch.searchsorted(ordered, own).clamp(max=len(rows) - 1)
+        among = ordered[found] == own
+        return order[found[among]], spots[among] % width, strays[among]
+
+
+def concat_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
+    """Rows and groups of several, one after the other."""
+    shifts = [sum(len(part.stored) for part in parts[:i]) for i in range(len(parts))]
+    moved = [
+        replace(part, spots=part.spots + shift * part.manner.channels)
+        for part, shift in zip(parts, shifts, strict=True)
+    ]
+    named = [part.tensors() for part in moved]
+    return QuantizedRows(
+        parts[0].manner, **{n: torch.cat([part[n] for part in named]) for n in named[0]}
+    )
+
+
+def quantize_rows(
+    numbers: Float[Tensor, "N D"],
+    counts: Int64[Tensor, " G"],
+    manner: QuantizationScheme,
+    weights: Float[Tensor, "K D1"],
+    dtype: torch.dtype,
+) -> QuantizedRows:
+    """Round rows that lie group after group.
+
+    Args:
+        numbers: at least as exact as float32 where they are rounded.
+        counts: rows of each group, at least 1; in host memory.
+        weights: of the channels in each group [G, D]; empty where a group goes by its own numbers.
+        dtype: of numbers that stay as they are.
+
+    Raises:
+        CacheError: numbers beyond float16 were to be rounded.
+    """
+    groups = _Groups.of(counts, numbers.device)
+    none = numbers.new_empty(0, manner.channels)
+    channels, factors = none.short(), none.half()
+    if manner.channels < manner.head_dim:
+        weighed = weights if len(weights) else _energy(numbers, groups)
+        channels = _top_channels(weighed, manner)
+        numbers = numbers.gather(1, channels[groups.own])
+    if not manner.bits:
+        stored, spots = numbers.to(dtype).clone(), numbers.new_empty(0, dtype=torch.int32)
+        shared = none.half(), none.half(), channels.short(), factors
+        return QuantizedRows(manner, stored, *shared, spots, spots.half())
+    if manner.balance:
+        weighed = weights if len(weights) else numbers[groups.rows].abs().amax(1)
+        factors = _balance_factors(weighed, manner)
+        numbers = numbers / factors[groups.own].to(numbers.dtype)
+    check_range(numbers)
+    return _quantize_groups(numbers, groups, manner, channels.short(), factors)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Rows that lie group after group.
+
+    Args:
+        counts: rows of each group, in host memory.
+        rows: those of every group; smaller groups repeat their last, which changes no range.
+        own: the group of each row.
+    """
+
+    counts: Int64[Tensor, " G"]
+    rows: Int64[Tensor, "G n"]
+    own: Int64[Tensor, " N"]
+
+    @staticmethod
+    def of(counts: Int64[Tensor, " G"], device: torch.device) -> _Groups:
+        longest = int(counts.max()) if len(counts) else 1
+        steps = torch.arange(longest).minimum((counts - 1)[:, None])
+        rows = starts_of(counts)[:, None] + steps
+        own = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        return _Groups(counts, rows.to(device), own.to(device))
+
+
+def _quantize_groups(
+    numbers: Float[Tensor, "N W"],
+    groups: _Groups,
+    manner: QuantizationScheme,
+    channels: Int16[Tensor, "G1 W1"],
+    factors: Float16[Tensor, "G2 W2"],
+) -> QuantizedRows:
+    """Numbers that were thinned and divided already, those that stand out held apart."""
+    far, calm = _find_outliers(numbers, groups, manner)
+    offsets, scales = scales_and_offsets(*_group_ranges(calm, groups.rows, manner), manner.bits)
+    if manner.sharing is ScaleGranularity.CHANNEL:
+        codes = quantize(calm, offsets[groups.own], scales[groups.own], manner.bits)
+    else:
+        spread = _expand_groups(offsets, manner), _expand_groups(scales, manner)
+        codes = quantize(calm, *spread, manner.bits)
+    stored = pack_codes(codes.masked_fill(far, 0), manner.bits)
+    spots = far.flatten().nonzero().flatten()
+    strays = numbers.flatten()[spots].half()
+    shared = offsets, scales, channels, factors
+    return QuantizedRows(manner, stored, *shared, spots.int(), strays)
+
+
+def _energy(numbers: Float[Tensor, "N D"], groups: _Groups) -> Float[Tensor, "G D"]:
+    """The sum of squares of each channel in each group."""
+    sums = numbers.new_zeros(len(groups.counts), numbers.shape[1])
+    return sums.index_add_(0, groups.own, numbers.square())
+
+
+def _top_channels(
+    weights: Float[Tensor, "G D"], manner: QuantizationScheme
+) -> Int64[Tensor, "G W"]:
+    """The channels that weigh most, ascending; of equal ones the first."""
+    order = weights.sort(dim=1, descending=True, stable=True).indices
+    return order[:, : manner.channels].sort(dim=1).values
+
+
+def _balance_factors(
+    weights: Float[Tensor, "G D"], manner: QuantizationScheme
+) -> Float16[Tensor, "G D"]:
+    """Powers of the weights, the largest of a group 1: more would only move the scales."""
+    largest = weights.amax(1, keepdim=True)
+    relative = torch.where(largest > 0, weights / largest, torch.ones_like(weights)).clamp(min=0)
+    return relative.pow(manner.balance).clamp(min=MIN_FACTOR).half()
+
+
+def _find_outliers(
+    numbers: Float[Tensor, "N W"], groups: _Groups, manner: QuantizationScheme
+) -> tuple[Tensor, Float[Tensor, "N W"]]:
+    """Which numbers are held apart, and all numbers with medians in their places."""
+    rows, counts = groups.rows, groups.counts
+    far = torch.zeros_like(numbers, dtype=torch.bool)
+    limits = torch.tensor([manner.far(count) for count in counts.tolist()])
+    if not len(counts) or not int(limits.max()):
+        return far, numbers
+    true = (torch.arange(rows.shape[1]) < counts[:, None]).to(rows.device)[:, :, None]
+    if manner.sharing is ScaleGranularity.CHANNEL:
+        ordered = numbers[rows].masked_fill(~true, torch.inf).sort(dim=1).values  # [G, n, W]
+        middle = ((counts - 1) // 2).to(rows.device)
+        middles = ordered[torch.arange(len(rows), device=rows.device), middle][groups.own]
+    else:
+        middles = _expand_groups(_channel_groups(numbers, manner).median(2).values, manner)
+    distances = (numbers - middles).abs()
+    spread = distances[rows].masked_fill(~true, -1.0)
+    order = spread.flatten(1).sort(dim=1, descending=True, stable=True).indices
+    order = order[:, : int(limits.max())]
+    within = torch.arange(order.shape[1]) < limits[:, None]
+    group, place = within.to(order.device).nonzero().T
+    chosen = order[group, place]
+    width = numbers.shape[1]
+    far[rows[group, chosen.div(width, rounding_mode="floor")], chosen % width] = True
+    return far, torch.where(far, middles, numbers)
+
+
+def _group_ranges(
+    numbers: Float[Tensor, "N W"], rows: Int64[Tensor, "G n"], manner: QuantizationScheme
+) -> tuple[Float[Tensor, "P V"], Float[Tensor, "P V"]]:
+    """The least and the largest of those numbers that share an offset."""
+    if manner.sharing is ScaleGranularity.ENTRY:
+        pieces = _channel_groups(numbers, manner)
+        return pieces.amin(2), pieces.amax(2)
+    return numbers[rows].amin(1), numbers[rows].amax(1)
+
+
+def _channel_groups(
+    numbers: Float[Tensor, "N W"], manner: QuantizationScheme
+) -> Float[Tensor, "N P group"]:
+    """Channels in pieces; the last one repeats its last channel."""
+    whole = manner.pieces * manner.group
+    last = torch.arange(whole, device=numbers.device).clamp(max=manner.channels - 1)
+    return numbers[:, last].unflatten(1, (manner.pieces, manner.group))
+
+
+def _expand_groups(
+    pieces: Shaped[Tensor, "N P"], manner: QuantizationScheme
+) -> Shaped[Tensor, "N W"]:
+    return pieces.repeat_interleave(manner.group, dim=1)[:, : manner.channels]

@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from larder.ops.attention import ragged_attention
+from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.cpu import quantized_attention as cpu_quantized_attention
-from larder.ops.merging import merge_attention
 from larder.ops.packing import starts_of
-from larder.ops.rounded import QuantizedRows
+from larder.ops.quantization import QuantizedRows
 
 DECODE_CHUNK = 1 << 11  # entries turned back at once: 2 MiB of float32 keys and values of size 128
 

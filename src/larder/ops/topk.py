@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.ops.cpu import choice, topk
+from larder.ops.cpu import topk
 
 
 def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
@@ -45,15 +45,15 @@ def top_per_head(
     """Indices, ascending, of the `count` highest scores of every head.
 
     A head with fewer entries keeps all. Equal scores: the earlier index wins. The readable form is
-    here, the fast one, for the few that go in a decode step on a CPU, in `larder.ops.cpu.choice`.
+    here, the fast one, for the few that go in a decode step on a CPU, in `larder.ops.cpu.topk`.
 
     Args:
         scores: head by head, without NaN.
         lengths: how many of them each head has.
         spared: which of them stand above all others, as if their scores were infinite.
     """
-    if choice.supports_per_head(scores, lengths, count):
-        return choice.top_per_head(scores, lengths, count, spared)
+    if topk.supports_per_head(scores, lengths, count):
+        return topk.top_per_head(scores, lengths, count, spared)
     return reference_top_per_head(scores, lengths, count, spared)
 
 

@@ -15,8 +15,15 @@ from torch import Tensor
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
-from larder.core.needs import Need
-from larder.core.observation import Calibration, Entries, LayerScores, Lexicon, Observation, Phase
+from larder.core.observation import (
+    Calibration,
+    Entries,
+    LayerScores,
+    Lexicon,
+    Need,
+    Observation,
+    Phase,
+)
 from larder.core.plan import Plan
 from larder.core.spelling import name_of, spell
 from larder.core.types import Packed, PackedMask

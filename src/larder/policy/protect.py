@@ -12,8 +12,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import PackedMask
-from larder.ops.marking import mask_outside
-from larder.policy.ends import ProtectedTokens
+from larder.ops.packing import mask_outside
 
 
 @dataclass(frozen=True)
@@ -66,3 +65,25 @@ class Protect:
 
 
 Part = Protect
+
+
+@dataclass(frozen=True)
+class ProtectedTokens:
+    """How many tokens stay whatever their scores.
+
+    Args:
+        first: tokens at the start of the sequence.
+        last: the latest tokens.
+    """
+
+    first: int = 0
+    last: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Entries per head that they take up."""
+        return self.first + self.last
+
+    def joined(self, other: ProtectedTokens) -> ProtectedTokens:
+        """What stays when both must: the same end is kept once."""
+        return ProtectedTokens(max(self.first, other.first), max(self.last, other.last))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from larder.core.cutting import even_ranges
+from larder.ops.apportion import even_ranges
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Called as tokens are read: (tokens read so far over all lanes, tokens to read over all lanes).

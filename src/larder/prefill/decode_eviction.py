@@ -11,11 +11,9 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.ledger import SURPRISE
 from larder.core.observation import Phase, ScratchPrompt
-from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.policy.planner import Planner
-from larder.prefill.afterwards import DeferredObserver
-from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase
-from larder.prefill.surprise import surprise_observer
+from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, surprise_observer
 
 # How surprising the tokens of rows are, one tensor per row, before they are read.
 SurpriseForecast = Callable[[Sequence[BatchSegment]], Sequence[Float[Tensor, " _"]]]
@@ -129,3 +127,30 @@ class DecodeEviction:
             sum(finest[layer]) > (room[layer] + excess - len(row.ids)) * len(finest[layer])
             for layer in quotas
         )
+
+
+class DeferredObserver:
+    """Holds what a pass of single tokens made of each layer until its last layer has gone by.
+
+    What judges a layer in the middle of a pass finds its code and small tensors gone from the
+    processor's caches, for the weights of the model went through them. Done for all layers at the
+    end, the work of H2O took a quarter less time. For that, queries and what caches heard of them
+    are held for every layer: of single tokens, less than a hundredth of the entries they look at.
+    A pass that fails halfway has changed nothing yet. Used once.
+
+    Args:
+        observer: told everything in the order in which it happened.
+        calls: how many there will be: one per layer and row.
+    """
+
+    def __init__(self, observer: Observer, calls: int) -> None:
+        self._observer = observer
+        self._calls = calls
+        self._held: list[tuple[int, int, LayerActivations]] = []
+
+    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
+        self._held.append((row, layer, recorded))
+        if len(self._held) == self._calls:
+            held, self._held = self._held, []
+            for told in held:
+                self._observer(*told)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
+from larder.core.ledger import SURPRISE
 from larder.core.observation import LayerScores, Observation, Phase, ScratchPrompt
 from larder.core.plan import Plan
 from larder.core.types import Packed
-from larder.models.forward_batch import LayerActivations
+from larder.models.forward_batch import LayerActivations, Observer
+from larder.ops.rope import rerotate_per_head
 from larder.policy.planner import Planner
-from larder.prefill.leading import SharedLayerScores
-from larder.prefill.meter import PeakMemoryMeter
-from larder.prefill.placing import rotate_to_cache_positions
+from larder.prefill.memory import PeakMemoryMeter
 
 
 class ScoringPhase(Enum):
@@ -184,3 +186,114 @@ class EvictionPass:
         """Tell the meter what is held for a moment, beside a scratch pass's own in that layer."""
         if self._meter is not None:
             self._meter.note(self._caches, self._in_flight(layer) + passing_bytes)
+
+
+@dataclass(frozen=True)
+class LeaderScores:
+    """The scores of a layer, and where the entries stood that they are of."""
+
+    scores: Packed
+    positions: Int[Tensor, " T"]
+    lengths: tuple[int, ...]
+
+    def fits(self, seen: Observation) -> bool:
+        """Whether another layer's heads hold the same positions."""
+        entries = seen.entries
+        if entries.lengths != self.lengths:
+            return False
+        return torch.equal(entries.packed_positions(), self.positions)
+
+
+class SharedLayerScores:
+    """Scores layers in groups: the first of each group leads, once per pass.
+
+    A layer whose heads do not hold what the leader's held is scored by itself.
+
+    Args:
+        together: managed layers in a group; 1 leaves every layer to itself.
+    """
+
+    def __init__(self, together: int) -> None:
+        self._together = together
+        self._leads: dict[int, LeaderScores] = {}
+
+    def scores(
+        self, row: int, place: int, seen: Observation, score: Callable[[Observation], Packed]
+    ) -> Packed:
+        """The scores of a layer.
+
+        Args:
+            row: which of the caches of a pass.
+            place: which of the managed layers, from 0.
+            score: scores a layer by itself.
+        """
+        if self._together == 1:
+            return score(seen)
+        if place % self._together and self._leads[row].fits(seen):
+            return self._leads[row].scores
+        scores = score(seen)
+        if place % self._together == 0:
+            positions = seen.entries.packed_positions()
+            self._leads[row] = LeaderScores(scores, positions, seen.entries.lengths)
+        return scores
+
+
+def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
+    """The same, with queries and keys turned to the places that follow the layer's entries.
+
+    What stands later than right behind the text, or earlier, does so in its places too.
+
+    Args:
+        own: how many of the entries of each head are the queries' own tokens.
+    """
+    true, radians = seen.query_positions, seen.layer.radians
+    if radians is None or not len(seen.entries.places):
+        return seen
+    shift = true[0] - (seen.length - own)
+    lengths = torch.tensor(seen.entries.lengths, device=true.device)
+    first = (lengths - own + shift).clamp(min=0)
+    places = first[:, None] + true - true[0]
+    turning = torch.tensor(radians, device=true.device)
+    return replace(
+        seen,
+        queries=rerotate_per_head(seen.queries, true, places, turning),
+        keys=rerotate_per_head(seen.keys, true, places, turning),
+        places=places,
+    )
+
+
+def record_surprise(
+    cache: SequenceCache, layer: int, start: int, surprises: Float[Tensor, " _"]
+) -> None:
+    """Write it into the entries of one layer.
+
+    Args:
+        start: true position of the first token that `surprises` speaks of.
+    """
+    entries = cache.entries(layer)
+    places = entries.positions.long() - start
+    is_new = (places >= 0) & (places < len(surprises))
+    fresh = surprises[places.clamp(0, len(surprises) - 1)]
+    cache.note(layer, {SURPRISE: torch.where(is_new, fresh, entries.columns[SURPRISE])})
+
+
+def surprise_observer(
+    observer: Observer,
+    caches: Sequence[SequenceCache],
+    layers: Sequence[int],
+    surprises: Sequence[Float[Tensor, " _"]],
+) -> Observer:
+    """An observer that knows of each layer's new entries how surprising they are.
+
+    Args:
+        layers: those that remember it.
+        surprises: of the tokens that are about to be read, one tensor per row.
+    """
+    starts = [cache.next_position for cache in caches]
+
+    def watch(row: int, layer: int, recorded: LayerActivations) -> None:
+        if layer in layers:
+            record_surprise(caches[row], layer, starts[row], surprises[row])
+        observer(row, layer, recorded)
+
+    return watch

@@ -22,8 +22,7 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
 from larder.prefill.base import Steps, run_steps, split_blocks
 from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.memory import EntryCapacity
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
 REPLAYED_TOKENS = 16  # of an answer that one pass reads once more

@@ -6,12 +6,15 @@ a center that nothing is assigned to stays where it is. Equally near centers: th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
+
+from larder.recall._index_base import grow_table, trim_table
 
 MAX_PRODUCTS = 1 << 22  # of one chunk: 16 MiB
 
@@ -67,3 +70,156 @@ def kmeans(
         if nearness is ClusterMetric.DIRECTION:
             centers = normalize(centers, dim=-1)
     return centers, assign_clusters(points, centers, nearness)
+
+
+class ClusterPages:
+    """Which entries stand in which page of each kv head, and how often that changed.
+
+    Args:
+        page: the most entries of a page.
+    """
+
+    def __init__(self, heads: int, page: int) -> None:
+        self._page = page
+        self._lengths = torch.zeros(heads, dtype=torch.int64)
+        self._counts = torch.zeros(heads, dtype=torch.int64)
+        self._order = torch.zeros(heads, 0, dtype=torch.int32)
+        self._firsts = torch.zeros(heads, 0, dtype=torch.int64)
+        self._versions = torch.zeros(heads, 0, dtype=torch.int64)  # of pages that are gone, too
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        return tuple(self._lengths.tolist())
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self._counts.tolist())
+
+    @property
+    def width(self) -> int:
+        """Pages that tables have room for."""
+        return self._firsts.shape[1]
+
+    def replace(
+        self,
+        head: int,
+        page: int,
+        place: int,
+        order: Int64[Tensor, " S"],
+        firsts: Int64[Tensor, " P"],
+    ) -> None:
+        """Put new pages in place of those from `page` on, whose entries begin at `place`.
+
+        Args:
+            order: all entries from there on, as they stand in the new pages.
+            firsts: where in the whole order each of them begins.
+        """
+        before = self._of_head(head, page)
+        length, count = place + len(order), page + len(firsts)
+        self._order = grow_table(self._order, length)
+        self._firsts, self._versions = (
+            grow_table(self._firsts, count),
+            grow_table(self._versions, count),
+        )
+        self._order[head, place:length] = order.int()
+        self._firsts[head, page:count] = firsts
+        self._lengths[head], self._counts[head] = length, count
+        after = self._of_head(head, page)
+        most = max(len(before), len(after))
+        before = pad(before, (0, 0, 0, most - len(before)), value=-1)
+        after = pad(after, (0, 0, 0, most - len(after)), value=-1)
+        self._versions[head, page : page + most] += (before != after).any(1)
+
+    def _of_head(self, head: int, page: int) -> Int64[Tensor, "P L"]:
+        """Contents of the pages of one head, from one on."""
+        pages = torch.full((len(self._counts), max(int(self._counts[head]) - page, 0)), -1)
+        pages[head] = torch.arange(page, page + pages.shape[1])
+        return self.contents(pages)[head]
+
+    def behind(self, head: int, page: int) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
+        """Entries of the pages from one on, in order, and how many each has."""
+        firsts = self._firsts[head, page : int(self._counts[head])]
+        edges = torch.cat([firsts, self._lengths[head : head + 1]])
+        return self._order[head, int(edges[0]) : int(edges[-1])].long(), edges.diff()
+
+    def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
+        firsts, stops = self._edges(pages)
+        places = firsts[..., None] + torch.arange(self._page)
+        missing = places >= stops[..., None]
+        if not self._order.shape[1]:
+            return torch.full_like(places, -1)
+        heads = self._heads(pages)[..., None]
+        held = self._order[heads, places.masked_fill(missing, 0)].long()
+        return held.masked_fill(missing, -1)
+
+    def fills(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
+        """Entries in each page."""
+        firsts, stops = self._edges(pages)
+        return stops - firsts
+
+    def versions(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
+        if not self._versions.shape[1]:
+            return torch.zeros_like(pages)
+        found = self._versions[self._heads(pages), pages.clamp(min=0)]
+        return found.masked_fill(pages < 0, 0)
+
+    def page_of(self) -> Int64[Tensor, "K M"]:
+        """The page of each entry; 0 behind the last of a head."""
+        pages = torch.zeros(len(self._counts), int(self._lengths.max()), dtype=torch.int64)
+        for head, count in enumerate(self.counts):
+            order, fills = self.behind(head, 0)
+            pages[head, order] = torch.arange(count).repeat_interleave(fills)
+        return pages
+
+    def _heads(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N 1"]:
+        return (torch.arange(len(pages)) // (len(pages) // len(self._counts)))[:, None]
+
+    def _edges(
+        self, pages: Int64[Tensor, "N P"]
+    ) -> tuple[Int64[Tensor, "N P"], Int64[Tensor, "N P"]]:
+        """Where each page begins and stops in the order; zeros where there is none."""
+        if not self._firsts.shape[1]:
+            return torch.zeros_like(pages), torch.zeros_like(pages)
+        heads, missing = self._heads(pages), pages < 0
+        asked = pages.masked_fill(missing, 0)
+        last = asked + 1 >= self._counts[heads]
+        after = self._firsts[heads, (asked + 1).masked_fill(last, 0)]
+        stops = torch.where(last, self._lengths[heads], after)
+        firsts = self._firsts[heads, asked]
+        return firsts.masked_fill(missing, 0), stops.masked_fill(missing, 0)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._lengths, self._counts, self._order, self._firsts, self._versions)
+
+    def state(self) -> dict[str, Tensor]:
+        changed = int((self._versions > 0).sum(1).max())  # no page that ever was has version 0
+        return {
+            "lengths": self._lengths.clone(),
+            "counts": self._counts.clone(),
+            "order": trim_table(self._order, max(self.known)).clone(),
+            "firsts": trim_table(self._firsts, max(self.counts)).clone(),
+            "versions": trim_table(self._versions, changed).clone(),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Become what `state` came from."""
+        self._lengths, self._counts = state["lengths"].clone(), state["counts"].clone()
+        self._order, self._firsts = state["order"].clone(), state["firsts"].clone()
+        self._versions = state["versions"].clone()
+
+
+def paginate_clusters(
+    points: Float[Tensor, "S D"], count: int, iterations: int, page: int
+) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
+    """Points in the order of their clusters, and where in it pages begin.
+
+    A cluster that fits no page becomes several, equally full.
+    """
+    _, labels = kmeans(points, count, iterations, ClusterMetric.DIRECTION)
+    order = torch.sort(labels, stable=True).indices
+    sizes = torch.bincount(labels, minlength=count)
+    pieces = (sizes + page - 1) // page
+    each = torch.arange(count).repeat_interleave(pieces)
+    piece = torch.arange(len(each)) - (pieces.cumsum(0) - pieces)[each]
+    firsts = (sizes.cumsum(0) - sizes)[each] + piece * sizes[each] // pieces[each]
+    return order, firsts

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.ops import dci
-from larder.recall._dci_forest import CELLS, MAX_LEVELS, Array, DciTree
+from larder.ops.cpu.dci import count_levels
+from larder.recall._dci_forest import CELLS, MAX_LEVELS, Array, DciForest, DciTree
 
 MAX_PAIRS = 1 << 22  # products held at once: 16 MiB
 CHUNK = 1 << 14  # keys widened at once
@@ -145,3 +148,50 @@ class _PageBuilder:
         """All pages so far."""
         names = self._levels[0]
         return {name: np.concatenate([made[name] for made in self._levels]) for name in names}
+
+
+@dataclass(frozen=True)
+class LevelAssigner:
+    """
+    Args:
+        first, further: the ratio of level 1 to level 0, and of each to the next above.
+        drawn: whether levels are random.
+        stream: what random levels depend on besides head and entry.
+    """
+
+    first: float
+    further: float
+    drawn: bool
+    stream: tuple[int, ...]
+
+    def of_all(self, count: int, head: int) -> tuple[Array, int]:
+        """Levels of the first entries of a head, and that of the next."""
+        if not self.drawn:
+            sizes = np.zeros(MAX_LEVELS, np.int64)
+            targets, _, upcoming = count_levels(count, self._ratios, MAX_LEVELS, sizes, 0, 0)
+            return targets, upcoming
+        _, targets = np.unique(self._draws(0, count, head), return_inverse=True)
+        return targets, 0
+
+    def of_more(self, forest: DciForest, head: int, count: int) -> Array:
+        """Levels of entries that come to a tree, which gets no higher by them."""
+        levels = int(forest.levels[head])
+        if self.drawn:
+            known = int(forest.known[head])
+            targets = np.minimum(self._draws(known, count, head), levels - 1)
+            forest.sizes[head] += np.bincount(targets, minlength=MAX_LEVELS)
+            return targets
+        at = forest.sizes[head], levels, int(forest.upcoming[head])
+        targets, _, forest.upcoming[head] = count_levels(count, self._ratios, levels, *at)
+        return targets
+
+    @property
+    def _ratios(self) -> Array:
+        return np.array([self.first, self.further], np.float64)
+
+    def _draws(self, known: int, count: int, head: int) -> Array:
+        """How often each of the entries behind the known ones is promoted."""
+        source = np.random.default_rng((*self.stream, head))
+        luck = source.random(known + count)[known:]
+        highest = 1 + np.floor(np.log(luck / self.first) / np.log(self.further))
+        return np.where(luck < self.first, highest, 0).clip(max=MAX_LEVELS - 1).astype(np.int64)

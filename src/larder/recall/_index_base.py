@@ -6,17 +6,20 @@ each head has. What is in a page changes only by growing, so its fill tells how 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.errors import CacheError
 from larder.core.observation import Entries
-from larder.core.recall import RecallIndex
+from larder.core.recall import RecallIndex, RecallPart
 from larder.core.spec import LayerSpec
-from larder.recall._coming import check_new_entries
+from larder.ops.search import interleaved, page_max_scores, top_rows
 
 
 @dataclass
@@ -93,3 +96,175 @@ class ContiguousIndex(RecallIndex):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Become the index that `state` came from."""
         self.paged = ContiguousPages(self.page, state["lengths"].clone())
+
+
+def check_new_entries(entries: Entries, known: tuple[int, ...], layer: int) -> None:
+    """Look at the entries that come, before an index changes anything.
+
+    Args:
+        known: how many entries of each kv head the index has.
+
+    Raises:
+        CacheError: a key is not finite, or a head has fewer entries than the index knows.
+    """
+    for head, (length, first) in enumerate(zip(entries.lengths, known, strict=True)):
+        if length < first:
+            raise CacheError(
+                f"An index of layer {layer} knows {first} entries of kv head {head} and was handed "
+                f"{length}: entries never leave a slow tier; build the index anew."
+            )
+        coming = entries.keys_from(head, first)
+        # A sum is finite where all are, but for overflows: those are looked at one by one.
+        if not bool(coming.float().sum().isfinite()):
+            _check_rows(coming.isfinite().all(-1), first, head, layer)
+
+
+def indexed_layout(
+    entries: Entries, known: tuple[int, ...]
+) -> tuple[Int64[Tensor, " K"], Int64[Tensor, " K"]]:
+    """Starts, and lengths as far as an index knows them, as kernels take them."""
+    return entries.layout[0], torch.tensor(known)
+
+
+def _check_rows(finite: Tensor, first: int, head: int, layer: int) -> None:
+    if bool(finite.all()):
+        return
+    entry = first + int((~finite).int().argmax())
+    raise CacheError(
+        f"The key of entry {entry} of kv head {head} in layer {layer} holds NaN or infinity, and "
+        "no search finds such a key: check what the model computes."
+    )
+
+
+class EntryIndex(ContiguousIndex):
+    """What they share: a page never changes, and there are as many as entries."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer, 1)
+
+    def logits(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
+        """What attention would take from every entry that the index knows."""
+        layout = indexed_layout(entries, self.paged.known)
+        return page_max_scores(queries, entries.keys, *layout).mul_(self.layer.scaling)
+
+
+@dataclass(frozen=True)
+class EntryRecall(RecallPart):
+    """A part whose index is an `EntryIndex`."""
+
+    @property
+    def page(self) -> int:
+        return 1
+
+    @abstractmethod
+    def index(self, layer: LayerSpec) -> EntryIndex: ...
+
+    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
+        index = self.index(layer)
+        index.restore(state)
+        return index
+
+
+def group_queries(queries: Float[Tensor, "H D"], layer: LayerSpec) -> Float[Tensor, "K R D"]:
+    """Queries in float32, by the kv head that they belong to."""
+    return queries.float().view(layer.kv_heads, layer.group, layer.head_dim)
+
+
+def mask_missing(scores: Float[Tensor, "N M"], counts: tuple[int, ...]) -> Float[Tensor, "N M"]:
+    """-inf where a row reaches behind what its kv head has; in place."""
+    if min(counts) < scores.shape[1]:
+        owned = torch.tensor(counts).repeat_interleave(len(scores) // len(counts))
+        scores.masked_fill_(torch.arange(scores.shape[1]) >= owned[:, None], -torch.inf)
+    return scores
+
+
+def softmax_weights(logits: Float[Tensor, "N M"]) -> Float[Tensor, "N M"]:
+    """Softmax of every row; zeros in a row that has nothing."""
+    return torch.softmax(logits, dim=1).nan_to_num_(0.0)
+
+
+def sum_group_weights(
+    weights: Float[Tensor, "H M"], counts: tuple[int, ...]
+) -> Float[Tensor, "K M"]:
+    """Weights summed over the query heads of each kv head, -inf where it has no entry."""
+    heads, columns = len(counts), weights.shape[1]
+    return mask_missing(weights.view(heads, len(weights) // heads, columns).sum(1), counts)
+
+
+MIN_COLUMNS = 64  # columns of the smallest table
+GROWTH_SHARE = 4  # a table grows by at least 1 / MARGIN, so that growing costs little per entry
+
+
+def grow_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
+    """The table with room for `needed` along a dimension: itself, or a larger copy.
+
+    What lies behind the old end is zero.
+    """
+    room = table.shape[dim]
+    if needed <= room:
+        return table
+    shape = list(table.shape)
+    shape[dim] = max(needed, room + room // GROWTH_SHARE, MIN_COLUMNS)
+    larger = table.new_zeros(shape)
+    larger.narrow(dim, 0, room).copy_(table)
+    return larger
+
+
+def trim_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
+    """The table without its slack."""
+    return table.narrow(dim, 0, needed).contiguous()
+
+
+class QueryHeadRule(Enum):
+    """Whose scores decide.
+
+    OWN: every query head has a set of its own.
+    INTERLEAVED: one per kv head: the best of each of its query heads, then their seconds, and so
+        on, what came before left out (IceCache).
+    SUM, MEAN, MAX: one per kv head, by the scores of its query heads joined.
+    LAYER_SUM, LAYER_MEAN, LAYER_MAX: one for all, by the scores of all query heads joined. Numbers
+        that a kv head lacks count for the others only.
+    """
+
+    OWN = "own"
+    INTERLEAVED = "interleaved"
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    LAYER_SUM = "layer_sum"
+    LAYER_MEAN = "layer_mean"
+    LAYER_MAX = "layer_max"
+
+
+def select_pages(
+    scores: Float[Tensor, "H N"], kv_heads: int, rule: QueryHeadRule, count: int
+) -> Int64[Tensor, "F P"]:
+    """At most `count` pages per set, the best first, as `Found.pages` takes them."""
+    if rule is QueryHeadRule.OWN:
+        return top_rows(scores, count)
+    if rule is QueryHeadRule.INTERLEAVED:
+        return interleaved(top_rows(scores, count), kv_heads, count)
+    return top_rows(combine_scores(scores, kv_heads, rule), count)
+
+
+def combine_scores(
+    scores: Float[Tensor, "H N"], kv_heads: int, rule: QueryHeadRule
+) -> Float[Tensor, "K N"]:
+    """The scores of a group, or of all heads, as one; for the rules that join scores."""
+    groups = scores.view(kv_heads, len(scores) // kv_heads, scores.shape[1])  # [K, R, N]
+    if rule is QueryHeadRule.MAX:
+        return groups.amax(1)
+    if rule is QueryHeadRule.SUM:
+        return groups.sum(1)
+    if rule is QueryHeadRule.MEAN:
+        return groups.mean(1)
+    lacks = groups.isneginf().all(1)
+    return _layer_scores(scores, rule).expand(kv_heads, -1).masked_fill(lacks, -torch.inf)
+
+
+def _layer_scores(scores: Float[Tensor, "H N"], rule: QueryHeadRule) -> Float[Tensor, " N"]:
+    if rule is QueryHeadRule.LAYER_MAX:
+        return scores.amax(0)
+    has = ~scores.isneginf()
+    total = scores.masked_fill(~has, 0.0).sum(0)
+    return total if rule is QueryHeadRule.LAYER_SUM else total / has.sum(0).clamp(min=1)

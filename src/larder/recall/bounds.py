@@ -27,11 +27,16 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_max_scores
-from larder.recall._coming import indexed_layout
-from larder.recall._entries import group_queries, mask_missing
-from larder.recall._growing import grow_table, trim_table
-from larder.recall._heads import QueryHeadRule, select_pages
-from larder.recall._index_base import ContiguousIndex
+from larder.recall._index_base import (
+    ContiguousIndex,
+    QueryHeadRule,
+    group_queries,
+    grow_table,
+    indexed_layout,
+    mask_missing,
+    select_pages,
+    trim_table,
+)
 
 
 class PageSummary(Enum):

@@ -44,10 +44,9 @@ from larder.core.spec import LayerSpec
 from larder.core.types import Variant
 from larder.ops import dci
 from larder.ops.search import interleaved, page_max_scores, scatter_page_max, top_rows
-from larder.recall._coming import check_new_entries, indexed_layout
-from larder.recall._dci_build import build_tree
+from larder.recall._dci_build import LevelAssigner, build_tree
 from larder.recall._dci_forest import Array, DciForest
-from larder.recall._dci_levels import LevelAssigner
+from larder.recall._index_base import check_new_entries, indexed_layout
 
 MARGIN = 1.05  # of the radius, over the largest norm
 GROWTH = 2  # times the entries that a tree was built of: it is built anew

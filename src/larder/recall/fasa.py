@@ -31,8 +31,14 @@ from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.approximate_products import channel_products
 from larder.ops.search import top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, group_queries, mask_missing
-from larder.recall._growing import grow_table, trim_table
+from larder.recall._index_base import (
+    EntryIndex,
+    EntryRecall,
+    group_queries,
+    grow_table,
+    mask_missing,
+    trim_table,
+)
 
 
 @dataclass(frozen=True)

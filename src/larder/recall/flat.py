@@ -21,9 +21,7 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_max_scores
-from larder.recall._coming import indexed_layout
-from larder.recall._heads import QueryHeadRule, select_pages
-from larder.recall._index_base import ContiguousIndex
+from larder.recall._index_base import ContiguousIndex, QueryHeadRule, indexed_layout, select_pages
 
 
 @dataclass(frozen=True)

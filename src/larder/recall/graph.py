@@ -33,7 +33,7 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_max_scores, top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, group_queries
+from larder.recall._index_base import EntryIndex, EntryRecall, group_queries
 
 EDGES = 16  # of each key in the graph, twice as many on its lowest level
 BUILD_BEAM = 64  # keys that are kept in view while a key finds its place

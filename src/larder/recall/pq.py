@@ -23,17 +23,18 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.codes import pq_products
+from larder.ops.approximate_products import pq_products
 from larder.ops.search import top_rows
 from larder.recall._clustering import ClusterMetric, assign_clusters, kmeans
-from larder.recall._entries import (
+from larder.recall._index_base import (
     EntryIndex,
     EntryRecall,
+    grow_table,
     mask_missing,
     softmax_weights,
     sum_group_weights,
+    trim_table,
 )
-from larder.recall._growing import grow_table, trim_table
 
 MAX_CODES = 256  # a code is a byte
 

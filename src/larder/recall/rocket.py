@@ -29,10 +29,16 @@ from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.approximate_products import channel_products
 from larder.ops.search import page_max_scores, top_rows
-from larder.recall._coming import indexed_layout
-from larder.recall._entries import group_queries, mask_missing, softmax_weights, sum_group_weights
-from larder.recall._growing import grow_table, trim_table
-from larder.recall._index_base import ContiguousIndex
+from larder.recall._index_base import (
+    ContiguousIndex,
+    group_queries,
+    grow_table,
+    indexed_layout,
+    mask_missing,
+    softmax_weights,
+    sum_group_weights,
+    trim_table,
+)
 from larder.recall.bounds import PageSummary, bounding_boxes
 
 

@@ -29,8 +29,14 @@ from larder.core.observation import Entries
 from larder.core.recall import FetchMode, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, group_queries, mask_missing
-from larder.recall._growing import grow_table, trim_table
+from larder.recall._index_base import (
+    EntryIndex,
+    EntryRecall,
+    group_queries,
+    grow_table,
+    mask_missing,
+    trim_table,
+)
 
 COLUMN = "sentence"
 DEFAULT_SENTENCE_ENTRIES = 32  # entries of a sentence where nothing says where sentences end

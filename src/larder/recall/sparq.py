@@ -26,15 +26,16 @@ from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.approximate_products import channel_products
 from larder.ops.search import top_rows
-from larder.recall._entries import (
+from larder.recall._index_base import (
     EntryIndex,
     EntryRecall,
     group_queries,
+    grow_table,
     mask_missing,
     softmax_weights,
     sum_group_weights,
+    trim_table,
 )
-from larder.recall._growing import grow_table, trim_table
 
 MIN_SHARE = torch.finfo(torch.float32).tiny
 

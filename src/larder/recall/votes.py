@@ -29,7 +29,7 @@ from larder.core.observation import Entries
 from larder.core.recall import PrefillRecall, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._entries import EntryIndex, EntryRecall, mask_missing, softmax_weights
+from larder.recall._index_base import EntryIndex, EntryRecall, mask_missing, softmax_weights
 
 
 @dataclass(frozen=True)

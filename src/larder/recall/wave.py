@@ -31,10 +31,17 @@ from larder.core.observation import Entries
 from larder.core.recall import Estimate, RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_max_scores, top_rows
-from larder.recall._coming import check_new_entries, indexed_layout
-from larder.recall._entries import group_queries, mask_missing, softmax_weights, sum_group_weights
-from larder.recall._growing import grow_table, trim_table
-from larder.recall._scattered import ClusterPages, paginate_clusters
+from larder.recall._clustering import ClusterPages, paginate_clusters
+from larder.recall._index_base import (
+    check_new_entries,
+    group_queries,
+    grow_table,
+    indexed_layout,
+    mask_missing,
+    softmax_weights,
+    sum_group_weights,
+    trim_table,
+)
 
 
 class PendingMode(Enum):

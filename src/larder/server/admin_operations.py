@@ -9,12 +9,11 @@ from functools import partial
 from larder.core.errors import BudgetError
 from larder.server.admission import chat_turn_demand
 from larder.server.api_errors import overloaded
-from larder.server.completion_queue import CompletionQueue
+from larder.server.model_thread import CompletionQueue
 from larder.server.scheduler import FAILURES
 from larder.server.session_state import SavedCache, SessionState
-from larder.server.tiers.cache_writer import WRITE_COPIES
 from larder.server.tiers.device import MemoryDemand
-from larder.server.tiers.disk import LoadedCaches
+from larder.server.tiers.disk import WRITE_COPIES, LoadedCaches
 from larder.server.tiers.manager import TierManager
 from larder.store.ledger import Reservation
 

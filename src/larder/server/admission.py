@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from larder.cache.forms.ragged import GROWTH_TOKENS
-from larder.core.rebuilding import RecomputeSource
+from larder.core.spec import RecomputeSource
 from larder.prefill.schedules.whole import PIECE_TOKENS, Whole
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_state import CompletedTurn

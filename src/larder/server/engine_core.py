@@ -7,28 +7,36 @@ from concurrent.futures import Future
 from functools import partial
 from time import monotonic
 
-from larder.core.errors import BudgetError
+from larder.core.errors import BudgetError, LarderError
+from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
 from larder.server.admission import turn_demand
-from larder.server.answer_replay import replay_answer
 from larder.server.api_errors import (
     context_length_exceeded,
     invalid_request,
     kv_budget_exceeded,
     text_too_long,
 )
-from larder.server.completion_queue import CompletionQueue
-from larder.server.indexed_persistence import IndexedSessionPersistence
 from larder.server.model_runner import ModelRunner
-from larder.server.persistence.base import SessionPersistence
-from larder.server.persistence.candidates import CandidateLoader
-from larder.server.persistence.residency_locks import ResidencyLocks
-from larder.server.persistence.restore import Lookup, SessionRestorer
+from larder.server.model_thread import CompletionQueue
+from larder.server.persistence.base import SessionPersistence, StoredSession
+from larder.server.persistence.restore import (
+    CandidateLoader,
+    Lookup,
+    ResidencyLocks,
+    SessionRestorer,
+)
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.persistence.session_file import TOKEN_CHARACTERS, TranscriptSnapshot
-from larder.server.reason_counter import ReasonCounter
-from larder.server.request import ChatMessage, Listener, Request, SessionUnreadableError, Ticket
+from larder.server.request import (
+    ChatMessage,
+    Listener,
+    Report,
+    Request,
+    SessionUnreadableError,
+    Ticket,
+)
 from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState, RequestTimes
 from larder.server.scheduler import Scheduler
@@ -37,11 +45,13 @@ from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat import ChatBackend
 from larder.server.session_backend.prefix import PrefixBackend
 from larder.server.session_index import ResolvedSession, SessionIndex
-from larder.server.session_state import SessionState
+from larder.server.session_info import session_info
+from larder.server.session_state import CompletedTurn, SessionState
+from larder.server.stats import ReasonCounter
 from larder.server.tiers.device import DeviceReservations
 from larder.server.tiers.disk import DiskTier
-from larder.server.tiers.eviction import can_unload
-from larder.server.tiers.manager import TierManager
+from larder.server.tiers.manager import TierManager, can_unload
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.eviction.base import EVICTIONS
 from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 
@@ -306,3 +316,85 @@ class EngineCore:
                 BudgetError("There is no room for another session: remove some.")
             )
         return sitting
+
+
+class CompletedTicket(Ticket):
+    """Of an answer that was there already."""
+
+    def cancel(self) -> None:
+        """Nothing is left to cancel."""
+
+
+def replay_answer(
+    scribe: TokenizerAdapter,
+    sitting: SessionState,
+    said: CompletedTurn,
+    listener: Listener,
+    seconds: float,
+    durable: bool | None,
+) -> Ticket:
+    """Tell an answer that was given before, from its tokens: the text that is kept of it lacks the
+    white space around it.
+
+    Args:
+        seconds: since it was asked for once more.
+        durable: as in `Report`.
+    """
+    ids = said.answer[: max(0, len(said.answer) - len(scribe.closing()))]
+    stream = IncrementalDetokenizer(scribe.decode, said.asked.stop, listener.on_text)
+    all(stream.push(token) for token in ids)
+    stream.finish()
+    prompt, view = sitting.tokens - len(said.answer), session_info(sitting)
+    counts = prompt, prompt, 0, 0, len(ids), view.evicted_tokens, view.merged_tokens
+    told = sitting.name, *counts, sitting.is_lossless, sitting.tier, said.reason
+    listener.on_done(Report(*told, 0.0, seconds, seconds, durable))
+    return CompletedTicket()
+
+
+class IndexedSessionPersistence(SessionPersistence):
+    """Keeps the index of sessions, and hands turns on to whoever keeps them for good."""
+
+    def __init__(
+        self,
+        sessions: SessionIndex,
+        forget: Callable[[SessionState], None],
+        keeper: SessionPersistence,
+    ) -> None:
+        self._sessions, self._forget, self._keeper = sessions, forget, keeper
+
+    def commit(
+        self, sitting: SessionState, said: CompletedTurn
+    ) -> Future[LarderError | None] | None:
+        if len(sitting.said) == 1 or sitting.epoch == 1:
+            self._sessions.remember(sitting)
+        return self._keeper.commit(sitting, said)
+
+    def abandon(self, sitting: SessionState) -> None:
+        self._forget(sitting)
+        self._keeper.abandon(sitting)
+
+    def recall(self, tenant: str, name: str) -> StoredSession | None:
+        return self._keeper.recall(tenant, name)
+
+    def remove(self, sitting: SessionState) -> Future[None] | None:
+        future = self._keeper.remove(sitting)
+        self._forget(sitting)
+        return future
+
+    def names(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
+        return self._keeper.names(tenant, turns)
+
+    def merge(self, tenant: str, name: str) -> None:
+        self._keeper.merge(tenant, name)
+
+    def is_behind(self, sitting: SessionState) -> bool:
+        return self._keeper.is_behind(sitting)
+
+    def claim(self, sitting: SessionState) -> None:
+        self._keeper.claim(sitting)
+
+    def rest(self, sitting: SessionState) -> None:
+        self._keeper.rest(sitting)
+
+    def close(self) -> None:
+        self._keeper.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -21,16 +23,19 @@ from larder.server.engine_client import (
 )
 from larder.server.engine_core import EngineCore
 from larder.server.model_thread import ModelThread
-from larder.server.pending_removals import PendingRemovals
 from larder.server.persistence import session_file
 from larder.server.persistence.base import SessionPersistence
-from larder.server.persistence.candidates import CandidateLoader
+from larder.server.persistence.restore import CandidateLoader
 from larder.server.request import ApiError, ChatMessage, Listener, Request, Ticket
-from larder.server.session_info import cached_positions, session_info, session_transcript
+from larder.server.session_info import (
+    TokenTexts,
+    cached_positions,
+    session_info,
+    session_transcript,
+)
 from larder.server.session_state import SessionState
 from larder.server.stats import collect_stats
 from larder.server.tiers.disk import DiskTier
-from larder.server.token_texts import TokenTexts
 from larder.store.ledger import ByteBudgets, Tier
 
 
@@ -275,3 +280,36 @@ class LocalEngineClient(EngineClient):
                     self._thread.call(undo)
                 written.result()
             return self._thread.call(lambda: session_info(sitting))
+
+
+class PendingRemovals:
+    """Safe from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: Counter[tuple[str, str]] = Counter()
+        self._ended = 0
+
+    @property
+    def ended(self) -> int:
+        """How many have come to an end; if there are more than before something was read, a session
+        that was removed may have been read."""
+        with self._lock:
+            return self._ended
+
+    def has(self, tenant: str, name: str) -> bool:
+        """Whether a session is being removed."""
+        with self._lock:
+            return self._under_way[tenant, name] > 0
+
+    def begin(self, tenant: str, names: Iterable[str]) -> None:
+        """Sessions are out of memory, and about to leave where they are kept."""
+        with self._lock:
+            self._under_way.update((tenant, name) for name in names)
+
+    def end(self, tenant: str, names: Iterable[str]) -> None:
+        """They have left, or could not."""
+        with self._lock:
+            self._under_way.subtract((tenant, name) for name in names)
+            self._under_way = +self._under_way
+            self._ended += 1

@@ -22,7 +22,7 @@ from larder.server.session_state import (
     SessionState,
 )
 from larder.server.tiers.disk import LoadedCaches
-from larder.session.chat_turn import ActiveTurn, TurnCommit
+from larder.session.chat_state import ActiveTurn, TurnCommit
 from larder.store.ledger import Reservation
 
 

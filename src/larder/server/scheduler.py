@@ -19,8 +19,8 @@ from typing import Any
 
 from larder.core.errors import BudgetError, LarderError
 from larder.server.api_errors import kv_budget_exceeded
-from larder.server.completion_queue import CompletionQueue
 from larder.server.model_runner import ModelRunner
+from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.request import Report

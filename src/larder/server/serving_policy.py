@@ -19,17 +19,14 @@ from larder.engine.engine import Engine
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.compensation.drop import Drop
 from larder.policy.storage.exact import Exact
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import REREAD_TOKENS, PrefillReader
 from larder.prefill.schedules.episodic import Episodic
 from larder.server.tiers.device import MemoryDemand
 from larder.session.arrangements.single import Single
-from larder.session.budget_resolution import (
+from larder.session.capacity import (
     HEAD_BYTES,
     NUMBER_BYTES,
-    resolve_budget_without_context,
-)
-from larder.session.capacity import (
     block_tokens,
     budget_tokens,
     budgeted_layers,
@@ -37,10 +34,16 @@ from larder.session.capacity import (
     empty_cache,
     entries_per_head,
     recall_budget_tokens,
+    resolve_budget_without_context,
 )
 from larder.session.policy import Policy
-from larder.session.prefill import ModelRuntime, prefill_reader, warm_up
-from larder.session.prompts import common_prompts, require_prompts
+from larder.session.prefill import (
+    ModelRuntime,
+    common_prompts,
+    prefill_reader,
+    require_prompts,
+    warm_up,
+)
 
 FULL_POLICY = "full"
 TRANSIENT_LAYERS = 2  # held for a moment while one is laid out anew: its old storage, and a copy

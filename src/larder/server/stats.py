@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -61,3 +62,21 @@ def collect_stats(
         turns_not_durable=dict(unwritten.counts),
         sessions_not_durable=len(unwritten),
     )
+
+
+class ReasonCounter:
+    """Since the server started. Safe from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def note(self, why: str) -> None:
+        """Once more."""
+        with self._lock:
+            self._counts[why] += 1
+
+    def told(self) -> dict[str, int]:
+        """How often for each reason."""
+        with self._lock:
+            return dict(self._counts)

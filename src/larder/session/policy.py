@@ -18,8 +18,8 @@ from typing import Any
 
 from larder.core.errors import BudgetError, SpellingError, UnknownName
 from larder.core.family import LISTING, Family, unknown_name_message
-from larder.core.rebuilding import RecomputeSpec
 from larder.core.recall import RECALLS, OffloadSpec, RecallPart
+from larder.core.spec import RecomputeSpec
 from larder.core.spelling import Call, build, parse, spell
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule

@@ -9,20 +9,19 @@ from dataclasses import dataclass, replace
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count
 from larder.core.conversation import Conversation
-from larder.core.errors import InputError
+from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.observation import Calibration, Prompts
 from larder.models.decoder import Decoder
-from larder.models.projections import output_projections
+from larder.models.introspection import output_projections
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.layer_calibration import select_layers
 from larder.policy.planner import Planner
 from larder.prefill.base import Progress, Steps, no_progress, run_steps
 from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.turn_reader import TurnReader
-from larder.session.budget_resolution import resolve_budget
 from larder.session.caches import SessionCaches
 from larder.session.capacity import (
     block_tokens,
@@ -35,12 +34,12 @@ from larder.session.capacity import (
     layer_figures,
     prefill_allowance,
     recall_budget_tokens,
+    resolve_budget,
 )
 from larder.session.embedders.base import Embedder
 from larder.session.episodes.routing import Router
 from larder.session.memory import CacheFigures, ConversationMemory
 from larder.session.policy import Policy
-from larder.session.prompts import common_prompts, episode_prompt, require_prompts
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter, Transcript
 
 
@@ -294,7 +293,45 @@ def planner_with_quotas(
     facts = select_layers(desk.calibrate(policy.calibrations), managed, layers)
     planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.lexicon))
     if policy.values.projects:
-        planner = replace(planner, projections=output_projections(desk.decoder))
+        planner = replace(
+            planner, projections=output_projections(desk.decoder.body, desk.decoder.spec.layers)
+        )
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, facts)
+
+
+REPEAT = "Repeat the previous context exactly."
+SUMMARIZE = "Summarize the previous context, with its most important parts."
+GUIDANCE = (
+    "Somebody will ask about the previous context, but not yet known is what. Most questions ask "
+    "who, what, when, where, how many, why or how; for names, places, dates, numbers, prices, "
+    "things owned and bought, tastes, opinions, plans, promises, reasons and results; for the "
+    "latest state of what has changed; for a summary, a comparison or a list. Recall all that "
+    "would answer such questions."
+)
+EPISODE = (
+    "List the key facts of this part of the conversation: names, persons, dates, events, personal "
+    "details, plans, opinions and feelings."
+)
+
+
+def common_prompts(scribe: TokenizerAdapter) -> dict[str, tuple[int, ...]]:
+    """The prompts that depend on nothing but the model."""
+    texts = {"repeat": REPEAT, "summarize": SUMMARIZE, "guidance": GUIDANCE}
+    return {name: scribe.question(text) for name, text in texts.items()}
+
+
+def episode_prompt(scribe: TokenizerAdapter, texts: Sequence[str]) -> tuple[int, ...]:
+    """A request for key facts, answered with the episode's representative segments."""
+    return scribe.question(EPISODE) + scribe.encode("\n\n".join(texts))
+
+
+def require_prompts(book: Prompts, names: frozenset[str]) -> None:
+    """Raises: UsageError: a prompt is needed that nothing provides."""
+    for name in sorted(names - book.keys()):
+        way = {
+            "question": "it needs the question before reading: use it where questions are known",
+            "episode": "it needs episodes: put episodes() in front",
+        }.get(name, f"only {', '.join(sorted(book))} are known: give its text with prompts={{...}}")
+        raise UsageError(f"The policy looks for the prompt {name!r}, but {way}.")

@@ -10,24 +10,21 @@ from pathlib import Path
 from larder.core.errors import Damaged, StoreError
 from larder.store.blobs.blob_store import BlobStore
 from larder.store.blobs.budgeted_blobs import BudgetedBlobs
-from larder.store.blobs.reclamation import DiskEviction
+from larder.store.blobs.disk_usage import CountingFileSystem
+from larder.store.blobs.reclamation import DiskEviction, GarbageCollection
 from larder.store.blobs.tenant_blobs import EncryptedFileSystem, TenantBlobs, open_encryption
-from larder.store.counted import CountingFileSystem
 from larder.store.digests import key_of, tenant_of
-from larder.store.dropping import GarbageCollection
+from larder.store.encryption import store_secret
 from larder.store.eviction.base import EvictionPolicy
 from larder.store.eviction.lru import Lru
 from larder.store.failures import FailureCounter
-from larder.store.families import BranchNotes
 from larder.store.fs.base import FileSystem, open_file_system
 from larder.store.fs.deadline import CallLimits, DeadlineExecutor
 from larder.store.ledger import ByteBudgets, ByteLedger
-from larder.store.loading import CacheReader
 from larder.store.manifest import Manifest
 from larder.store.prefix.chunk_index import ChunkIndex
-from larder.store.secret import store_secret
-from larder.store.sessions.cache_io import CacheWriter
-from larder.store.sessions.epochs import KEPT_EPOCHS, SessionEpochs
+from larder.store.sessions.cache_io import CacheReader, CacheWriter
+from larder.store.sessions.epochs import KEPT_EPOCHS, BranchNotes, SessionEpochs
 from larder.store.sqlite import BUSY_SECONDS, OWNER_PRAGMA, claim_owner, quarantine_database
 from larder.store.throughput import ThroughputEstimates
 

@@ -55,7 +55,9 @@ class Grammar:
 @cache
 def load_grammar() -> Grammar:
     """The grammar that comes with the package, in `topics.json` beside this file."""
-    data = json.loads(resources.files("larder_bench.datasets").joinpath("topics.json").read_text("utf-8"))
+    data = json.loads(
+        resources.files("larder_bench.datasets").joinpath("topics.json").read_text("utf-8")
+    )
     return Grammar(
         topics=tuple(_topic(name, fields) for name, fields in data["topics"].items()),
         openers=tuple(data["openers"]),

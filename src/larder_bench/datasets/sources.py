@@ -81,7 +81,7 @@ class TaskSources:
 
     def embedder(self, name: str) -> Embedder:
         """What tells how near texts are to each other, loaded when it is first asked for."""
-        from larder.session.embedding import load_embedder
+        from larder.session.embedders.base import load_embedder
 
         return self.once(Path(name), lambda path: load_embedder(name))
 

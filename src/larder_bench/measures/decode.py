@@ -27,7 +27,7 @@ from larder.core.errors import BadParameter, BudgetError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment as Tokens
-from larder.session.budget_resolution import amount_tokens, resolve_budget
+from larder.session.capacity import amount_tokens, resolve_budget
 from larder.session.policy import Policy
 from larder.session.prefill import decode_planner
 from larder_bench.measures.base import Measure

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.errors import BadParameter, UsageError
-from larder.session.budget_resolution import resolve_budget
+from larder.session.capacity import resolve_budget
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import prefill_memory

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from larder.core.conversation import Question
-from larder.engine.completion import check_prompt_fits
+from larder.engine.answer import check_prompt_fits
 from larder.engine.engine import Engine
 from larder.engine.generate import StoppingCriteria, generate, no_observer
 from larder.engine.sampler import SamplingParams

@@ -20,8 +20,7 @@ from larder.core.errors import BadParameter, InputError, UsageError
 from larder.core.spelling import name_of
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
-from larder.session.prefill import SizeOptions, prefill_conversation
-from larder.session.prompts import episode_prompt
+from larder.session.prefill import SizeOptions, episode_prompt, prefill_conversation
 from larder_bench.measures.base import Measure
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.results.rows import EXHIBITS_KEY, Row

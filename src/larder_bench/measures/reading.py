@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.session.prefill import build_caches
 from larder_bench.measures.base import Measure
 from larder_bench.measures.decode import sized_policy

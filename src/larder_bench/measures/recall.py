@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.following import PageSelection
 from larder.cache.forms.tiered import TieredLayer
+from larder.cache.offload.page_fetch import PageSelection
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, UsageError
 from larder.core.types import Mode

@@ -3,8 +3,8 @@
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.2, eq. 8 and 9, figures 4a
 and 9. The text of the task is read twice, with everything before a token and with what block-wise
-eviction would leave, and keys are compared (`larder.models.sensitivity`). No policy changes it, so
-it is measured under the full cache alone.
+eviction would leave, and keys are compared (`larder.models.measurements.sensitivity`). No policy
+changes it, so it is measured under the full cache alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.errors import BadParameter, UsageError
-from larder.models.sensitivity import SensitivityProfile, layer_similarities
+from larder.models.measurements.sensitivity import SensitivityProfile, layer_similarities
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.studies.cells import Cell

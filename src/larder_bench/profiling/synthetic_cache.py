@@ -22,7 +22,7 @@ from larder.models.calibration import MEASUREMENTS
 from larder.models.decoder import Decoder
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.storage.exact import Exact
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.session.capacity import entries_per_head
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.needs import Need
+from larder.core.observation import Need
 from larder.core.spec import LayerSpec
 from larder.core.types import Mode
 from larder.models.decoder import Decoder

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from larder.store.candidates import Candidate
-from larder.store.eviction.base import EvictionPolicy, SupersededOrder
+from larder.store.eviction.base import Candidate, EvictionPolicy, SupersededOrder
 
 
 def leaving(

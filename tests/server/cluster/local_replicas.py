@@ -9,9 +9,15 @@ from typing import Any
 
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
-from larder.server.cluster.frames import ErrorFrame, Frame, ResultFrame, TextFrame
-from larder.server.cluster.replica import Replica
-from larder.server.cluster.replica_set import ReplicaLost, ReplicaSet
+from larder.server.cluster.replica import (
+    ErrorFrame,
+    Frame,
+    Replica,
+    ReplicaLost,
+    ReplicaSet,
+    ResultFrame,
+    TextFrame,
+)
 from larder.server.engine_client import EngineClient
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence.leases import LeasedSessionPersistence

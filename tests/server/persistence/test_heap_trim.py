@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.server.persistence import heap_trim
-from larder.server.persistence.heap_trim import trim_heap
+from larder.server.persistence import sweeper
+from larder.server.persistence.sweeper import trim_heap
 
 MIB = 1 << 20
 
@@ -31,5 +31,5 @@ def test_what_lies_free_between_what_is_used_goes_back() -> None:
 
 
 def test_where_there_is_no_such_thing_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap_trim, "_malloc_trim", lambda: None)
+    monkeypatch.setattr(sweeper, "_malloc_trim", lambda: None)
     assert not trim_heap()

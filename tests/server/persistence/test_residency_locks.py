@@ -10,7 +10,7 @@ import pytest
 
 from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.residency_locks import ResidencyLocks
+from larder.server.persistence.restore import ResidencyLocks
 from server_core import told
 from server_engine_clients import ask, flip, hub_in
 

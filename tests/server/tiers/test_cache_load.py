@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("unflushed", "loads")
 
 # How a session is held, and what cannot be done with its caches when they come back.
 HELD = {
-    "full": ({"policy": "full"}, "larder.server.tiers.cache_writer.park"),
-    "epicache": (asked("epicache"), "larder.server.tiers.cache_writer.reopen"),
+    "full": ({"policy": "full"}, "larder.server.tiers.disk.park"),
+    "epicache": (asked("epicache"), "larder.server.tiers.disk.reopen"),
 }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from larder.core.conversation import Conversation, Message, PromptLayout
-from larder.session.episodes.history_turns import history_turns
-from larder.session.episodes.segments import cut_segments
+from larder.session.episodes.segments import cut_segments, history_turns
 from larder.session.files.dialogue import DialogueSession, Utterance, messages
 
 

@@ -15,7 +15,7 @@ from larder.core.errors import UsageError
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.session.arrangements.episodes import Episodes
 from larder.session.arrangements.single import Single
-from larder.session.budget_resolution import resolve_budget_without_context
+from larder.session.capacity import resolve_budget_without_context
 from larder.session.embedders.base import Embedder
 from larder.session.episodes.matching import MatchRule
 from larder.session.episodes.routing import Episode, NearestEpisodeRouter

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import BadParameter
-from larder.session.episodes.segments import MessageSpan, Segment, SegmentUnit, cut_segments
-from larder.session.episodes.sentences import LONG_CHARACTERS, SHORT_CHARACTERS, sentences
+from larder.session.episodes.segments import (
+    LONG_CHARACTERS,
+    SHORT_CHARACTERS,
+    MessageSpan,
+    Segment,
+    SegmentUnit,
+    cut_segments,
+    sentences,
+)
 from larder.session.files import read_conversation
 from references.session.segments import slow_utterances, slow_words
 from references.session.sentences import slow_sentences

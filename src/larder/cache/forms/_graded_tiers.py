@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Bool, Float, Int8, Int64
+from jaxtyping import Bool, Float, Int8, Int32, Int64
 from torch import Tensor
 
-from larder.cache.deferred import KVField, LazyEntries
 from larder.cache.entry_merging import MergedEntries, merge_by_place, no_merges
-from larder.cache.places import TierOrder
 from larder.cache.quantized_tier import EncodingBatch, QuantizedTier, concat_tiers, encode_tier
 from larder.cache.row_updates import InsertedEntries
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.ops.marking import is_in_sorted, sorted_places
-from larder.ops.packing import storage_rows
+from larder.core.types import empty_tensor
+from larder.ops.packing import is_in_sorted, sorted_places, storage_rows
 
 CODING_CHUNK = 1 << 12  # entries turned back into numbers, or encoded, at once
 NO_WEIGHTS = torch.empty(0, 0)
@@ -259,3 +258,114 @@ def _group_sizes(heads: Int64[Tensor, " N"], group: int) -> Int64[Tensor, " G"]:
     for count in torch.bincount(heads).tolist():
         sizes += [group] * (count // group) + [count % group] * (count % group > 0)
     return torch.tensor(sizes, dtype=torch.int64)
+
+
+HEAD_STRIDE = 1 << 32
+
+
+@dataclass(frozen=True)
+class TierOrder:
+    """All entries, by place.
+
+    Args:
+        heads, positions, grades: of the entry at each place.
+        order: the place of each packed entry.
+        starts: the first place of each tier, the finest first.
+    """
+
+    heads: Int64[Tensor, " T"]
+    positions: Int64[Tensor, " T"]
+    grades: Int8[Tensor, " T"]
+    order: Int64[Tensor, " T"]
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(finest: Entries, tiers: Sequence[QuantizedTier]) -> TierOrder:
+        """Count the entries of the finest tier, then those of the others."""
+        kv_heads = torch.arange(len(finest.lengths))
+        owners = torch.repeat_interleave(kv_heads, torch.tensor(finest.lengths))
+        heads = torch.cat([owners, *(tier.rows.heads() for tier in tiers)])
+        positions = [finest.packed_positions(), *(tier.positions for tier in tiers)]
+        packed = torch.cat([part.cpu().long() for part in positions])
+        sizes = torch.tensor([len(part) for part in positions])
+        grades = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int8), sizes)
+        order = (heads * HEAD_STRIDE + packed).argsort()
+        starts = (sizes.cumsum(0) - sizes).tolist()
+        return TierOrder(heads, packed, grades, order, tuple(starts))
+
+    def rows(self, grade: int, places: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
+        """Rows of a tier that lie at places of its own."""
+        return places - self.starts[grade]
+
+    def sorted(self, places: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
+        """Places in the order of the packed entries."""
+        ranks = torch.empty_like(self.order)
+        ranks[self.order] = torch.arange(len(self.order))
+        return places[ranks[places].argsort()]
+
+
+class KVField(Enum):
+    """Which numbers of an entry, by the name that `Entries` has for them."""
+
+    KEYS = "keys"
+    VALUES = "values"
+
+
+KV_FIELDS = {side.value: side for side in KVField}
+
+
+class LazyEntries(Entries):
+    """A copy of what a layer holds, whose keys and values are made when first asked for.
+
+    Positions, columns and grades are there at once: many policies look at nothing else. As views
+    are, it is valid until the layer changes.
+    """
+
+    _like: Tensor
+    _made: Callable[[KVField], Tensor]
+
+    @staticmethod
+    def of(
+        like: Float[Tensor, "0 D"],
+        made: Callable[[KVField], Tensor],
+        positions: Int32[Tensor, " T"],
+        lengths: tuple[int, ...],
+        columns: Mapping[str, Float[Tensor, " T"]],
+        scalars: Mapping[str, Float[Tensor, " K"]],
+        grades: Int8[Tensor, " T"],
+    ) -> LazyEntries:
+        """Packed entries, head by head.
+
+        Args:
+            made: all keys, or all values.
+        """
+        entries = object.__new__(
+            LazyEntries
+        )  # without keys and values, which would be made at once
+        vars(entries).update(
+            _like=like,
+            _made=made,
+            positions=positions,
+            starts=tuple(sum(lengths[:head]) for head in range(len(lengths))),
+            lengths=lengths,
+            columns=columns,
+            scalars=scalars,
+            places=empty_tensor(torch.int32, 0),
+            grades=grades,
+        )
+        return entries
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in KV_FIELDS:
+            raise AttributeError(name)
+        vars(self)[name] = self._made(KV_FIELDS[name])
+        return vars(self)[name]
+
+    @property
+    def like(self) -> Float[Tensor, "0 D"]:
+        return self._like
+
+    def remembering(self, columns: Mapping[str, Float[Tensor, " T"]]) -> LazyEntries:
+        entries = object.__new__(LazyEntries)
+        vars(entries).update(vars(self), columns={**self.columns, **columns})
+        return entries

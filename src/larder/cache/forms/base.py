@@ -14,8 +14,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import causal_attention
-from larder.ops.merging import merge_attention
+from larder.ops.attention import causal_attention, merge_attention
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 

@@ -24,14 +24,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.following import PageSelection
 from larder.cache.forms.base import AttentionState
 from larder.cache.forms.tiered import TieredLayer
+from larder.cache.offload.page_fetch import PageSelection
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.core.types import AppendKind, Keys, Positions, Queries, Values
-from larder.ops.attention import ragged_attention
-from larder.ops.merging import merge_attention
+from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import starts_of
 
 SET_STRIDE = 1 << 40  # a set's entries are its own: numbers are far below

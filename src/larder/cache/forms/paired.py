@@ -23,17 +23,23 @@ from torch import Tensor
 from larder.cache.entry_columns import check_columns
 from larder.cache.entry_merging import MergedEntries, merge_by_place, no_merges
 from larder.cache.forms._composite import CompositeLayer
-from larder.cache.forms._shared_entries import LOWER, UPPER, SharedEntries
+from larder.cache.forms._shared_entries import (
+    LOWER,
+    UPPER,
+    LayerPair,
+    PairedOrder,
+    PlanApplier,
+    SharedEntries,
+    SharingRequest,
+)
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.pairs import LayerPair, PairedOrder, PlanApplier, SharingRequest
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.validation import check_grades, check_kept
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
-from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerPairing, LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.packing import starts_of, storage_rows
 

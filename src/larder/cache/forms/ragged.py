@@ -16,22 +16,18 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.changes import PlanWrites
 from larder.cache.entry_columns import EntryColumns
 from larder.cache.entry_merging import MergedEntries, merge_entries, no_merges
 from larder.cache.forms.base import AttentionState, CacheLayer
-from larder.cache.laying import relocate_rows
-from larder.cache.row_updates import InsertedEntries, insert_entries
+from larder.cache.row_updates import InsertedEntries, PlanWrites, insert_entries, relocate_rows
 from larder.cache.validation import check_counts, check_kept, check_single_precision
 from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.nothing import empty_tensor
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
-from larder.ops.marking import sorted_places
-from larder.ops.packing import packed_rows, starts_of, storage_rows
+from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
 from larder.ops.removal import move_rows, plan_removal, remove_rows
 
 MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may wander through its region

@@ -18,19 +18,17 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.fronted import RecoverableLayer
 from larder.cache.offload.slow_tier import rejected_entries
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
-from larder.core.rebuilding import RecomputeSpec
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, RecomputeSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import ragged_attention
-from larder.ops.merging import merge_attention
+from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
 
 BLOCK_TOKENS = 512  # rebuilt at once

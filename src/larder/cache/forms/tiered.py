@@ -21,21 +21,27 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from larder.cache.following import EntryNumberCheck, PageSelection
+from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.fronted import RecoverableLayer
-from larder.cache.learned import SharedIndex
 from larder.cache.offload.host_memory import HostMemoryBudget, HostMemoryUser
-from larder.cache.offload.page_fetch import PageFetcher, RecallAttention
+from larder.cache.offload.page_fetch import (
+    EntryNumberCheck,
+    PageFetcher,
+    PageSelection,
+    RecallAttention,
+    SharedIndex,
+)
 from larder.cache.offload.quantized_slow_tier import create_slow_tier
-from larder.cache.offload.slow_tier import OffloadBatch, SlowTier, rejected_entries
-from larder.cache.parking import (
+from larder.cache.offload.slow_tier import (
     INDEX,
     OBSERVED,
     PARKING,
     SLOW,
+    OffloadBatch,
+    SlowTier,
     offload_spec_tensor,
+    rejected_entries,
     saved_offload_spec,
     with_prefix,
 )
@@ -46,7 +52,7 @@ from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec, PrefillRecall
 from larder.core.spec import LayerSpec
 from larder.core.types import AppendKind, Keys, Positions, Queries, Values
-from larder.ops.merging import merge_attention
+from larder.ops.attention import merge_attention
 
 
 class TieredLayer(RecoverableLayer, HostMemoryUser):

@@ -7,19 +7,25 @@ then; whoever asks waits for it first. If it fails, pages are found as if nobody
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.cache.following import PageSelection
 from larder.cache.forms.base import AttentionState
-from larder.cache.learned import SharedIndex
-from larder.cache.offload.page_pool import PagePool
-from larder.cache.recalling import attend_estimate, attend_mean
+from larder.cache.offload.page_pool import PagePool, attend_estimate, attend_mean
 from larder.core.observation import Entries
-from larder.core.recall import FetchMode, RecallPart, RecallResult, SearchMode
+from larder.core.recall import (
+    SAMPLE_ENTRIES,
+    FetchMode,
+    RecallIndex,
+    RecallPart,
+    RecallResult,
+    SearchMode,
+)
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.search import interleaved
@@ -229,3 +235,123 @@ def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) 
     """Pages of a choice, and how many of them another one has as well."""
     pairs = [({*a} - {-1}, {*b}) for a, b in zip(own.tolist(), ahead.tolist(), strict=True)]
     return sum(len(a) for a, _ in pairs), sum(len(a & b) for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class PageSelection:
+    """Pages that were chosen for a step.
+
+    Args:
+        pages: a row per set, -1 behind the last.
+        numbers: of the entries of each page, -1 behind the last.
+        lengths: entries of each kv head that there were to choose from.
+    """
+
+    pages: Int64[Tensor, "N P"]
+    versions: Int64[Tensor, "N P"]
+    numbers: Int64[Tensor, "N P S"]
+    lengths: tuple[int, ...]
+
+
+class EntryNumberCheck:
+    """Whether the entries of a slow tier have the numbers that they have in another one.
+
+    Each is looked at once: what has a number keeps it.
+    """
+
+    def __init__(self, heads: int) -> None:
+        self._alike: tuple[int, ...] | None = (0,) * heads  # of each head; None for different
+
+    def agrees(self, own: Entries, other: Entries) -> bool:
+        """Whether all of `own` are the first of `other`, head by head."""
+        if self._alike is None:
+            return False
+        ends = zip(self._alike, own.lengths, strict=True)
+        for head, (seen, now) in enumerate(ends):
+            left, right = own.head_positions(head), other.head_positions(head)
+            if not torch.equal(left[seen:now], right[seen:now]):
+                self._alike = None
+                return False
+        self._alike = own.lengths
+        return True
+
+
+class SharedIndex:
+    """An index, and how many entries of each head it knows.
+
+    Args:
+        index: one that knows `known` entries of each head; an empty one by default.
+    """
+
+    def __init__(
+        self,
+        recall: RecallPart,
+        layer: LayerSpec,
+        index: RecallIndex | None = None,
+        known: tuple[int, ...] = (),
+    ) -> None:
+        self._recall, self._layer = recall, layer
+        self.index = recall.index(layer) if index is None else index
+        self.known = known or (0,) * layer.kv_heads
+        self._each = 0.0  # bytes of the index for an entry, about; 0 where nobody has asked
+        self._sharers: WeakSet[SharedIndex] = WeakSet([self])
+
+    def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
+        """Have it take in what came since it last looked; broken off, it knows nothing at all."""
+        if self.known == entries.lengths:
+            return
+        if self._is_shared:
+            self._own(self._copied())
+        try:
+            self.index.add(entries, observed)
+        except BaseException:  # it may know half of them
+            self._own(self._recall.index(self._layer))
+            self.known = (0,) * self._layer.kv_heads
+            raise
+        self.known = entries.lengths
+
+    def fork(self) -> SharedIndex:
+        """One that answers alike and goes its own way."""
+        is_steady = self.index.is_steady
+        index = self.index if is_steady else self._copied()
+        copy = SharedIndex(self._recall, self._layer, index, self.known)
+        if is_steady:
+            self._sharers.add(copy)
+            copy._sharers = self._sharers
+        return copy
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the index knows anything."""
+        return any(self.known)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.index.tensors())
+
+    def foreseen_nbytes(self, entries: int) -> int:
+        """About what the index will have grown by when it knows so many entries of all heads."""
+        known = sum(self.known)
+        if known < SAMPLE_ENTRIES * len(self.known):
+            self._each = self._each or self._recall.entry_bytes(self._layer)
+            return max(0, int(self._each * entries) - self.nbytes)
+        return self.nbytes * max(0, entries - known) // known
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the index where others hold it as well."""
+        return self.nbytes if self._is_shared else 0
+
+    @property
+    def _is_shared(self) -> bool:
+        return len(self._sharers) > 1
+
+    def _copied(self) -> RecallIndex:
+        return self._recall.adopt(self._layer, self.index.state())
+
+    def _own(self, index: RecallIndex) -> None:
+        self._sharers.discard(self)
+        self.index, sharers = index, WeakSet[SharedIndex]()
+        sharers.add(self)
+        self._sharers = sharers

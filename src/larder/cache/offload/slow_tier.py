@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
@@ -21,10 +23,11 @@ from torch import Tensor
 
 from larder.cache.forms.base import AttentionState
 from larder.cache.offload.host_memory import HostMemoryBudget
-from larder.cache.owners import StorageOwners
-from larder.cache.recalling import attend_all
+from larder.cache.offload.page_pool import attend_all
+from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
+from larder.core.recall import OffloadSpec
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Queries
 from larder.ops.packing import heads_of_packed, packed_rows, starts_of, storage_rows
@@ -254,3 +257,68 @@ class SlowTier:
 
     def _fresh(self, held: Tensor, total: int) -> Tensor:
         return torch.empty(total, *held.shape[1:], dtype=held.dtype, pin_memory=self._is_pinned)
+
+
+Lengths = tuple[int, ...]
+
+
+class StorageOwners:
+    """Of one storage. Safe from several threads at once; who is gone owns nothing."""
+
+    def __init__(self, first: object, lengths: Lengths) -> None:
+        self._lock = Lock()
+        self._lengths: WeakKeyDictionary[object, Lengths] = WeakKeyDictionary({first: lengths})
+
+    def join(self, owner: object, lengths: Lengths) -> None:
+        """One more uses the storage, up to so many entries of each head."""
+        with self._lock:
+            self._lengths[owner] = lengths
+
+    def leave(self, owner: object) -> None:
+        """One uses it no more."""
+        with self._lock:
+            self._lengths.pop(owner, None)
+
+    def claim(self, owner: object, lengths: Lengths) -> bool:
+        """Have the rows up to `lengths` be this one's alone; False where somebody else has any."""
+        with self._lock:
+            own = self._lengths[owner]
+            others = [each for other, each in self._lengths.items() if other is not owner]
+            grows = [head for head, length in enumerate(lengths) if length > own[head]]
+            if any(each[head] > own[head] for each in others for head in grows):
+                return False
+            self._lengths[owner] = tuple(map(max, own, lengths))
+            return True
+
+    @property
+    def are_several(self) -> bool:
+        """Whether anybody shares the storage."""
+        return len(self._lengths) > 1
+
+
+SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # names in a state
+
+
+def offload_spec_tensor(parking: OffloadSpec) -> Tensor:
+    """Where entries go and how they are found again, as a tensor."""
+    return torch.tensor(list(parking.told().encode()), dtype=torch.uint8)
+
+
+def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> OffloadSpec:
+    """What `offload_spec_tensor` told of a layer.
+
+    Raises:
+        CacheError: another store was saved.
+    """
+    told = state.get(PARKING)
+    if told is None:
+        raise CacheError(
+            f"Layer {layer.index} of the saved cache parked nothing, but its description says so: "
+            "build the cache again."
+        )
+    return OffloadSpec.of(bytes(told.cpu().tolist()).decode())
+
+
+def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those tensors whose names begin so, by the rest of their names."""
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

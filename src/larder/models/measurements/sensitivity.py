@@ -7,11 +7,140 @@ measured stands in `larder.models.sensitivity`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.types import Keys, Queries, Values
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Granularity, Measurement, SampleText
-from larder.models.sensitivity import SensitivityProfile, layer_similarities
+from larder.ops.attention import reference_masked
+
+CHUNK_TOKENS = 256  # queries whose attention is worked out at once
+
+# From the numbers of some tokens and of those before them to what each sees: [Q, S].
+MaskFunction = Callable[[Int[Tensor, " Q"], Int[Tensor, " S"]], Bool[Tensor, "Q S"]]
+
+
+@dataclass(frozen=True)
+class SensitivityProfile:
+    """The text length and the mask that sensitivity is measured with.
+
+    The paper reads 16384 tokens in blocks of 4096; the defaults are a quarter of that, in the same
+    proportions, so that a laptop measures a model in seconds to minutes.
+
+    Args:
+        tokens: N, length of the text.
+        sinks: first tokens that every later token sees.
+        block: a token sees its own block, up to itself.
+        overlap: share of the block before that it sees as well, its last part.
+    """
+
+    tokens: int = 4096
+    sinks: int = 32
+    block: int = 1024
+    overlap: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2 or self.block < 1 or self.sinks < 0 or not 0 <= self.overlap <= 1:
+            raise BadParameter(
+                f"profile needs tokens >= 2, block >= 1, sinks >= 0 and overlap in [0, 1], got "
+                f"{self}."
+            )
+
+
+def block_mask(
+    profile: SensitivityProfile, rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]
+) -> Bool[Tensor, "Q S"]:
+    """Which tokens each of some tokens sees while block-wise eviction is imitated."""
+    reach = int(profile.block * profile.overlap)
+    first = (rows[:, None] // profile.block) * profile.block - reach
+    return causal_mask(rows, columns) & ((columns < profile.sinks) | (columns >= first))
+
+
+def causal_mask(rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]) -> Bool[Tensor, "Q S"]:
+    """Which tokens each of some tokens sees where nothing is hidden."""
+    return columns <= rows[:, None]
+
+
+@torch.no_grad()
+def layer_similarities(
+    decoder: Decoder, ids: tuple[int, ...], profile: SensitivityProfile
+) -> tuple[float, ...]:
+    """Sigma of every managed layer: mean cosine of its keys with and without the mask.
+
+    The first pass leaves the keys of all managed layers, of this text alone; the second compares
+    layer by layer. Attention goes by chunks of queries.
+
+    Raises:
+        BadParameter: the text is shorter than the profile asks for.
+    """
+    if len(ids) < profile.tokens:
+        raise BadParameter(f"The profile reads {profile.tokens} tokens, but got {len(ids)}.")
+    text = torch.tensor([ids[: profile.tokens]], device=decoder.spec.device)
+    keys: dict[int, Keys] = {}
+    similarities: dict[int, float] = {}
+
+    def keep(layer: int, own: Keys) -> None:
+        keys[layer] = own
+
+    def compare(layer: int, own: Keys) -> None:
+        plain = keys.pop(layer)
+        similarities[layer] = float(F.cosine_similarity(plain.float(), own.float(), dim=-1).mean())
+
+    managed = [layer.index for layer in decoder.spec.managed]
+    passes = (
+        _MaskedAttention(causal_mask, managed, keep),
+        _MaskedAttention(partial(block_mask, profile), managed, compare),
+    )
+    for layers in passes:
+        decoder.body(
+            input_ids=text,
+            position_ids=torch.arange(profile.tokens, device=text.device)[None],
+            use_cache=False,
+            larder=layers,
+        )
+    return tuple(similarities[index] for index in managed)
+
+
+class _MaskedAttention:
+    """Answers for every layer with attention under one mask, and shows the keys of some."""
+
+    def __init__(
+        self, mask: MaskFunction, shown: Collection[int], show: Callable[[int, Keys], None]
+    ) -> None:
+        self._mask = mask
+        self._shown = shown
+        self._show = show
+
+    def attend(
+        self,
+        layer: int,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Queries:
+        if layer in self._shown:
+            self._show(layer, keys)
+        parts: list[Tensor] = []
+        places = torch.arange(keys.shape[1], device=keys.device)
+        for rows in places.split(CHUNK_TOKENS):
+            columns = places[: len(rows) + int(rows[0])]  # no later one is seen
+            mask = self._mask(rows, columns)
+            if sliding_window is not None:
+                mask = mask & (columns > rows[:, None] - sliding_window)
+            own = (keys[:, : len(columns)], values[:, : len(columns)])
+            out, _ = reference_masked(queries[:, rows], *own, scaling, mask)
+            parts.append(out.to(queries.dtype))
+        return torch.cat(parts, dim=1)
 
 
 @dataclass(frozen=True)

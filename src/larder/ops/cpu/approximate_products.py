@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_threads_for
@@ -38,4 +38,25 @@ def channel_products(
         weights.float().contiguous().numpy(),
         sums,
     )
+    return torch.from_numpy(sums)
+
+
+def supports_codes(codes: Tensor) -> bool:
+    """Whether the kernel takes this call: contiguous CPU storage."""
+    return codes.device.type == "cpu" and codes.is_contiguous()
+
+
+def pq_products(
+    tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
+) -> Float[Tensor, "K R S"]:
+    """Safe from several threads at once."""
+    from larder.ops.cpu import (
+        approximate_products_kernels as kernels,  # compiles: not before it is needed
+    )
+
+    heads, group, parts, _ = tables.shape
+    sums = np.empty((heads, group, length), np.float32)
+    threads = num_threads_for(heads * group * parts * length)
+    look_up = kernels.sum_codes_parallel if threads > 1 else kernels.sum_codes
+    look_up(tables.float().contiguous().numpy(), codes.numpy(), sums)
     return torch.from_numpy(sums)

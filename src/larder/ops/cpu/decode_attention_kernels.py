@@ -12,8 +12,7 @@ from typing import Any
 
 import numba
 import numpy as np
-
-from larder.ops.cpu.stored_kernels import ROWS, load_rows
+from numba.extending import overload
 
 FASTMATH_FLAGS = frozenset(
     {"reassoc", "contract", "nsz", "arcp"}
@@ -257,3 +256,57 @@ def attend_in_parallel(queries, keys, values, biases, logits, starts, lengths, s
         case = queries, keys, values, biases, logits, starts, lengths, scaling, bounds
         attend_span(*case, np.int64(s), peaks, masses, outs)  # unsigned, it is compiled again
     return merge_splits(lengths, bounds, peaks, masses, outs)
+
+
+ROWS = 32  # entries per block: 32 float32 rows of 128 fill half of a 32 KiB first-level cache
+
+
+def load_rows(stored, first, count, scratch):
+    """Stored rows [first, first + count) as ROWS rows of float32; those past `count` are zero."""
+    raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
+
+
+@overload(load_rows)
+def _float_rows_by_dtype(stored, first, count, scratch):
+    return load_float32_rows if stored.dtype == numba.float32 else load_bfloat16_rows
+
+
+def load_float32_rows(stored, first, count, scratch):
+    """Whole blocks are read where they lie."""
+    if count == ROWS:
+        return stored[first : first + ROWS]
+    for b in range(count):
+        for d in range(stored.shape[1]):
+            scratch[b, d] = stored[first + b, d]
+    scratch[count:] = 0.0
+    return scratch
+
+
+def load_bfloat16_rows(stored, first, count, scratch):
+    """A bfloat16 is the upper half of a float32."""
+    bits = scratch.view(np.uint32)
+    for b in range(count):
+        for d in range(stored.shape[1]):
+            bits[b, d] = np.uint32(stored[first + b, d]) << np.uint32(16)
+    scratch[count:] = 0.0
+    return scratch
+
+
+def load_row(stored, row, scratch):
+    """One stored row as float32."""
+    raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
+
+
+@overload(load_row)
+def _float_row_by_dtype(stored, row, scratch):
+    if stored.dtype == numba.float32:
+        return lambda stored, row, scratch: stored[row]
+    return load_bfloat16_row
+
+
+def load_bfloat16_row(stored, row, scratch):
+    """As `load_bfloat16_rows`, of a single row."""
+    bits = scratch.view(np.uint32)
+    for d in range(stored.shape[1]):
+        bits[d] = np.uint32(stored[row, d]) << np.uint32(16)
+    return scratch

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from larder.ops.cpu.decode_attention_kernels import njit_exact
-from larder.ops.cpu.stored_kernels import load_row
+from larder.ops.cpu.decode_attention_kernels import load_row, njit_exact
 
 
 @njit_exact

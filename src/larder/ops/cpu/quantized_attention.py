@@ -23,7 +23,7 @@ from torch import Tensor
 
 from larder.core.codec import ScaleGranularity
 from larder.ops.cpu.decode_attention import MAX_QUERY_ROWS, bias_array, num_threads_for, query_rows
-from larder.ops.rounded import QuantizedRows
+from larder.ops.quantization import QuantizedRows
 
 
 def supports(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 MAX_SCORES = 1 << 17  # from there on torch's threads are faster together
@@ -26,3 +27,32 @@ def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     marks = torch.empty(scores.shape, dtype=torch.bool)
     kernels.mark_highest(scores.detach().contiguous().numpy(), count, marks.numpy())
     return marks
+
+
+MAX_REJECTED = 4  # per kv head; from there on a selection over all is faster
+
+
+def supports_per_head(scores: Tensor, lengths: tuple[int, ...], count: int) -> bool:
+    """Whether the kernel takes this call: float32 in host memory, and few that go."""
+    return (
+        scores.device.type == "cpu"
+        and scores.dtype is torch.float32
+        and 0 <= count
+        and max(lengths, default=0) - count <= MAX_REJECTED
+    )
+
+
+def top_per_head(
+    scores: Float[Tensor, " T"],
+    lengths: tuple[int, ...],
+    count: int,
+    spared: Bool[Tensor, " T"] | None = None,
+) -> Int64[Tensor, " N"]:
+    """Safe from several threads at once."""
+    from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
+
+    kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)
+    numbers = scores.detach().contiguous().numpy()
+    marks = np.empty(0, np.bool_) if spared is None else spared.contiguous().numpy()
+    kernels.keep_highest(numbers, marks, np.array(lengths, np.int64), count, kept.numpy())
+    return kept

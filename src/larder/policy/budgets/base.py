@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
-from larder.core.needs import Need
-from larder.core.observation import Calibration, LayerScores, Observation
+from larder.core.observation import Calibration, LayerScores, Need, Observation
 from larder.core.plan import Plan
+from larder.core.spelling import name_of
 from larder.core.types import Packed
 
 
@@ -111,3 +112,28 @@ def check_size(name: str, tokens: int | None, kept: float | None) -> None:
         raise BadParameter(f"{name}.tokens must be at least 1, got {tokens}.")
     if kept is not None and not 0 < kept <= 1:
         raise BadParameter(f"{name}.kept must be a fraction in (0, 1], got {kept}.")
+
+
+@dataclass(frozen=True)
+class CrossLayerBudget(Budget):
+    """Layers share one pool of entries and wait for the last of them."""
+
+    tokens: int | None = None
+    kept: float | None = None
+
+    def __post_init__(self) -> None:
+        check_size(name_of(type(self)), self.tokens, self.kept)
+
+    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+        return exceeds_total(held, allowed)
+
+    def choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
+        return {} if len(ready) < len(quotas) else self._choose(dict(sorted(ready.items())), quotas)
+
+    @abstractmethod
+    def _choose(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
+        """Plans for all layers, which come in order of their indices."""

@@ -30,6 +30,7 @@ from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.ops.apportion import apportion
 from larder.policy.aggregation.mean_variance import MeanVariance
+from larder.policy.attention_reduction import check_taus, gather_last_queries, sum_statistics
 from larder.policy.budgets._selection import (
     SHARE,
     entries_from_share,
@@ -38,7 +39,6 @@ from larder.policy.budgets._selection import (
     with_share,
 )
 from larder.policy.budgets.base import Budget, check_size, exceeds_total
-from larder.policy.preference import check_taus, gather_last_queries, sum_statistics
 
 MOMENTS = MeanVariance()
 

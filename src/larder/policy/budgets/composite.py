@@ -23,8 +23,8 @@ from torch import Tensor
 
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.policy.budgets._joint import CrossLayerBudget
 from larder.policy.budgets._selection import top_k_per_head
+from larder.policy.budgets.base import CrossLayerBudget
 
 
 @dataclass(frozen=True)

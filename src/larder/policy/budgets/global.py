@@ -15,7 +15,7 @@ import torch
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
-from larder.policy.budgets._joint import CrossLayerBudget
+from larder.policy.budgets.base import CrossLayerBudget
 
 
 @dataclass(frozen=True)

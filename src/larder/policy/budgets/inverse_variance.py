@@ -42,12 +42,12 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
-from larder.core.needs import Need
-from larder.core.observation import LayerScores, Observation, Phase
+from larder.core.observation import LayerScores, Need, Observation, Phase
 from larder.core.plan import Plan
 from larder.core.types import Packed, Variant
 from larder.ops.apportion import apportion
 from larder.policy.aggregation.sum import Sum
+from larder.policy.attention_reduction import gather_last_queries
 from larder.policy.budgets._selection import (
     SHARE,
     entries_from_share,
@@ -56,7 +56,6 @@ from larder.policy.budgets._selection import (
     with_share,
 )
 from larder.policy.budgets.base import Budget, check_size, exceeds_total
-from larder.policy.preference import gather_last_queries
 
 FLOOR_TOKENS, FLOOR_SHARE = 16, 0.01
 SINKS = 4  # first tokens that the variance is taken without, as many as the paper always keeps

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.policy.budgets._joint import CrossLayerBudget
 from larder.policy.budgets._selection import shift_non_negative, top_k_total
+from larder.policy.budgets.base import CrossLayerBudget
 
 SAFE = -1.0  # before every coverage
 

@@ -12,8 +12,7 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed, PackedMask
-from larder.ops.marking import mask_of, unmasked_indices
-from larder.ops.packing import heads_of_packed, storage_rows
+from larder.ops.packing import heads_of_packed, mask_of, storage_rows, unmasked_indices
 
 Indices = Int64[Tensor, " _"]
 

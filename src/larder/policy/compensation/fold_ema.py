@@ -46,8 +46,8 @@ from larder.ops.entry_merging import (
     update_ema,
     updated_means,
 )
-from larder.ops.marking import unmasked_indices
-from larder.ops.nearest import nearest_rows
+from larder.ops.packing import unmasked_indices
+from larder.ops.search import nearest_rows
 from larder.policy.compensation._merging import heads_of, kept_mask
 from larder.policy.compensation.base import Compensation
 

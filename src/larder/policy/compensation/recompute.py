@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
-from larder.core.rebuilding import RecomputeSource, RecomputeSpec
+from larder.core.spec import RecomputeSource, RecomputeSpec
 from larder.policy.compensation.base import Compensation
 
 

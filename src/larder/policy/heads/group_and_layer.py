@@ -17,8 +17,7 @@ from torch import Tensor
 
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
-from larder.policy.heads._positions import mean_by_position, places_of
-from larder.policy.heads.base import HeadRule
+from larder.policy.heads.base import HeadRule, mean_by_position, places_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.policy.heads._groups import GroupRule
+from larder.policy.heads.base import GroupRule
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
-from larder.ops.layer_means import layer_mean
-from larder.policy.heads._positions import mean_by_position, places_of
-from larder.policy.heads.base import HeadRule
+from larder.ops.moments import layer_mean
+from larder.policy.heads.base import HeadRule, mean_by_position, places_of
 
 
 @dataclass(frozen=True)

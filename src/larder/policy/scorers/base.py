@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.ledger import Ledger
-from larder.core.needs import Need
-from larder.core.observation import Observation, Prompts, ScratchPrompt
-from larder.core.types import Packed
-from larder.policy.attention_reduction import AttentionReduction
-from larder.policy.ends import ProtectedTokens
+from larder.core.observation import Entries, Need, Observation, Prompts, ScratchPrompt
+from larder.core.types import Packed, PackedMask
+from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
+from larder.policy.protect import ProtectedTokens
 
 
 class Scorer(ABC):
@@ -87,3 +91,85 @@ class Scorer(ABC):
     def wanted(self) -> frozenset[str]:
         """Names of the prompts that this scorer, with these parameters, will look up."""
         return self.prompts
+
+
+class AttentionScorer(Scorer):
+    """A scorer by attention: it says which queries look, and what it makes of their weights.
+
+    How queries and heads are joined is the policy's word (slots `aggregation` and `heads`); left
+    out, it is the paper's.
+    """
+
+    @abstractmethod
+    def published(self) -> tuple[str, str]:
+        """Names of the aggregation and of the head rule that its paper takes."""
+
+    @abstractmethod
+    def look(self, seen: Observation) -> ObservationWindow:
+        """The queries that vote, and the entries that they vote on."""
+
+    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+        """Scores of all entries from the joined weights of those looked at; end to end here."""
+        del seen
+        return torch.cat(heads)
+
+    def score(self, seen: Observation) -> Packed:
+        return self.judge(seen, self._own_joining)
+
+    def judge(self, seen: Observation, joining: AttentionReduction) -> Packed:
+        return self.finish(seen, joining.join(self.look(seen), seen))
+
+    def weights(self, seen: Observation) -> Packed:
+        return torch.cat(self._plain_joining.join(self.look(seen), seen))
+
+    @cached_property
+    def _plain_joining(self) -> AttentionReduction:
+        return AttentionReduction.named("mean", "group_mean")
+
+    @cached_property
+    def _own_joining(self) -> AttentionReduction:
+        return AttentionReduction.named(*self.published())
+
+
+def with_pass_keys(seen: Observation, entries: Entries) -> Entries:
+    """Entries with the pass's own tokens behind those of every head, as plain attention sees them.
+
+    Their values are zeros, and nothing is remembered of them: each stands for itself.
+    """
+    heads = range(seen.layer.kv_heads)
+    own = list(torch.unbind(seen.keys.to(entries.keys.dtype)))
+    ahead = seen.query_positions.to(entries.positions.dtype)
+    fresh = torch.zeros(len(ahead), device=ahead.device)
+    return _packed_entries(
+        [torch.cat([entries.head_keys(h), own[h]]) for h in heads],
+        [torch.cat([entries.head_positions(h), ahead]) for h in heads],
+        {
+            name: [torch.cat([column[entries.rows(h)], fresh]) for h in heads]
+            for name, column in entries.columns.items()
+        },
+    )
+
+
+def select_keys(seen: Observation, marked: PackedMask) -> Entries:
+    """The entries that a packed mask marks; their values are zeros."""
+    marks = torch.split(marked, list(seen.entries.lengths))
+    heads = range(seen.layer.kv_heads)
+    return _packed_entries(
+        [seen.entries.head_keys(h)[marks[h]] for h in heads],
+        [seen.entries.head_positions(h)[marks[h]] for h in heads],
+        {
+            name: [column[seen.entries.rows(h)][marks[h]] for h in heads]
+            for name, column in seen.entries.columns.items()
+        },
+    )
+
+
+def _packed_entries(
+    keys: list[Tensor], positions: list[Tensor], columns: Mapping[str, list[Tensor]]
+) -> Entries:
+    lengths = tuple(len(head) for head in keys)
+    starts = tuple(accumulate(lengths, initial=0))[:-1]
+    together = torch.cat(keys)
+    nothing = together.new_zeros(1, 1).expand(together.shape)
+    remembered = {name: torch.cat(heads) for name, heads in columns.items()}
+    return Entries(together, nothing, torch.cat(positions), starts, lengths, remembered)

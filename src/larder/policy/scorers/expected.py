@@ -27,7 +27,7 @@ from larder.core.errors import BadParameter, ScoreError
 from larder.core.observation import Observation
 from larder.core.types import Packed, Queries
 from larder.ops.rope import rotate_per_head, unrotate_by_mean
-from larder.policy.ends import ProtectedTokens
+from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 

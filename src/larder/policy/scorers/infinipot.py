@@ -27,7 +27,7 @@ from larder.core.ledger import SURPRISE, Ledger
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers._observing import AttentionScorer
+from larder.policy.scorers.base import AttentionScorer
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,10 @@ from larder.core.errors import (
     UnknownName,
 )
 from larder.core.family import unknown_name_message
-from larder.core.needs import Need
-from larder.core.observation import Observation, Phase
+from larder.core.observation import Need, Observation, Phase
 from larder.core.spelling import Call, Value, parse
 from larder.core.types import Packed
-from larder.policy.ends import ProtectedTokens
+from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers._kvpress_module import AttentionModuleAdapter, model_stub
 from larder.policy.scorers.base import Scorer
 

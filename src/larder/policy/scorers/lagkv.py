@@ -31,7 +31,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.ends import ProtectedTokens
+from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 MOST_LAG = 1024  # entries of a partition in the released code

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from larder.core.observation import Observation
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers._observing import AttentionScorer
+from larder.policy.scorers.base import AttentionScorer
 
 
 @dataclass(frozen=True)

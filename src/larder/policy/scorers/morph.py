@@ -21,12 +21,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.latest import LatestQueries
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Observation, Phase
+from larder.core.observation import LatestQueries, Observation, Phase
 from larder.core.types import Packed
 from larder.ops.column_statistics import reduce_columns
-from larder.policy.ends import ProtectedTokens
+from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 

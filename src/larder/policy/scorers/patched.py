@@ -27,8 +27,7 @@ from torch import Tensor
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers._observing import AttentionScorer
-from larder.policy.scorers._surroundings import with_pass_keys
+from larder.policy.scorers.base import AttentionScorer, with_pass_keys
 
 
 @dataclass(frozen=True)

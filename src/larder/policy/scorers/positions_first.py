@@ -27,7 +27,7 @@ from enum import Enum
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers._observing import AttentionScorer
+from larder.policy.scorers.base import AttentionScorer
 
 
 class Content(Enum):

@@ -29,13 +29,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.cutting import even_ranges
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, PackedMask, Variant
+from larder.ops.apportion import even_ranges
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers._observing import AttentionScorer
-from larder.policy.scorers._surroundings import select_keys, with_pass_keys
+from larder.policy.scorers.base import AttentionScorer, select_keys, with_pass_keys
 
 QUOTED = 8  # tokens of the chunk before that a request repeats; the paper's number
 

@@ -14,7 +14,7 @@ import torch
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.ends import ProtectedTokens
+from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
 

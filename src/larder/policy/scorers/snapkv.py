@@ -26,8 +26,8 @@ from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
 from larder.ops.pooling import running_max, running_mean
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.ends import ProtectedTokens
-from larder.policy.scorers._observing import AttentionScorer
+from larder.policy.protect import ProtectedTokens
+from larder.policy.scorers.base import AttentionScorer
 
 
 class Pool(Enum):

@@ -25,11 +25,10 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import StorageStatistics
-from larder.core.observation import Observation
+from larder.core.observation import Observation, StorageStatistics
 from larder.core.spec import LayerSpec
 from larder.ops.column_statistics import CHUNK
-from larder.policy.preference import check_taus, gather_last_queries, sum_statistics
+from larder.policy.attention_reduction import check_taus, gather_last_queries, sum_statistics
 from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 from larder.policy.storage.quantized import check_codec
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from larder.core.codec import Codec
-from larder.core.inspected import StorageStatistics
-from larder.core.observation import Entries, LayerScores, Observation
-from larder.core.pairing import LayerPairing
+from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerPairing, LayerSpec
 
 NO_INSPECTION = StorageStatistics()
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import StorageStatistics
-from larder.core.observation import Observation
+from larder.core.observation import Observation, StorageStatistics
 from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 from larder.policy.storage.quantized import check_codec
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores
-from larder.core.pairing import LayerPairing
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerPairing, LayerSpec
 from larder.policy.storage._mixed_precision import kept_grades
 from larder.policy.storage.base import Storage
 

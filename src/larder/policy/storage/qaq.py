@@ -32,13 +32,12 @@ from torch import Tensor
 
 from larder.core.codec import SCALE_BYTES, Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import StorageStatistics
-from larder.core.observation import Entries, LayerScores, Observation
+from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Packed
 from larder.policy.aggregation.max import Max
-from larder.policy.preference import gather_last_queries
+from larder.policy.attention_reduction import gather_last_queries
 from larder.policy.storage._mixed_precision import (
     Grades,
     MixedPrecisionStorage,

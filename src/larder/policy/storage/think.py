@@ -20,8 +20,7 @@ from torch import Tensor
 
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
-from larder.core.inspected import StorageStatistics
-from larder.core.observation import Entries, LayerScores, Observation
+from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.types import Packed
 from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 

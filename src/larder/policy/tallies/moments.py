@@ -14,8 +14,8 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.ops.column_statistics import GroupReduction
-from larder.ops.marking import mask_until
 from larder.ops.moments import added_moments
+from larder.ops.packing import mask_until
 from larder.policy.tallies._attention_weights import QueryWeights, State, update_columns
 from larder.policy.tallies.base import Tally
 

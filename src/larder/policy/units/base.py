@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from larder.core.observation import Observation
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from larder.core.observation import Entries, Observation
 from larder.core.types import Packed
 
 
@@ -27,3 +31,41 @@ class Unit(ABC):
     @abstractmethod
     def pool(self, scores: Packed, seen: Observation) -> Packed:
         """Scores of the same shape, equal within a unit; infinities stay where they are."""
+
+
+def pool_spans(scores: Packed, entries: Entries, size: int, best: int) -> Packed:
+    """The mean of the `best` highest scores of each span, for all its entries.
+
+    Infinite scores stay as they are and are not counted.
+
+    Args:
+        size: positions in a span; the first span of every head starts at position 0.
+    """
+    spans = entries.packed_positions().long() // size
+    return pool_groups(scores, spans, entries.lengths, best)
+
+
+def pool_groups(
+    scores: Packed, spans: Int64[Tensor, " T"], lengths: tuple[int, ...], best: int
+) -> Packed:
+    """The mean of the `best` highest scores of entries of a head that have the same number.
+
+    Args:
+        spans: a number for each entry, 0 or more; equal ones of a head lie together.
+    """
+    if not len(scores):
+        return scores
+    counts = torch.tensor(lengths, device=spans.device)
+    heads = torch.arange(len(counts), device=spans.device).repeat_interleave(counts)
+    named = heads * (spans.max() + 1) + spans
+    is_first = named.new_ones(len(named), dtype=torch.bool)
+    is_first[1:] = named[1:] != named[:-1]
+    labels, firsts = is_first.cumsum(0) - 1, is_first.nonzero().flatten()
+    slots = torch.arange(len(scores), device=spans.device) - firsts[labels]
+    finite = scores.isfinite()
+    table = scores.new_full((len(firsts), int(slots.max()) + 1), -torch.inf)
+    table[labels, slots] = scores.masked_fill(~finite, -torch.inf)
+    top = table.sort(1, descending=True).values[:, :best]
+    counted = top.isfinite()
+    means = top.masked_fill(~counted, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+    return means[labels].where(finite, scores)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.units._spans import pool_spans
-from larder.policy.units.base import Unit
+from larder.policy.units.base import Unit, pool_spans
 
 
 @dataclass(frozen=True)

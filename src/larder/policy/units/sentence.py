@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.tallies.sentence import ENDS
-from larder.policy.units._spans import pool_groups
-from larder.policy.units.base import Unit
+from larder.policy.units.base import Unit, pool_groups
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,13 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.values._weights import non_negative_weights, restore_infinities
-from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
+from larder.policy.values.base import (
+    NO_SELECTION,
+    Selection,
+    ValueRule,
+    non_negative_weights,
+    restore_infinities,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from larder.core.needs import Need
+from larder.core.observation import Need
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 

@@ -11,9 +11,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from larder.server.api_errors import server_stopping
-from larder.server.cluster.frames import ErrorFrame, ResultFrame
 from larder.server.cluster.relay import Relay, no_replica
-from larder.server.cluster.replica_set import ReplicaLost, ReplicaSet
+from larder.server.cluster.replica import ErrorFrame, ReplicaLost, ReplicaSet, ResultFrame
 from larder.server.cluster.routing import routing_key
 from larder.server.engine_client import (
     CachedPositions,

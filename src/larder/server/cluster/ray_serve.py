@@ -12,9 +12,14 @@ from typing import Any
 
 from larder.core.errors import ModelError, UsageError
 from larder.core.ray_cluster import cpu_counts
-from larder.server.cluster.frames import ErrorFrame, Frame, ResultFrame
-from larder.server.cluster.replica import Replica
-from larder.server.cluster.replica_set import ReplicaLost, ReplicaSet
+from larder.server.cluster.replica import (
+    ErrorFrame,
+    Frame,
+    Replica,
+    ReplicaLost,
+    ReplicaSet,
+    ResultFrame,
+)
 from larder.server.engine_client import EngineClient
 from larder.server.request import Request
 

@@ -11,8 +11,7 @@ import logging
 from concurrent.futures import Future
 from contextlib import aclosing
 
-from larder.server.cluster.frames import ErrorFrame, StartFrame, TextFrame
-from larder.server.cluster.replica_set import ReplicaLost, ReplicaSet
+from larder.server.cluster.replica import ErrorFrame, ReplicaLost, ReplicaSet, StartFrame, TextFrame
 from larder.server.cluster.routing import route
 from larder.server.request import ApiError, Listener, Report, Request, Ticket
 

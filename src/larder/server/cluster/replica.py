@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from larder.server.cluster.frames import ErrorFrame, Frame, ResultFrame, StartFrame, TextFrame
+from larder.core.errors import LarderError
 from larder.server.engine_client import EngineClient
-from larder.server.request import Report, Request
+from larder.server.http.error_responses import as_api_error
+from larder.server.request import ApiError, Report, Request
 
 THREADS = 32  # that wait for the model's thread at a time
 # What may be asked by name.
@@ -103,3 +107,87 @@ class _FrameQueue:
             self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
         except RuntimeError:
             pass
+
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartFrame:
+    """The request was taken."""
+
+
+@dataclass(frozen=True)
+class TextFrame:
+    """The next piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ErrorFrame:
+    """There is no answer, or no more of it; the fields are those of `ApiError`."""
+
+    message: str
+    status: int
+    code: str
+    param: str | None = None
+    retry_after: float | None = None
+
+    @staticmethod
+    def of(error: Exception) -> ErrorFrame:
+        """What a client may know of an error; the log has the rest."""
+        if not isinstance(error, LarderError):
+            LOG.error("A replica has failed.", exc_info=error)
+        told = as_api_error(error)
+        return ErrorFrame(str(told), told.status, told.code, told.param, told.retry_after)
+
+    @property
+    def refusal(self) -> ApiError:
+        """The error that it was."""
+        return ApiError(self.message, self.status, self.code, self.param, self.retry_after)
+
+
+@dataclass(frozen=True)
+class ResultFrame:
+    """What a method of a hub has returned."""
+
+    value: Any
+
+
+Frame = StartFrame | TextFrame | Report | ErrorFrame
+
+
+class ReplicaLost(Exception):
+    """A replica has gone before it had told everything."""
+
+
+class ReplicaSet(ABC):
+    """Hubs in other processes, each of which can answer for any session. Safe from any thread.
+
+    The same key leads to the same replica as long as there is it.
+    """
+
+    @abstractmethod
+    def answer(self, key: str, request: Request) -> AsyncGenerator[Frame, None]:
+        """Have a replica answer. Who closes the generator early has the answer cancelled.
+
+        Raises:
+            Lost: the replica has gone.
+        """
+
+    @abstractmethod
+    async def ask(self, key: str, method: str, *given: Any) -> ResultFrame | ErrorFrame:
+        """Call a method of a replica's hub.
+
+        Raises:
+            Lost: the replica has gone.
+        """
+
+    @abstractmethod
+    async def ask_all(self, method: str, *given: Any) -> list[ResultFrame | ErrorFrame]:
+        """Call it of every replica that there is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Have all of them finish what they answer, and end."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from larder.server.engine_client import EngineClient, ServerStats
-from larder.server.http.vllm_metrics import as_vllm_metrics
 from larder.server.request import Report
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -187,3 +187,59 @@ def _labelled_counter(name: str, told: str, label: str, values: Mapping[str, int
     for key, value in values.items():
         family.add_metric([key], value)
     return family
+
+
+LARDER_PREFIX, VLLM_PREFIX = "larder_", "vllm:"
+VLLM_NAMES = frozenset(
+    {
+        "admission_rejections",
+        "e2e_request_latency_seconds",
+        "external_prefix_cache_hits",
+        "external_prefix_cache_queries",
+        "generation_tokens",
+        "inter_token_latency_seconds",
+        "kv_cache_usage_perc",
+        "kv_offload_cpu_cache_usage_perc",
+        "num_preemptions",
+        "num_requests_running",
+        "num_requests_waiting",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+        "prompt_tokens",
+        "prompt_tokens_by_source",
+        "prompt_tokens_cached",
+        "request_prefill_kv_computed_tokens",
+        "request_queue_time_seconds",
+        "request_success",
+        "time_to_first_token_seconds",
+    }
+)
+# What labels say there, where it is spelled differently here.
+VLLM_LABEL_VALUES: Mapping[str, str] = MappingProxyType(
+    {
+        "computed": "local_compute",
+        "cached": "local_cache_hit",
+        "restored": "external_kv_transfer",
+    }
+)
+
+
+def as_vllm_metrics(families: Iterable[Metric], model: str) -> Iterator[Metric]:
+    """Those of our families that vLLM has, as it would tell them.
+
+    Args:
+        model: for the label `model_name`.
+    """
+    for family in families:
+        name = family.name.removeprefix(LARDER_PREFIX)
+        if name not in VLLM_NAMES:
+            continue
+        made = Metric(VLLM_PREFIX + name, family.documentation, family.type)
+        for sample in family.samples:
+            own = {key: VLLM_LABEL_VALUES.get(value, value) for key, value in sample.labels.items()}
+            labels = {"model_name": model, "engine": "0", **own}
+            # When a counter was made is no number of theirs that anybody reads.
+            if not sample.name.endswith("_created"):
+                spelled = VLLM_PREFIX + sample.name.removeprefix(LARDER_PREFIX)
+                made.add_sample(spelled, labels, sample.value, sample.timestamp, sample.exemplar)
+        yield made

@@ -17,7 +17,7 @@ from functools import partial
 
 from larder.core.errors import LarderError
 from larder.server.api_errors import turn_not_durable
-from larder.server.completion_queue import CompletionQueue
+from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.session_state import SessionState
 from larder.store.failures import failure_reason

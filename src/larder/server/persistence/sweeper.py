@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import platform
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 from larder.core.errors import LarderError
-from larder.server.persistence.heap_trim import trim_heap
 from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
 from larder.store.maintenance import TOMBSTONE_SECONDS
 from larder.store.store import Store
@@ -64,3 +66,17 @@ class StoreSweeper:
             work()
         except LarderError as error:  # a disk that is full or slow today is looked at tomorrow
             self._store.parts.unwritten.note_error(error)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """What the C library has for that; None where it has nothing."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    return ctypes.CDLL(None).malloc_trim
+
+
+def trim_heap() -> bool:
+    """Have the C library return unused pages of the whole process; whether there were any."""
+    trimmer = _malloc_trim()
+    return trimmer is not None and bool(trimmer(0))

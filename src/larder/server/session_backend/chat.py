@@ -20,14 +20,12 @@ from larder.server.admission import chat_turn_demand
 from larder.server.request_state import CacheLoad, RequestState
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat_prefill import ChatPrefill, PrefillSteps
-from larder.server.session_backend.position_map import PositionMaps
-from larder.server.session_state import CompletedTurn, SessionState
-from larder.server.tiers.cache_writer import WRITE_COPIES
+from larder.server.session_state import CompletedTurn, PositionMaps, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE
+from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE, WRITE_COPIES
 from larder.server.tiers.manager import TierManager
 from larder.session.chat_cache import ChatCache
-from larder.session.chat_turn import ActiveTurn
+from larder.session.chat_state import ActiveTurn
 from larder.session.transcript.chat_log import ChatTurn
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.ledger import Tier

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
-from larder.prefill.meter import PeakMemoryMeter
+from larder.prefill.memory import PeakMemoryMeter
 from larder.server.request_state import RequestState
-from larder.server.session_backend.chat_transcript import opening_history, session_log
-from larder.server.session_backend.position_map import PositionMaps
-from larder.server.session_state import CompletedTurn, SessionState
+from larder.server.session_backend.chat_snapshot import opening_history, session_log
+from larder.server.session_state import CompletedTurn, PositionMaps, SessionState
 from larder.server.tiers.disk import DiskTier
 from larder.session.capacity import budget_tokens
 from larder.session.chat_cache import ChatCache
-from larder.session.chat_state import ChatState
-from larder.session.chat_turn import ActiveTurn
+from larder.session.chat_state import ActiveTurn, ChatState
 from larder.session.prefill import prefill_memory_steps
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

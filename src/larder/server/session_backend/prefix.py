@@ -15,9 +15,8 @@ from larder.prefill.reader import PrefillSequence
 from larder.server.request_state import CacheLoad, RequestState
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState
-from larder.server.tiers.cache_writer import WRITE_COPIES
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE
+from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE, WRITE_COPIES
 from larder.server.tiers.manager import TierManager
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 

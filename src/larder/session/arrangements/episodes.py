@@ -26,11 +26,9 @@ from larder.session.episodes.clustering import (
     cluster,
     representatives,
 )
-from larder.session.episodes.embedding_json import array_from_json
-from larder.session.episodes.history_turns import HistoryTurn, history_turns
 from larder.session.episodes.matching import MatchRule, calibrate_tau
-from larder.session.episodes.routing import Episode, NearestEpisodeRouter, Router
-from larder.session.episodes.segments import SegmentUnit, cut_segments
+from larder.session.episodes.routing import Episode, NearestEpisodeRouter, Router, array_from_json
+from larder.session.episodes.segments import HistoryTurn, SegmentUnit, cut_segments, history_turns
 
 MIN_SEGMENTS = 2  # per episode, before a chat that has grown is divided into topics
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from larder.core.errors import BadParameter, ModelError, UnknownName
+from larder.core.family import Family, unknown_name_message
 
 
 class Embedder(ABC):
@@ -28,3 +34,93 @@ class Embedder(ABC):
     @abstractmethod
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         """Embed bare questions, to be matched against the centroids of segments."""
+
+
+EMBEDDERS = Family("embedder", "larder.session.embedders")
+
+
+def load_embedder(
+    name: str,
+    device: str = "cpu",
+    table: Float[Tensor, "V D"] | None = None,
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> Embedder:
+    """Load what embeds segments and questions.
+
+    Args:
+        name: `minilm` (the default of Larder), `tokens` (the language model's own table), `qwen3`
+            (its smallest), or any Qwen3-Embedding or sentence-transformers model: a local folder,
+            or a Hugging Face name written `owner/model`.
+        device: where it runs.
+        table: the language model's input embeddings, for `tokens`.
+        encode: token ids of a text, for `tokens`.
+
+    Raises:
+        UnknownName: neither a known name, nor a folder, nor written `owner/model`.
+        BadParameter: `tokens` without `table` and `encode`.
+        ModelError: a folder that does not exist or holds no weights; a model that does not load.
+        DependencyError: a package is missing.
+    """
+    if name == "tokens":
+        if table is None or encode is None:
+            raise BadParameter(
+                "embedder tokens needs the language model's embedding table and its tokenizer; "
+                "pass `table` and `encode`, or take the embedder `minilm`."
+            )
+        return EMBEDDERS.load(name)(table, encode)
+    if name == "sentence_transformers":
+        raise BadParameter(
+            "embedder sentence_transformers needs a model; "
+            "give its folder or `owner/model` as the name."
+        )
+    if name in EMBEDDERS.names():
+        return EMBEDDERS.load(name)(device=device)
+    return EMBEDDERS.load(_embedder_family(name))(_model_source(name), device)
+
+
+def _model_source(name: str) -> str:
+    """A folder that can be loaded, or a hub name.
+
+    Raises:
+        UnknownName: it cannot be either.
+        ModelError: it is a folder that is absent or incomplete.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(_checked_folder(folder))
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelError(
+            f"embedder folder {name} does not exist; give a folder with a model, or `owner/model`."
+        )
+    if "/" not in name:
+        known = [each for each in EMBEDDERS.names() if each != "sentence_transformers"]
+        raise UnknownName(
+            f"{unknown_name_message('embedder', name, known)} Other models are named "
+            "`owner/model` or by folder."
+        )
+    return name
+
+
+def _checked_folder(folder: Path) -> Path:
+    if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
+        raise ModelError(
+            f"embedder folder {folder} holds no config.json; give a folder with a saved model."
+        )
+    if not any(next(folder.rglob(ending), None) for ending in ("*.safetensors", "*.bin")):
+        raise ModelError(
+            f"embedder folder {folder} holds no weights (*.safetensors or *.bin); "
+            "save the model there again, weights included."
+        )
+    return folder
+
+
+def _embedder_family(name: str) -> str:
+    """Which of our embedders runs a model: told by a folder's model type, or by a hub name."""
+    settings = Path(name).expanduser() / "config.json"
+    if not settings.is_file():
+        return "qwen3" if "qwen3-embedding" in name.lower() else "sentence_transformers"
+    try:
+        model_type = json.loads(settings.read_text(encoding="utf-8")).get("model_type")
+    except ValueError as error:
+        raise ModelError(f"{settings} is not JSON; save the model there again.") from error
+    return "qwen3" if model_type == "qwen3" else "sentence_transformers"

@@ -7,7 +7,8 @@ changes from one state to the next in a single step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -15,8 +16,6 @@ import numpy as np
 from jaxtyping import Float32
 
 from larder.session.embedders.base import Embedder
-from larder.session.episodes.embedding_json import arrays_to_json
-from larder.session.episodes.history_turns import HistoryTurn
 from larder.session.episodes.matching import (
     TAU_NEVER,
     EpisodeMatch,
@@ -24,6 +23,7 @@ from larder.session.episodes.matching import (
     is_new_topic,
     match_episode,
 )
+from larder.session.episodes.segments import HistoryTurn
 
 
 @dataclass(frozen=True)
@@ -279,3 +279,28 @@ class NearestEpisodeRouter(Router):
         texts = [text for episode in self.episodes for text in episode.texts]
         rows = np.concatenate([episode.rows for episode in self.episodes])
         return tuple(texts[index] for index in order), rows[order]
+
+
+_TYPE = "<f4"
+
+
+def arrays_to_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values by name, with arrays as `{"shape", "base64"}` and tuples as lists."""
+    return {name: _value_to_json(value) for name, value in values.items()}
+
+
+def array_from_json(told: Any) -> Float32[np.ndarray, "..."]:
+    """The array that was spelled.
+
+    Raises:
+        KeyError, TypeError, ValueError: this is none.
+    """
+    data = b64decode(told["base64"], validate=True)
+    return np.frombuffer(data, _TYPE).reshape(told["shape"]).astype(np.float32)
+
+
+def _value_to_json(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return list(value)
+    data = np.ascontiguousarray(value, dtype=_TYPE).tobytes()
+    return {"shape": list(value.shape), "base64": b64encode(data).decode()}

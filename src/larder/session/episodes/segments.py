@@ -8,7 +8,8 @@ w = 4 utterances each, running across session borders, the last segment as short
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -16,7 +17,7 @@ from itertools import groupby
 
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import BadParameter
-from larder.session.episodes.sentences import LONG_CHARACTERS, sentences
+from larder.session.files.dialogue import utterance_text
 
 _WORD = re.compile(r"\s*\S+")
 
@@ -183,3 +184,154 @@ def _segment(index: int, atoms: list[_Atom], messages: tuple[Message, ...]) -> S
         said = "".join(part.said for part in parts).strip()
         (headers if messages[place].role == "system" else lines).append(said)
     return Segment(index, tuple(pieces), "\n".join(lines or headers))
+
+
+SHORT_CHARACTERS = 10
+LONG_CHARACTERS = 500
+
+_CLOSERS = "\"'”’)]}*_»"
+_STOP = re.compile(
+    rf"(?P<line>\s*\n)|(?P<mark>[.!?…]+)[{re.escape(_CLOSERS)}]*(?=\s)|[。！？][”’」』）]*"
+)
+_TITLES = frozenset("mr mrs ms dr prof st vs e.g i.e cf fig eq approx jr sr mt capt gen".split())
+
+
+def sentences(text: str) -> list[tuple[int, int]]:
+    """Cut a text into spans [start, stop) of a sentence each, in order, without gaps.
+
+    White space after a sentence belongs to it. A sentence of at most `SHORT_CHARACTERS` joins the
+    next one; one of more than `LONG_CHARACTERS` is cut at white space, or hard where there is none.
+    """
+    spans = _sentence_spans(_ends(text), len(text))
+    return [part for span in _join_short(text, spans) for part in _cut_long(text, *span)]
+
+
+def _ends(text: str) -> list[int]:
+    """Where sentences end, white space included."""
+    ends = []
+    for stop in _STOP.finditer(text):
+        if stop["mark"] and not _ends_sentence(text, stop.start("mark"), stop.end()):
+            continue
+        ends.append(_skip_space(text, stop.end()))
+    return ends
+
+
+def _ends_sentence(text: str, mark: int, end: int) -> bool:
+    """Whether the marks at `mark` end a sentence, not an abbreviation, initial or list number."""
+    following = text[_skip_space(text, end) :][:1]
+    if following.islower():
+        return False
+    if text[mark:end] != ".":
+        return True
+    line = text[text.rfind("\n", 0, mark) + 1 : mark]
+    word = line.split(" ")[-1].lstrip("\"'“‘([{*_«")
+    is_initial = len(word) == 1 and word.isupper() and word != "I"
+    return not (word.lower() in _TITLES or is_initial or line.strip().isdigit())
+
+
+def _skip_space(text: str, start: int) -> int:
+    while start < len(text) and text[start].isspace():
+        start += 1
+    return start
+
+
+def _sentence_spans(ends: list[int], length: int) -> list[tuple[int, int]]:
+    borders = sorted({0, length, *ends})
+    return list(zip(borders, borders[1:], strict=False))
+
+
+def _join_short(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    start = 0
+    for _, stop in spans:
+        if len(text[start:stop].strip()) > SHORT_CHARACTERS:
+            joined.append((start, stop))
+            start = stop
+    if start < len(text):
+        first = joined.pop()[0] if joined else start
+        joined.append((first, len(text)))
+    return joined
+
+
+def _cut_long(text: str, start: int, stop: int) -> list[tuple[int, int]]:
+    parts = []
+    while len(text[start:stop].rstrip()) > LONG_CHARACTERS:
+        window = text[start : start + LONG_CHARACTERS]
+        first = len(window) - len(window.lstrip())
+        spaces = [i for i, character in enumerate(window) if character.isspace() and i > first]
+        cut = start + (spaces[-1] + 1 if spaces else LONG_CHARACTERS)
+        parts.append((start, cut))
+        start = cut
+    return [*parts, (start, stop)]
+
+
+UTTERANCES_PER_TURN = (
+    2  # utterances, or sentences of a document, that stand for a question and its answer
+)
+
+
+@dataclass(frozen=True)
+class HistoryTurn:
+    """A turn, embedded as turns are when they are filed.
+
+    Args:
+        text: question and answer.
+        places: the segments of the conversation that hold some of it.
+    """
+
+    text: str
+    places: tuple[int, ...]
+
+
+def history_turns(
+    conversation: Conversation, segments: Sequence[Segment]
+) -> tuple[HistoryTurn, ...]:
+    """Cut a conversation into exchanges and find the segments that share text with each.
+
+    In a chat, a user's message with what the assistant replies; in a transcript, two utterances,
+    without the names of who said them, which no turn of a chat carries; in a document, two
+    sentences.
+    """
+    holders: defaultdict[int, list[tuple[int, MessageSpan]]] = defaultdict(list)
+    for segment in segments:
+        for piece in segment.pieces:
+            holders[piece.message].append((segment.index, piece))
+    found: list[HistoryTurn] = []
+    for text, pieces in _turn_texts(conversation):
+        places = {
+            place
+            for piece in pieces
+            for place, held in holders[piece.message]
+            if held.start < piece.stop and piece.start < held.stop
+        }
+        if places:
+            found.append(HistoryTurn(text, tuple(sorted(places))))
+    return tuple(found)
+
+
+def _turn_texts(conversation: Conversation) -> list[tuple[str, tuple[MessageSpan, ...]]]:
+    messages = conversation.messages
+    if conversation.form is PromptLayout.CHAT:
+        return [_joined_messages(messages, turn) for turn in _turns(messages)]
+    pairs = cut_segments(conversation, SegmentUnit.UTTERANCES, UTTERANCES_PER_TURN)
+    if conversation.form is PromptLayout.DOCUMENT:
+        return [(pair.text, pair.pieces) for pair in pairs]
+    return [_joined_messages(messages, list(pair.messages)) for pair in pairs]
+
+
+def _turns(messages: Sequence[Message]) -> list[list[int]]:
+    """Each user's message, by number, with the assistant's messages right behind it."""
+    turns: list[list[int]] = []
+    for number, message in enumerate(messages):
+        if message.role == "user":
+            turns.append([number])
+        elif message.role == "assistant" and turns:
+            turns[-1].append(number)
+    return turns
+
+
+def _joined_messages(
+    messages: Sequence[Message], numbers: list[int]
+) -> tuple[str, tuple[MessageSpan, ...]]:
+    pieces = tuple(MessageSpan(number, 0, len(messages[number].content)) for number in numbers)
+    return "\n".join(utterance_text(messages[number]) for number in numbers), pieces

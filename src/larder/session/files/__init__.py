@@ -1,7 +1,11 @@
 """Read what people bring: chats, LoCoMo and RealTalk transcripts, documents."""
 
-from larder.session.files.discovery import find_files
-from larder.session.files.loader import ConversationLike, conversation_of, read_conversation
+from larder.session.files.loader import (
+    ConversationLike,
+    conversation_of,
+    find_files,
+    read_conversation,
+)
 from larder.session.files.locomo import Adversarial
 
 __all__ = ["Adversarial", "ConversationLike", "conversation_of", "find_files", "read_conversation"]

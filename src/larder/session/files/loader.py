@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from larder.core.arguments import check_type
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError
-from larder.session.files import chat_and_questions, chat_messages, document, locomo, realtalk
-from larder.session.files.discovery import CONVERSATION_SUFFIXES, DOCUMENT_SUFFIXES
+from larder.session.files import chat_messages, document, locomo, realtalk
 from larder.session.files.locomo import Adversarial
 
 
@@ -29,9 +28,9 @@ MAX_FILE_NAME_CHARS = 256  # characters of a text that may be the name of a file
 ACCEPTED_INPUTS = "a Conversation, a text, a list of messages with role and content, or a Path"
 FORMATS = (
     JsonFormat(
-        chat_and_questions.CHAT_WITH_QUESTIONS_SHAPE,
-        chat_and_questions.is_chat_with_questions,
-        lambda data, name, _: chat_and_questions.read_chat_with_questions(data, name),
+        chat_messages.CHAT_WITH_QUESTIONS_SHAPE,
+        chat_messages.is_chat_with_questions,
+        lambda data, name, _: chat_messages.read_chat_with_questions(data, name),
     ),
     JsonFormat(
         chat_messages.CHAT_MESSAGES_SHAPE,
@@ -150,3 +149,52 @@ def _read_json(data: object, name: str, adversarial: Adversarial) -> Conversatio
             return form.read(data, name, adversarial)
     shapes = "; ".join(form.shape for form in FORMATS)
     raise InputError(f"JSON of no known shape: it must be one of: {shapes}.")
+
+
+CONVERSATION_SUFFIXES = (".json",)
+DOCUMENT_SUFFIXES = (".txt", ".md")
+
+
+def find_files(paths: Iterable[Path | str]) -> list[Path]:
+    """The files meant by `paths`: a file stands for itself, a folder for what lies directly in it.
+
+    A folder yields its `.json` files in order of name. Only if it has none does it yield its
+    documents, so that a README beside a data set is not taken for part of it. Hidden files are
+    passed over, and a file named twice is read once.
+
+    Raises:
+        InputError: a path does not exist, or a folder holds nothing that can be read.
+    """
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        found.update(dict.fromkeys(_files_of(path)))
+    return list(found)
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.exists():
+        raise InputError(f"{path} does not exist: check the spelling, or name another file.")
+    if not path.is_dir():
+        return [path]
+    for endings in (CONVERSATION_SUFFIXES, DOCUMENT_SUFFIXES):
+        if files := _visible_files(path, endings):
+            return files
+    known = ", ".join(CONVERSATION_SUFFIXES + DOCUMENT_SUFFIXES)
+    raise InputError(
+        f"the folder {path} holds no readable file: it must directly contain {known} files."
+    )
+
+
+def _visible_files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        reason = error.strerror or "unknown reason"
+        raise InputError(
+            f"the folder {folder} cannot be listed ({reason}): check its permissions."
+        ) from error
+    return [
+        entry
+        for entry in entries
+        if entry.suffix.lower() in endings and entry.is_file() and not entry.name.startswith(".")
+    ]

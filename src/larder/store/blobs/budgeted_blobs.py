@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from larder.core.errors import BudgetError, StoreError
-from larder.store.at_once import parallel_map
-from larder.store.blobs.blob_index import BlobIndex
+from larder.store.blobs.blob_index import BlobIndex, PendingDeletions
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.disk_usage import DiskUsage
+from larder.store.blobs.disk_usage import CountingFileSystem, DiskUsage
 from larder.store.blobs.tenant_blobs import TenantBlobs
-from larder.store.counted import CountingFileSystem
-from larder.store.deletions import PendingDeletions
 from larder.store.digests import digest_of
-from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.fs.deadline import DeadlineExecutor, parallel_map
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 from larder.store.manifest import Manifest
 from larder.store.sqlite import BUSY_SECONDS

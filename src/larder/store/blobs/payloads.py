@@ -20,11 +20,10 @@ from torch import Tensor
 import larder
 from larder.core.errors import Damaged, Refused
 from larder.store.blobs.cache_state import RAW_CODEC, decode_state, encode_state, layer_in_name
-from larder.store.blobs.container import pack_container, unpack_container
+from larder.store.blobs.container import compress, decompress, pack_container, unpack_container
 from larder.store.codecs.base import codec_named
 from larder.store.digests import key_of
 from larder.store.model_identity import ModelIdentity
-from larder.store.squeezing import compress, decompress
 
 CHUNK_KIND, SNAPSHOT_KIND = "prefix_chunk", "session_snapshot"
 _ID_BYTES = 4

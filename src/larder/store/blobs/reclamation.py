@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from larder.core.errors import LarderError
 from larder.store.blobs.blob_index import BlobIndex
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.budgeted_blobs import BudgetedBlobs
-from larder.store.candidates import Candidate, CandidateColumns
-from larder.store.eviction.base import EvictionPolicy
+from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
+from larder.store.fs.deadline import parallel_map
 from larder.store.ledger import Tier
 from larder.store.manifest import Manifest
 from larder.store.prefix.chunk_index import ChunkIndex
@@ -158,3 +160,43 @@ class DiskEviction:
             self._chunks.drop(leaving.chunk, leaving.tenant)
         self._holdings.release(leaving.refs)
         self._shelves.evict(leaving.refs)
+
+
+class GarbageCollection:
+    """Safe from threads and processes."""
+
+    def __init__(self, chunks: ChunkIndex, shelves: BudgetedBlobs) -> None:
+        self._chunks, self._shelves = chunks, shelves
+
+    def states(self, dropped: Iterable[Record]) -> int:
+        """Delete what nothing needs any more of states that the index has forgotten; the bytes that
+        are freed."""
+        told = sorted(dropped, key=lambda record: record.tenant)
+        freed = 0
+        for tenant, records in groupby(told, key=lambda record: record.tenant):
+            refs = list(dict.fromkeys(ref for record in records for ref in record.refs))
+            unused = self._chunks.unused(tenant, refs)
+            free = parallel_map(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
+            self._chunks.leave(tenant, (c for c, goes in zip(unused, free, strict=True) if goes))
+            freed += self._shelves.drop(refs)
+        return freed
+
+    def sweep(self, needed: Collection[str], since: float) -> set[str]:
+        """Forget chunks that no session is made of any more, of whichever machine.
+
+        Args:
+            needed: digests that records name.
+            since: who has read a chunk, or put its blob, since then may be about to name it.
+
+        Returns:
+            digests of chunks that are kept for their own sake, of whichever machine.
+        """
+        unused, kept = self._chunks.all_unused(since), self._chunks.kept()
+        needed = {*needed, *self._shelves.in_making(since)}
+        for tenant, chunks in unused.items():
+            free = [c for c in chunks if c.ref.digest not in needed and (tenant, c.key) not in kept]
+            self._chunks.leave(tenant, free)
+        return {digest for digest in kept.values() if digest}
+
+    def _is_free(self, chunk: PrefixChunk, tenant: str) -> bool:
+        return not self._shelves.is_wanted(chunk.ref) and not self._chunks.stays(chunk, tenant)

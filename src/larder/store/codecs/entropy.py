@@ -24,9 +24,8 @@ from torch import Tensor
 
 from larder.core.errors import Damaged
 from larder.ops.quantization import check_range, dequantize, quantize, scales_and_offsets
-from larder.store.blobs.container import raw_bytes
+from larder.store.blobs.container import compress, decompress, raw_bytes
 from larder.store.codecs.base import RowLayout, StorageCodec
-from larder.store.squeezing import compress, decompress
 
 GROUP = 10  # tokens; the first one is the anchor
 STEPS = (0.5, 1.0, 1.5)  # of the thirds of the layers, in units

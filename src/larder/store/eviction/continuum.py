@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from larder.core.errors import BadParameter
-from larder.store.candidates import NUM_QUANTILES, CandidateColumns, FloatColumn
-from larder.store.eviction.base import EvictionPolicy
+from larder.store.eviction.base import NUM_QUANTILES, CandidateColumns, EvictionPolicy, FloatColumn
 
 QUANTILE_SHARES = np.arange(1, NUM_QUANTILES + 1) / NUM_QUANTILES
 

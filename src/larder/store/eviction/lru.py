@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.store.candidates import CandidateColumns, FloatColumn
-from larder.store.eviction.base import EvictionPolicy
+from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn
 
 
 @dataclass(frozen=True)

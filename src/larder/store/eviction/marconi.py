@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from larder.core.errors import BadParameter
-from larder.store.candidates import CandidateColumns, FloatColumn
-from larder.store.eviction.base import EvictionPolicy
+from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn
 
 MIN_IDLE_SECONDS = 1.0  # seconds
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.store.candidates import CandidateColumns, FloatColumn
-from larder.store.eviction.base import EvictionPolicy
+from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn
 
 # Constants of the mixing function SplitMix64 (Steele, Lea and Flood, 2014); products wrap.
 _GOLDEN = 0x9E3779B97F4A7C15

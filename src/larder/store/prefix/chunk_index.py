@@ -14,20 +14,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from larder.store.at_once import parallel_map
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.encryption import Encryption, NoEncryption
 from larder.store.fs.base import FileSystem
-from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.fs.deadline import DeadlineExecutor, parallel_map
 from larder.store.manifest import Manifest
 from larder.store.prefix.chunk_records import (
     ChunkMatch,
     ChunkRecords,
     PrefixChunk,
     chunk_from_dict,
+    chunk_key,
     chunk_to_dict,
+    common_prefix_len,
+    prefix_digest,
+    token_bytes,
 )
-from larder.store.wording import chunk_key, common_prefix_len, prefix_digest, token_bytes
 
 CHUNK_TOKENS = 256
 _COLUMNS = "id, parent, start, tokens, key, prefix, digest, bytes"

@@ -7,18 +7,20 @@ kept/<tenant>/<key>.json       it is kept for its own sake, whether or not a ses
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from larder.core.errors import Damaged, Refused
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.container import canonical_json, parse_json
-from larder.store.digests import digests_equal, mac_of
+from larder.store.digests import digests_equal, key_of, mac_of
 from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import DeadlineExecutor
-from larder.store.wording import token_bytes, token_ids_from_bytes
 
 CHUNKS_FOLDER, KEPT_FOLDER = "chunks", "kept"
 CHUNK_SCHEMA = 1
@@ -179,3 +181,67 @@ def chunk_from_dict(told: dict[str, Any], parent: int) -> PrefixChunk:
         told["prefix"],
         BlobRef(**told["ref"]),
     )
+
+
+class PrefixDigest:
+    """A place in a text. Its digest, as `chunks.prefix_of` makes it, grows as the place moves on.
+
+    `start` is the true position of the next token.
+
+    Args:
+        ids: the text.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids, self.start = ids, 0
+        self._digest = hashlib.sha256()
+
+    def digest(self, tokens: Sequence[Any]) -> str:
+        """Of the text up to here, and of some tokens behind it.
+
+        Raises:
+            Damaged: these are no tokens.
+        """
+        try:
+            digest = self._digest.copy()
+            digest.update(token_bytes(tokens))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise Damaged("A chunk of the saved cache has tokens that are none.") from error
+        return digest.hexdigest()
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Go on behind them."""
+        self._digest.update(token_bytes(tokens))
+        self.start += len(tokens)
+
+
+def token_bytes(ids: Sequence[Any]) -> bytes:
+    """Token ids as bytes whose order is that of the ids.
+
+    Raises:
+        OverflowError, TypeError, ValueError: they are none.
+    """
+    return np.asarray(ids, dtype=">u4").tobytes()
+
+
+def token_ids_from_bytes(tokens: bytes) -> list[int]:
+    """The token ids that `token_bytes` spelled."""
+    return np.frombuffer(tokens, dtype=">u4").tolist()
+
+
+def common_prefix_len(left: bytes, right: bytes) -> int:
+    """How many tokens two texts have in common from their beginning."""
+    pair = [np.frombuffer(each, dtype=">u4") for each in (left, right)]
+    length = min(map(len, pair))
+    differing = np.flatnonzero(pair[0][:length] != pair[1][:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def chunk_key(tenant: str, identity: str, parent: str, tokens: bytes) -> str:
+    """What a chunk is called beside the blobs."""
+    return key_of("chunk", tenant, identity, parent, tokens)
+
+
+def prefix_digest(ids: Sequence[int]) -> str:
+    """Digest of a text, of another kind than keys: both would have to collide."""
+    return hashlib.sha256(token_bytes(ids)).hexdigest()

@@ -17,9 +17,9 @@ from larder.store.blobs.payloads import add_owner, encode_token_log
 from larder.store.components import StoreComponents
 from larder.store.manifest import superseded_error
 from larder.store.prefix import chunk_index
+from larder.store.prefix.chunk_records import prefix_digest
 from larder.store.sessions.cache_io import CacheBlobs, CacheSnapshot, check_snapshot, is_shareable
 from larder.store.sessions.records import Record, session_key
-from larder.store.wording import prefix_digest
 
 NO_LABELS: Mapping[str, str] = {}
 
