@@ -13,7 +13,8 @@ from golden.surface import ROOT
 
 STUDIES = ROOT / "studies" / "results"
 MACHINE = ("environment", "id", "commit", "date", "platform", "cpu", "threads", "larder", "seconds")
-MACHINE += ("python", "torch", "transformers")
+MACHINE += ("python", "torch", "transformers", "latency", "first_token_p50", "first_token_p95")
+MACHINE += ("token_p50", "token_p95")
 SMALL = ("--files", "1", "--budget", "1/4", "--control", "full", "--control", "random")
 NEEDLES = ("needles", "--tokens", "300", "--policy", "keydiff", *SMALL)
 LIFELOG = ("lifelog", "--tokens", "400", "--policy", "snapkv_blockwise", *SMALL)
