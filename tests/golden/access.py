@@ -20,11 +20,13 @@ from click import Command
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from larder import Engine
 from larder.cli import question_run
 from larder.cli.main import app
 from larder.models.loader import SEED, LoadedModel, load
 from larder.store.throughput import RestorePath, ThroughputEstimates
 
+BLOCK = 16  # tokens of tiny models that are read between two plans
 # Help and tables as every machine prints them.
 TERMINAL = {"COLUMNS": "100", "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -74,6 +76,38 @@ def restored() -> Iterator[None]:
 def commands() -> Command:
     """The command line's tree of commands."""
     return get_command(app)
+
+
+def study_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file of results."""
+    from larder_bench.results.rows import read_rows
+
+    return read_rows(path)
+
+
+def architectures() -> tuple[str, ...]:
+    """Names of the tiny random models."""
+    from larder.models.tiny import ARCHITECTURES
+
+    return ARCHITECTURES
+
+
+def last_logits(
+    architecture: str, policy: str, budget: str | None, text: str, more: str
+) -> list[float]:
+    """Logits of a tiny random model behind the last character of `more`, read in one pass behind
+    the cache that a policy has made of `text`."""
+    from larder.core.types import Mode
+    from larder.models.forward_batch import BatchSegment
+    from server_core import characters
+
+    loaded = characters(architecture)
+    engine = Engine(loaded, policy, budget, None if budget is None else BLOCK)
+    cache = engine.read(text).shelf.activate(0)
+    ids = tuple(loaded.tokenizer(more, add_special_tokens=False)["input_ids"])
+    return loaded.decoder.predict([BatchSegment(cache, ids)], Mode.APPEND, [len(ids) - 1])[
+        0
+    ].tolist()
 
 
 def families() -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,13 @@ FIXTURES = Path(__file__).resolve().parent / "fixtures"
 TOLERANCE = 1e-3
 SHOWN = 12  # differences that a failure lists
 MASK = "*"
+LEAVES = re.compile(r"\[\n\s+([^\[\]{}]*?)\n\s+\]")  # lists of numbers and words, one item a line
 TIMES = ("seconds", "per_second")  # how the names of fields end that hold measured times
 
 Golden = Callable[[], Any]
+
+
+INDENT = re.compile(r"\n\s+")
 
 
 def differences(expected: Any, found: Any, tolerance: float = TOLERANCE) -> list[str]:
@@ -41,6 +46,7 @@ def write(name: str, value: Any) -> Path:
     path = FIXTURES / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    text = LEAVES.sub(lambda found: f"[{INDENT.sub(' ', found[1])}]", text)
     path.write_text(text + "\n", encoding="utf-8")
     return path
 

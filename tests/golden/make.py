@@ -13,29 +13,25 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from golden import help_texts, homes, policies, surface
-from golden.comparison import Golden, write
+from golden import homes
+from golden.comparison import write
+from golden.every import GOLDENS, SLOW
 
-GOLDENS: dict[str, Golden] = {
-    **help_texts.GOLDENS,
-    **policies.GOLDENS,
-    **surface.GOLDENS,
-    **homes.GOLDENS,
-}
 HOMES = "homes"
 
 
 def main(names: list[str]) -> None:
     """Write the goldens of these names, or all."""
-    if unknown := set(names) - GOLDENS.keys() - {HOMES}:
-        sys.exit(f"no golden named {', '.join(sorted(unknown))}: {HOMES}, {', '.join(GOLDENS)}")
+    known = GOLDENS | SLOW
+    if unknown := set(names) - known.keys() - {HOMES}:
+        sys.exit(f"no golden named {', '.join(sorted(unknown))}: {HOMES}, {', '.join(known)}")
     with tempfile.TemporaryDirectory() as home:
         os.environ["LARDER_HOME"] = home
         if HOMES in names:
             homes.build()
-            names = [name for name in names if name != HOMES] + [*homes.GOLDENS]
-        for name in names or GOLDENS:
-            print(write(name, GOLDENS[name]()))
+            names = [name for name in names if name != HOMES] + [*homes.GOLDENS, *homes.SLOW]
+        for name in names or known:
+            print(write(name, known[name]()))
 
 
 if __name__ == "__main__":

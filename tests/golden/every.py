@@ -1,0 +1,18 @@
+"""All goldens by name."""
+
+from __future__ import annotations
+
+from golden import documents, help_texts, homes, logits, policies, results, surface
+from golden.comparison import Golden
+
+GOLDENS: dict[str, Golden] = {
+    **help_texts.GOLDENS,
+    **policies.GOLDENS,
+    **surface.GOLDENS,
+    **homes.GOLDENS,
+    **documents.GOLDENS,
+    **results.GOLDENS,
+    **logits.GOLDENS,
+}
+SLOW: dict[str, Golden] = {**policies.SLOW, **homes.SLOW, **documents.SLOW, **results.SLOW}
+TOLERANCES = {"logits": logits.TOLERANCE}
