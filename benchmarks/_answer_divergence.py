@@ -107,6 +107,6 @@ def _logit_gap(
     for block in split_blocks(text[:-1], rule.block):
         reader.settle([lane], block, block, cache.next_position)
     row = BatchSegment(cache, text[-1:], coming=AppendKind.STEP)
-    logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, [0])[0]
+    logits = engine.loaded.decoder.forward_logits([row], Mode.SCRATCH, [0])[0]
     best, second = logits.float().topk(2).values.tolist()
     return best - second

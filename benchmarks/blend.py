@@ -38,7 +38,7 @@ def read(decoder: Decoder, ids: tuple[int, ...]) -> SequenceCache:
 
 def follow(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tensor:
     """Log-probabilities of a continuation, [N, V]."""
-    logits = decoder.predict([BatchSegment(cache, ids)], Mode.APPEND, range(len(ids)))
+    logits = decoder.forward_logits([BatchSegment(cache, ids)], Mode.APPEND, range(len(ids)))
     return logits.double().log_softmax(-1)
 
 

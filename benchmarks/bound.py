@@ -79,16 +79,16 @@ def _entries(options: argparse.Namespace) -> int:
                     "peak_entries": figures.peak_entries,
                     "bound": bound,
                     "within": figures.peak_entries <= bound,
-                    "counted_bytes": memory.shelf.nbytes,
+                    "counted_bytes": memory.caches.nbytes,
                     "tensor_bytes": held,
                 }
                 print(
                     f"{path.stem:32} {policy:10} M {budget:5} context {figures.context_tokens:6} "
                     f"peak {figures.peak_entries:6} of {bound:6} entries, "
-                    f"bytes counted {memory.shelf.nbytes} held {held}"
+                    f"bytes counted {memory.caches.nbytes} held {held}"
                 )
                 write(OUT, [row | environment()])
-                broken += not row["within"] or memory.shelf.nbytes != held
+                broken += not row["within"] or memory.caches.nbytes != held
     return broken
 
 

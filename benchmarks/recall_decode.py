@@ -134,7 +134,7 @@ def _full(
     def go() -> None:
         for step in range(STEPS):
             go_to(step)
-            decoder.predict([BatchSegment(cache, (7 + step,))], Mode.APPEND, [0])
+            decoder.forward_logits([BatchSegment(cache, (7 + step,))], Mode.APPEND, [0])
         cache.truncate(tokens)
 
     go()
@@ -151,7 +151,7 @@ def _policy(
 ) -> Callable[[], None]:
     policy, clock = Policy.parse(options.policy).filled(options.budget, None), CLOCKS[options.clock]
     cache, planner = _parked(decoder, policy, streams, clock, row), policy.planner
-    layers = [layer for layer in decoder.spec.managed if cache.makeup.governs(layer)]
+    layers = [layer for layer in decoder.spec.managed if cache.cache_spec.is_budgeted(layer)]
     tokens = streams[0].keys.shape[1]
     fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
@@ -163,7 +163,7 @@ def _policy(
             go_to(done[0])
             only = BatchSegment(cache, (7 + done[0],))
             observer = tending.observer([0], [only], [done[0]])
-            decoder.predict([only], Mode.APPEND, [0], observer)
+            decoder.forward_logits([only], Mode.APPEND, [0], observer)
             done[0] += 1
 
     for _ in range(WARMUPS):  # the second is the first to learn of what the first one parked
@@ -172,7 +172,7 @@ def _policy(
     row["policy_parts"] = _parts(go, clock)
     asked, moved = (now - then for now, then in zip(cache.pages, before, strict=True))
     row["hit"] = round(1 - moved / max(asked, 1), 3)
-    row["policy_fast_bytes"], row["policy_bytes"] = cache.fast_nbytes, cache.nbytes
+    row["policy_fast_bytes"], row["policy_bytes"] = cache.device_nbytes, cache.nbytes
     row["policy_entries"] = cache.lengths()[-1][0]
     return go
 
@@ -195,7 +195,7 @@ def _parked(
         assert isinstance(store, TieredLayer)
         values = draw_values(decoder.spec, layer, tokens)
         stays = torch.ones(tokens, dtype=torch.bool)
-        if cache.makeup.governs(layer):
+        if cache.cache_spec.is_budgeted(layer):
             stays[first : tokens - (near - first)] = False
         held, far = torch.nonzero(stays).flatten(), torch.nonzero(~stays).flatten()
         store.allocate(len(held) + 64)

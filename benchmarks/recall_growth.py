@@ -52,11 +52,11 @@ class GrowthReporter:
 
     def _figures(self) -> dict[str, object]:
         asked, moved = self.cache.pages
-        parked = [int(n) for tier in self.cache.tiers for n in tier.finder.learned.known]
+        parked = [int(n) for tier in self.cache.tiers for n in tier.finder.shared_index.known]
         return {
             "generated": self.said,
             "seconds_per_token": round((time.process_time() - self.begun) / self.every, 5),
-            "fast_bytes": self.cache.fast_nbytes,
+            "fast_bytes": self.cache.device_nbytes,
             "bytes": self.cache.nbytes,
             "parked_per_head": [min(parked), max(parked)],
             "hit_rate": round(1 - moved / asked, 3) if asked else None,
@@ -66,7 +66,7 @@ class GrowthReporter:
 
 def _once(tier: TieredLayer) -> bool:
     """Whether the pages of a layer's index hold every entry it knows once."""
-    index, lengths = tier.finder.learned.index, tier.finder.learned.known
+    index, lengths = tier.finder.shared_index.index, tier.finder.shared_index.known
     for head, (pages, length) in enumerate(zip(index.counts, lengths, strict=True)):
         heads = torch.full((len(index.counts), pages), -1)
         heads[head] = torch.arange(pages)

@@ -128,7 +128,7 @@ def _run_variant(
 def _read(decoder: Decoder, cache: SequenceCache, token: int, tending: Any, step: int) -> None:
     row = BatchSegment(cache, (token,))
     observer = None if tending is None else tending.observer([0], [row], [step])
-    decoder.predict([row], Mode.APPEND, [0], observer)
+    decoder.forward_logits([row], Mode.APPEND, [0], observer)
 
 
 def _found(cache: SequenceCache) -> dict[int, list[set[int]]]:

@@ -86,7 +86,7 @@ def _seconds(model: str, decoder: Decoder, tokens: int, rounds: int) -> None:
 
 def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
     recompute, spec = KVRecompute(decoder), decoder.spec
-    ids = tuple(torch.randint(6, min(decoder.vocabulary, 4096), (tokens,)).tolist())
+    ids = tuple(torch.randint(6, min(decoder.vocab_size, 4096), (tokens,)).tolist())
     cache, residuals = SequenceCache(spec, CacheForm.DENSE), ResidualStream(range(len(spec.layers)))
     starts, places = range(0, tokens, BLOCK_TOKENS), torch.arange(tokens)
     for start in starts:

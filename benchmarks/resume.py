@@ -73,7 +73,7 @@ class SavedSession:
         store, times = Store(str(folder), folder), list[float]()
         try:
             keeper = StorePersistence(store, self._engine.loaded, codec=codec)
-            store.parts.rates.know({"disk": 1e15})  # load, however slow that is
+            store.parts.throughput.know({"disk": 1e15})  # load, however slow that is
             for _ in range(RUNS):
                 before()
                 begun = time.perf_counter()
@@ -101,7 +101,7 @@ class SavedSession:
         cache, _ = state.memory.recall(TEXT)
         ids = self._engine.scribe.question(TEXT)
         decoder = self._engine.loaded.decoder
-        return decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[
+        return decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[
             0
         ].log_softmax(-1)
 
@@ -114,7 +114,7 @@ def measured(
     Args:
         runs: `state`, `first` and `seconds` of reading.
     """
-    stored, held = session.saved(runs["state"], folder, codec), runs["state"].memory.shelf.nbytes
+    stored, held = session.saved(runs["state"], folder, codec), runs["state"].memory.caches.nbytes
     exact = runs["first"].double()
     told = {"codec": codec, "kv_bytes": held, "stored_bytes": stored}
     told |= {"read_seconds": runs["seconds"]}

@@ -158,14 +158,14 @@ def _quiet(done: int, total: int) -> None:
 
 def _ids(decoder: Decoder, count: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(count)
-    top = min(decoder.vocabulary, 4096)
+    top = min(decoder.vocab_size, 4096)
     return tuple(torch.randint(6, top, (count,), generator=generator).tolist())
 
 
 @torch.no_grad()
 def _step(decoder: Decoder, cache: SequenceCache) -> None:
     mark = cache.next_position
-    decoder.predict([BatchSegment(cache, (7,))], Mode.APPEND, [0])
+    decoder.forward_logits([BatchSegment(cache, (7,))], Mode.APPEND, [0])
     cache.truncate(mark)
 
 

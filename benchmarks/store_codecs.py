@@ -94,7 +94,7 @@ def main() -> None:
     rest = ids[given.tokens :]
 
     def follow(over: SequenceCache) -> Tensor:
-        logits = decoder.predict([BatchSegment(over, rest)], Mode.APPEND, range(len(rest)))
+        logits = decoder.forward_logits([BatchSegment(over, rest)], Mode.APPEND, range(len(rest)))
         return logits.double().log_softmax(-1)
 
     rows = []

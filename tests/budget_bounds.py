@@ -62,7 +62,7 @@ class Peak:
 
 def held(cache: SequenceCache) -> int:
     """Entries of a cache that its budget is for, pages that may be recalled included."""
-    recalling = [tier for tier in cache.tiers if tier.recalls]
+    recalling = [tier for tier in cache.tiers if tier.has_offloaded]
     pages = sum(t.layer.kv_heads * (t.parking.recall.tokens or 0) for t in recalling)
     return cache.managed_entries + pages
 

@@ -64,11 +64,11 @@ class Library:
         key = id(desk.decoder), str(policy), source.ids, source.said
         if key not in self._read:
             memory = self._gather(desk, source, policy, prompts, progress)
-            kept = [memory.shelf.activate(n).fork() for n in range(len(memory.shelf))]
+            kept = [memory.caches.activate(n).fork() for n in range(len(memory.caches))]
             self._read[key] = memory, kept, desk.decoder  # whose id is the key stays
         memory, kept, _ = self._read[key]
         shelf = SessionCaches(desk.decoder.spec, [cache.fork() for cache in kept])
-        return replace(memory, conversation=source.conversation, shelf=shelf)
+        return replace(memory, conversation=source.conversation, caches=shelf)
 
 
 def under(loaded: LoadedModel, policy: str) -> Engine:
@@ -92,7 +92,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def states(chat: Chat) -> list[dict[str, Any]]:
     """Every cache of a chat, on a copy of its shelf, so that nothing moves."""
-    shelf = chat.memory.shelf
+    shelf = chat.memory.caches
     active, found = shelf.active, []
     for number in range(len(shelf)):
         found.append(state(shelf.activate(number).fork()))
@@ -105,7 +105,9 @@ def states(chat: Chat) -> list[dict[str, Any]]:
 
 def logits(engine: Engine, cache: SequenceCache, text: str) -> torch.Tensor:
     ids = engine.scribe.question(text)
-    return engine.loaded.decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])
+    return engine.loaded.decoder.forward_logits(
+        [BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1]
+    )
 
 
 def raising(error: type[BaseException]) -> Callable[[str], None]:

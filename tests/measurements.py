@@ -42,6 +42,6 @@ def made_up(layers: Sequence[LayerSpec]) -> Calibration:
     """Every measurement that there is, for some managed layers, each number in [0.1, 0.9]."""
     facts: dict[str, tuple[float, ...]] = {}
     for number, name in enumerate(MEASUREMENTS.names()):
-        count = sum(MEASUREMENTS.load(name).grain.count(layer) for layer in layers)
+        count = sum(MEASUREMENTS.load(name).granularity.count(layer) for layer in layers)
         facts[name] = tuple(0.1 + (5 * at + 3 * number) % 9 / 10 for at in range(count))
     return facts

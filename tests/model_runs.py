@@ -34,7 +34,7 @@ def cuts(total: int, block: int) -> list[tuple[int, int]]:
 def read_on(decoder: Decoder, cache: SequenceCache, ids: Sequence[int], block: int) -> Tensor:
     """Logits [Q, V] of ids read block by block behind a cache."""
     parts = [
-        decoder.predict([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
+        decoder.forward_logits([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
         for a, b in cuts(len(ids), block)
     ]
     return torch.cat(parts)

@@ -148,7 +148,7 @@ class Served:
             assert core.ledger.used(tier) <= core.ledger.limit(tier)
         held = sum(each.device_bytes for each in core.sessions)
         assert held <= core.ledger.used(Tier.DEVICE)
-        parked = sum(each.host_bytes for each in core.sessions if each.is_in_memory)
+        parked = sum(each.host_bytes for each in core.sessions if each.has_resident_cache)
         assert parked <= core.ledger.used(Tier.HOST), (parked, core.ledger.used(Tier.HOST))
 
 

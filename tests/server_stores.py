@@ -48,5 +48,5 @@ class Stored:
         """Where a session's cache is, without bringing it to memory."""
         if self.core.sessions.has(tenant, name):
             return self.core.sessions.find(tenant, name).tier
-        [view] = [view for view in self.keeper.views(tenant) if view.name == name]
+        [view] = [view for view in self.keeper.list_sessions(tenant) if view.name == name]
         return view.tier

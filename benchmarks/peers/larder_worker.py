@@ -46,8 +46,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         memory = engine.read(conversation)
         seconds.append(memory.figures.prefill_seconds)
     assert memory is not None
-    caches = [memory.shelf.activate(number) for number in range(len(memory.shelf))]
-    held, counted = held_bytes(caches), memory.shelf.nbytes
+    caches = [memory.caches.activate(number) for number in range(len(memory.caches))]
+    held, counted = held_bytes(caches), memory.caches.nbytes
     highest, answers, stamps = memory.figures.peak_kv_bytes, list[list[int]](), list[list[float]]()
     for question in job["questions"]:
         said, own, during = _answer(engine, memory, question, job)
@@ -83,7 +83,7 @@ def _answer(
     engine: Engine, memory: ConversationMemory, question: list[int], job: dict[str, Any]
 ) -> tuple[list[int], list[float], int]:
     """Greedy tokens up to the end of turn, when each came, and what was held meanwhile."""
-    cache = memory.shelf.activate(0)
+    cache = memory.caches.activate(0)
     tending = decode_planner(engine.desk, memory.policy, [cache])
     if tending is not None:
         cache = cache.fork()  # as `Engine.ask` does

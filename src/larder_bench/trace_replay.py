@@ -106,7 +106,7 @@ class SimulatedTier(ReplayTier):
         self._trace, self._rule, self._budget = trace, rule, budget_bytes
         self._pieces, self._foresight = trace.pieces, foresight
         self._rows: dict[int, int] = {}  # of what is held, by piece
-        self._columns = CandidateColumns.blank(256)
+        self._columns = CandidateColumns.empty(256)
         self._used = 0
         self._clock = 0.0
         self._pauses = ToolPauses()
@@ -134,7 +134,7 @@ class SimulatedTier(ReplayTier):
             self._written.add(piece)
             if not self._put(piece, event.time):
                 return
-        self._await(event)
+        self._set_pauses(event)
         if (old := self._rows.get(self._pieces[event.piece].replaces)) is not None:
             self._columns.superseded[old] = True
 
@@ -155,7 +155,7 @@ class SimulatedTier(ReplayTier):
                 self._columns.pinned_until[row] = event.until
             piece = self._pieces[piece].parent
 
-    def _await(self, event: WriteEvent) -> None:
+    def _set_pauses(self, event: WriteEvent) -> None:
         """All that the session has waits for the same."""
         piece = event.piece
         rows = list[int]()
@@ -229,13 +229,13 @@ class SimulatedTier(ReplayTier):
             self._columns.children[self._rows[told.parent]] -= 1
             self.counts.refused += 1
             return False
-        self._lay(piece, now, next_read)
+        self._insert(piece, now, next_read)
         self._used += told.bytes
         self.counts.written_bytes += told.bytes
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._used)
         return True
 
-    def _lay(self, piece: int, now: float, steps: float) -> None:
+    def _insert(self, piece: int, now: float, steps: float) -> None:
         row, columns, told = len(self._rows), self._columns, self._pieces[piece]
         if row == len(columns):
             columns = self._columns = _doubled_capacity(columns)
@@ -253,7 +253,7 @@ class SimulatedTier(ReplayTier):
         if lacking <= 0:
             return True
         held = self._columns.first(len(self._rows))
-        leaving = self._rule.leaving(held, now, lacking)
+        leaving = self._rule.select_victims(held, now, lacking)
         self._clock = max(self._clock, leaving.clock)
         for piece in held.codes[list(leaving.rows)].tolist():
             self._drop(piece)

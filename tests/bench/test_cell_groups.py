@@ -37,7 +37,7 @@ def came_to(cell: Cell, known: MeasuredCells) -> Row:
 def in_turn(wanted: list[Cell]) -> list[Row]:
     known, rows = MeasuredCells([]), list[Row]()
     for cell in wanted:
-        rows.append(known.same(cell) or came_to(cell, known))
+        rows.append(known.shared_row(cell) or came_to(cell, known))
         known.learn(cell, rows[-1])
     return rows
 
@@ -66,7 +66,7 @@ def at_once(wanted: list[Cell], seed: int) -> list[Row]:
         own, numbers = running[group]
         number = numbers.pop(0)
         cell = wanted[number]
-        rows[number] = own.same(cell) or came_to(cell, own)
+        rows[number] = own.shared_row(cell) or came_to(cell, own)
         own.learn(cell, rows[number])
         known.learn(cell, rows[number])
         done.append((cell, rows[number]))

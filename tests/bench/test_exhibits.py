@@ -20,12 +20,12 @@ def memory() -> ConversationMemory:
 
 
 def test_budgets_are_those_of_every_episode(memory: ConversationMemory) -> None:
-    before = memory.shelf.active
+    before = memory.caches.active
     rows = budget_rows(memory)
-    assert memory.shelf.active == before
+    assert memory.caches.active == before
     assert [row["episode"] for row in rows] == [0, 1]
     for row in rows:
-        lengths = memory.shelf.activate(row["episode"]).lengths()
+        lengths = memory.caches.activate(row["episode"]).lengths()
         assert row["row"] == "budgets"
         assert row["lengths"] == [list(layer) for layer in lengths]
         assert row["context_tokens"] == memory.figures.context_tokens

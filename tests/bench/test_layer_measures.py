@@ -56,7 +56,7 @@ def slowly(bench: ModelContext, policy: str, budget: str | None) -> list[tuple[f
             answer = bench.engine.scribe.encode(question.answer)
             ids = given + answer
             wanted = range(len(given) - 1, len(ids))
-            predict = bench.engine.loaded.decoder.predict
+            predict = bench.engine.loaded.decoder.forward_logits
             rows.append(predict([Tokens(fork, ids)], Mode.APPEND, wanted).softmax(-1).double())
         true, believed = rows
         nats = (true * (true / believed).log()).sum(-1).mean()

@@ -53,13 +53,13 @@ def test_what_has_no_budget_to_choose_comes_to_the_same() -> None:
     assert full.is_alike and not cell("h2o", 0).is_alike
     known.learn(full, came_to(99) | {EXHIBITS_KEY: ["a map"]})
     known.learn(cell("h2o", 0), came_to(20))
-    assert known.same(other) == came_to(99) | {"shared_with": MatchedQuantity.BYTES.value}
-    assert known.same(full) is None  # it is the one that was measured
-    assert known.same(cell("h2o", 0, "tokens")) is None
-    assert known.same(cell("full", 1, "tokens")) is None
-    assert known.same(replace(other, measure="generated")) is None
+    assert known.shared_row(other) == came_to(99) | {"shared_with": MatchedQuantity.BYTES.value}
+    assert known.shared_row(full) is None  # it is the one that was measured
+    assert known.shared_row(cell("h2o", 0, "tokens")) is None
+    assert known.shared_row(cell("full", 1, "tokens")) is None
+    assert known.shared_row(replace(other, measure="generated")) is None
     known = MeasuredCells([full.head(TOLD) | came_to(99) | {"environment": "e"}])
-    assert known.same(other) == came_to(99) | {
+    assert known.shared_row(other) == came_to(99) | {
         "environment": "e",
         "model_fingerprint": "f",
         "device": "cpu",

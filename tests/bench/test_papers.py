@@ -140,17 +140,17 @@ def test_ours_is_of_the_cells_that_are_named() -> None:
     twice, of_full, ratio, seconds, one_kind, absent, more, none = compare_with_paper(
         ROW_OF_SMALL, CELLS
     )
-    assert twice.ours["seed"].mean == 0.5 and twice.here("seed", {}) == "0.50"
+    assert twice.ours["seed"].mean == 0.5 and twice.measured_text("seed", {}) == "0.50"
     assert twice.told() == "41.5 % F1 (MF-en)" and twice.over({}) == "Exact match; all tasks"
     assert of_full.ours["seed"].mean == 1.0 and of_full.over({}) == "Exact match; 1000 tokens"
-    assert ratio.here("seed", {}) == "0.25×"
+    assert ratio.measured_text("seed", {}) == "0.25×"
     assert seconds.ours["seed"].mean == 0.25
     assert one_kind.ours["seed"].mean == 0.25
-    assert absent.ours == {} and absent.here("seed", {}) == "not measured"
-    assert more.here("seed", {}) == "+0.25" and more.over({}).startswith(
+    assert absent.ours == {} and absent.measured_text("seed", {}) == "not measured"
+    assert more.measured_text("seed", {}) == "+0.25" and more.over({}).startswith(
         "Exact match, less that of h2o"
     )
-    assert none.here("seed", {}) == "no ratio: random has none or 0"
+    assert none.measured_text("seed", {}) == "no ratio: random has none or 0"
 
 
 def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
@@ -161,13 +161,14 @@ def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
     prefill = ReportedValue("h2o", "1/4", "prefill_seconds", 1.0, measure="forced", matched="bytes")
     exact, seconds = compare_with_paper(Paper("", "", (), (value, prefill)), ours)
     assert exact.ours["seed"].mean == 0.25 and list(exact.ours) == ["seed"]
-    assert exact.here("other", {}) == "not measured"
+    assert exact.measured_text("other", {}) == "not measured"
     [refused] = compare_with_paper(
         Paper("", "", (), (value,)), [cell("h2o", refused="no room", items=[])]
     )
-    assert refused.here("seed", {}) == "refused"
+    assert refused.measured_text("seed", {}) == "refused"
     assert (
-        seconds.ours["seed"].mean == 1.5 and seconds.here("seed", {}) == "1.5000 [1.0000, 2.0000]"
+        seconds.ours["seed"].mean == 1.5
+        and seconds.measured_text("seed", {}) == "1.5000 [1.0000, 2.0000]"
     )
 
 

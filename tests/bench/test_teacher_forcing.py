@@ -42,12 +42,12 @@ def slowly(
     engine: Engine, memory: ConversationMemory, question: Question
 ) -> tuple[list[bool], list[float]]:
     """Append the question to a copy of the cache, then the answer one token after the other."""
-    cache = memory.shelf.activate(0).fork()
+    cache = memory.caches.activate(0).fork()
     given = engine.scribe.question(question.question)
     hits, likelihoods = [], []
     for token in engine.scribe.answer(question.answer)[: len(_answer(engine, question))]:
         row = BatchSegment(cache, tuple(given))
-        logits = engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0]
+        logits = engine.loaded.decoder.forward_logits([row], Mode.APPEND, [len(given) - 1])[0]
         hits.append(int(logits.argmax()) == token)
         likelihoods.append(float(torch.log_softmax(logits, 0)[token]))
         given = (token,)

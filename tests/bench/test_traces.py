@@ -101,7 +101,7 @@ def test_everything_is_what_nothing_replaces() -> None:
     diary = TraceBuilder(ChatWorkload(kept=1.0))
     session = diary.begin(diary.prompt(100))
     diary.turn(session, diary.turn(session, 0.0, 10, 20, "person"), 10, 20, "person")
-    assert diary.trace(9).everything_bytes == (100 + 160) * EACH
+    assert diary.trace(9).total_bytes == (100 + 160) * EACH
 
 
 @pytest.mark.parametrize(

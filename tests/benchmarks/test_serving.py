@@ -53,9 +53,9 @@ def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
     assert found is not None and (found.exchange, found.place) == (1, 2)
     before = [*said[0].prompt, *said[0].answer, *said[1].prompt, *said[1].answer[:2]]
     cache, decoder = served.core.rule.empty(), engine.loaded.decoder
-    logits = decoder.predict([BatchSegment(cache, tuple(before))], Mode.APPEND, [len(before) - 1])[
-        0
-    ]
+    logits = decoder.forward_logits(
+        [BatchSegment(cache, tuple(before))], Mode.APPEND, [len(before) - 1]
+    )[0]
     best, second = torch.topk(logits, 2).values.tolist()
     assert found.gap == pytest.approx(best - second, abs=1e-4)
     assert found.is_close == (found.gap < 1e-3)

@@ -100,7 +100,7 @@ def test_answers_are_those_of_the_loop(name, codec) -> None:
         former.append(latest)
         assert_close(out, torch.stack([loop.out() for loop in former], 1))
         former = former[-store.parking.recall.corrected :]
-        store.read_on((step,))
+        store.record_ids((step,))
         assert len(store.ids) == len(former)
     assert (len(former[0].seen[0]) > len(fetched(store, 0))) == (name != "all")
     held = store.entries()
@@ -111,7 +111,7 @@ def test_answers_are_those_of_the_loop(name, codec) -> None:
 def test_it_comes_back_with_what_it_remembers() -> None:
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
-    store.read_on((5,))
+    store.record_ids((5,))
     back = CorrectedLayer.restore(LAYER, store.state())
     assert same_bits(back.state(), store.state()) and back.ids == (5,)
     fork = store.fork()
@@ -133,7 +133,7 @@ def test_nothing_is_corrected_after_a_text(count) -> None:
     extend(store, draw(LAYER, 1, READ))
     store.expect(AppendKind.TEXT)
     extend(store, draw(LAYER, count, READ + 1))
-    store.read_on((5,) * count)
+    store.record_ids((5,) * count)
     assert store.ids == ()
 
 
@@ -141,7 +141,7 @@ def test_no_more_are_remembered_than_are_corrected() -> None:
     store, _, _ = a_store(PARTS["flat"])
     for step in range(3):
         extend(store, draw(LAYER, 1, READ + step))
-        store.read_on((step,))
+        store.record_ids((step,))
     assert store.ids == (1, 2)
 
 

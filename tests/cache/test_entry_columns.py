@@ -30,7 +30,7 @@ def signed(store: CacheLayer) -> CacheLayer:
     """Write into every entry who it is, and a scalar into every head."""
     entries = store.entries()
     own = identities(store)
-    store.note({"mass": entries.spread(own), "age": entries.spread(-own)})
+    store.note({"mass": entries.unpack(own), "age": entries.unpack(-own)})
     scalars = {"mean": torch.arange(len(entries.lengths)) + 0.5}
     everything = a_plan([range(n) for n in store.lengths], store.lengths)
     store.evict(replace(everything, scalars=scalars))

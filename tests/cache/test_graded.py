@@ -76,7 +76,9 @@ def assert_structure(store: GradedLayer, loop: GradedLoop) -> None:
     for grade, tier in enumerate(store._coded, 1):
         held = [(h, size) for h, size in tier.rows.lengths.tolist()]
         assert sorted(held) == loop.sizes(grade)
-    assert store.finest_lengths == tuple(sum(not s.grade for s in head) for head in loop.heads)
+    assert store.full_precision_lengths == tuple(
+        sum(not s.grade for s in head) for head in loop.heads
+    )
     assert torch.equal(entries.column("mass"), 2.0 * entries.packed_positions())
 
 
@@ -191,7 +193,7 @@ def test_attention_is_that_over_what_is_shown(queries) -> None:
     expected = ragged_attention(
         asked.queries, entries.keys, entries.values, *layout, entries.columns[LOG_COUNT]
     )[0]
-    got = store.attend_held(asked.queries, asked.positions)
+    got = store.attend_cached(asked.queries, asked.positions)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -271,7 +273,7 @@ def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
         QuantizedRows, "decoded", lambda own, *of: asked.append(own) or decoded(own, *of)
     )
     mass = 3.0 * store.entries().positions
-    entries = store.entries().remembering({"mass": mass})
+    entries = store.entries().with_columns({"mass": mass})
     assert torch.equal(entries.column("mass"), mass) and not entries.column(LOG_COUNT).any()
     assert entries.like.shape == (0, HEAD_DIM) and bool(entries.pack(entries.grades).all())
     assert asked == []
@@ -287,13 +289,13 @@ def test_bytes_shrink_to_what_arithmetic_says(bits) -> None:
     store.append(new.keys, new.values, new.positions)
     store.compact()
     assert store.nbytes == 2048 * (2 * 64 * 4 + 4) + 2 * 2 * 8
-    assert store.viewed_bytes == 0
+    assert store.entries_copy_bytes == 0
     store.apply(every(store, 1))
     codes = 2048 * 2 * 64 * bits // 8
     values = 2048 * 2 * (64 // 32) * 2  # an offset and a scale of two bytes for every 32 channels
     keys = 2048 // 32 * 64 * 2 * 2
     assert store.nbytes == codes + values + keys + 2048 * 4 + 2048 // 32 * 8 + 2 * 2 * 8
-    assert store.viewed_bytes == 2048 * (2 * 64 * 4 + 4 + 1)
+    assert store.entries_copy_bytes == 2048 * (2 * 64 * 4 + 4 + 1)
     shown = store.entries()
     copied = shown.keys, shown.values, shown.positions, shown.grades
-    assert store.viewed_bytes == sum(t.untyped_storage().nbytes() for t in copied)
+    assert store.entries_copy_bytes == sum(t.untyped_storage().nbytes() for t in copied)

@@ -68,7 +68,7 @@ def through_a_file(cache: SequenceCache) -> SequenceCache:
 
 def surrendered(cache: SequenceCache) -> SequenceCache:
     meta = cache.meta()
-    handed = cache.surrender(torch.device("cpu"))
+    handed = cache.release_state(torch.device("cpu"))
     assert cache.latest.queries(0) is None and not cache.latest.nbytes
     return SequenceCache.adopt(SPEC, handed, meta)
 
@@ -116,4 +116,4 @@ def test_latest_queries_are_cut_by_count_and_by_position() -> None:
     latest = LatestQueries.of(new.queries, new.positions)
     assert latest.before(12).positions.tolist() == [10, 11]
     assert latest.last(2).positions.tolist() == [13, 14]
-    assert latest.last(2).followed(latest.before(11)).positions.tolist() == [13, 14, 10]
+    assert latest.last(2).extended(latest.before(11)).positions.tolist() == [13, 14, 10]

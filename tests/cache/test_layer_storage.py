@@ -125,7 +125,7 @@ def test_lengths_are_those_of_the_entries(subject, monkeypatch) -> None:
 
 def test_what_stood_beside_the_new_storage_is_told(subject) -> None:
     store, _ = subject.filled()
-    before = store.fast_nbytes - (store.coded_bytes if subject.kind.codecs else 0)
+    before = store.device_nbytes - (store.coded_bytes if subject.kind.codecs else 0)
     append(store, subject.tokens(80, 13))  # more than any slack
     assert store.replaced_bytes == before
 

@@ -30,7 +30,7 @@ def weighed(store: CacheLayer, loop: RaggedLoop, seed: int = 9) -> Counts:
 
 def note(store: CacheLayer, counts: Counts) -> None:
     packed = torch.tensor([float(n) for head in counts for n in head])
-    store.note({LOG_COUNT: store.entries().spread(packed.log())})
+    store.note({LOG_COUNT: store.entries().unpack(packed.log())})
 
 
 def repeat(loop: RaggedLoop, counts: Counts) -> None:
@@ -71,7 +71,7 @@ def test_attending_to_what_is_held(remembering, queries) -> None:
     store, loop = remembering.filled()
     weighed(store, loop)
     new = remembering.tokens(queries, 13)
-    assert_close(store.attend_held(new.queries, new.positions), held_by_loop(loop, new.queries))
+    assert_close(store.attend_cached(new.queries, new.positions), held_by_loop(loop, new.queries))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -126,7 +126,7 @@ def assert_is(half: PairedLayer, heads: list[dict[int, Held]]) -> None:
         attention(group, entries.head_keys(head), entries.head_values(head), half.layer.scaling)[0]
         for head, group in enumerate(queries.queries.unflatten(0, (2, -1)))
     ]
-    assert_close(half.attend_held(queries.queries, queries.positions), torch.cat(outs))
+    assert_close(half.attend_cached(queries.queries, queries.positions), torch.cat(outs))
 
 
 def test_bytes_shrink_to_one_direction_for_two_layers() -> None:
@@ -143,8 +143,8 @@ def test_bytes_shrink_to_one_direction_for_two_layers() -> None:
     entry = 2 * 8 * 4 + 4 * 4 + 2 + 4 + 2 + 2 * 4  # direction, lengths, head, place, held, columns
     assert after - 200 * entry < 400, "beside the entries there is only bookkeeping"
     assert before >= 2 * 200 * (2 * 8 * 4 + 4 + 4)
-    assert pair[0].viewed_bytes == pair[1].viewed_bytes > 0
-    assert pair[0].finest_lengths == (0, 0) and pair[0].lengths == (100, 100)
+    assert pair[0].entries_copy_bytes == pair[1].entries_copy_bytes > 0
+    assert pair[0].full_precision_lengths == (0, 0) and pair[0].lengths == (100, 100)
 
 
 def test_what_one_layer_evicts_the_other_still_holds_and_then_it_is_gone() -> None:
@@ -170,7 +170,7 @@ def test_a_layer_without_a_partner_shares_nothing() -> None:
     append(alone, draw(LAYERS[0], 4))
     plan = a_plan([[0, 1, 2]] * 2, alone.lengths)
     alone.apply(replace(plan, grades=torch.ones(6, dtype=torch.int8)))
-    assert alone.finest_lengths == alone.lengths == (3, 3)
+    assert alone.full_precision_lengths == alone.lengths == (3, 3)
     assert half.lengths == (0, 0)
 
 
@@ -243,7 +243,7 @@ def test_an_entry_that_stands_for_many_weighs_as_many() -> None:
     shared(pair, [[0, 1, 2, 3]] * 2, [[1, 1, 0, 0]] * 2)
     pair[0].note({LOG_COUNT: torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 0]).log1p()})
     query, entries = draw(LAYERS[0], 1, 9), pair[0].entries()
-    out = pair[0].attend_held(query.queries, query.positions)[:2]
+    out = pair[0].attend_cached(query.queries, query.positions)[:2]
     repeated = torch.tensor([0, 0, 0, 0, 1, 2, 3])
     keys, values = entries.head_keys(0)[repeated], entries.head_values(0)[repeated]
     assert_close(out, attention(query.queries[:2], keys, values, LAYERS[0].scaling)[0])

@@ -31,7 +31,7 @@ def read_one(store: RaggedLayer, position: int) -> torch.Tensor:
 
 def test_logits_are_those_of_the_newest_query_and_handed_out_once() -> None:
     store = a_store()
-    store.listen()
+    store.record_logits()
     queries, heard = read_one(store, 9), store.heard()
     assert heard is not None
     held = store.entries()
@@ -46,7 +46,7 @@ def test_a_store_listens_to_one_token_only() -> None:
     store = a_store()
     read_one(store, 9)
     assert store.heard() is None
-    store.listen()
+    store.record_logits()
     read_one(store, 10)
     read_one(store, 11)
     assert store.heard() is None
@@ -55,7 +55,7 @@ def test_a_store_listens_to_one_token_only() -> None:
 @pytest.mark.parametrize("change", ["append", "apply", "evict", "lay out"])
 def test_what_was_heard_is_forgotten_when_entries_move(change) -> None:
     store = a_store()
-    store.listen()
+    store.record_logits()
     read_one(store, 9)
     new = draw(store.layer, 2, 10)
     every = Plan(torch.arange(20), (10, 10))

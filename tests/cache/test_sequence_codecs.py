@@ -46,7 +46,7 @@ COPIES = {
     "restore": lambda c: SequenceCache.restore(SPEC, load(save(c.state())), c.meta()),
     "adopt": lambda c: SequenceCache.adopt(SPEC, c.state(), c.meta()),
     "surrender": lambda c: SequenceCache.adopt(
-        SPEC, meta=c.meta(), state=c.surrender(torch.device("cpu"))
+        SPEC, meta=c.meta(), state=c.release_state(torch.device("cpu"))
     ),
 }
 
@@ -54,7 +54,7 @@ COPIES = {
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_holds_the_same_codes_and_continues_alike(way) -> None:
     twin, copy = filled(), COPIES[way](filled())
-    assert copy.makeup.codecs == CODECS and copy.meta() == twin.meta()
+    assert copy.cache_spec.codecs == CODECS and copy.meta() == twin.meta()
     assert same_bits(copy.state(), twin.state())
     for size in (1, 4):
         for a, b in zip(read(copy, size), read(twin, size), strict=True):
@@ -66,9 +66,9 @@ def test_bytes_and_entries_are_counted() -> None:
     cache = filled()
     assert cache.nbytes == storage_bytes(reachable_tensors(cache._stores))
     assert cache.lengths()[0] == (12, 11)
-    assert cache.finest_lengths()[0] == (4, 4)
-    assert cache.viewed_bytes(0) == 23 * (2 * 8 * 4 + 4 + 1 + 4)
-    assert cache.viewed_bytes(1) == 0
+    assert cache.full_precision_lengths()[0] == (4, 4)
+    assert cache.entries_copy_bytes(0) == 23 * (2 * 8 * 4 + 4 + 1 + 4)
+    assert cache.entries_copy_bytes(1) == 0
 
 
 def test_another_description_is_not_restored() -> None:

@@ -47,7 +47,7 @@ def remembering() -> SequenceCache:
     read(cache, READ)
     for index in MANAGED:
         heads = LAYERS[index].kv_heads
-        own = cache.entries(index).spread(identities(cache, index))
+        own = cache.entries(index).unpack(identities(cache, index))
         cache.note(index, {"mass": own, LOG_COUNT: own / 4})
         plan = a_plan([range(h, READ, 2 + h) for h in range(heads)], [READ] * heads)
         scalars = {"mean": index + torch.arange(heads) / 2}
@@ -83,7 +83,7 @@ def adopted(cache: SequenceCache) -> SequenceCache:
 
 def surrendered(cache: SequenceCache) -> SequenceCache:
     meta = cache.meta()
-    handed = cache.surrender(torch.device("cpu"))
+    handed = cache.release_state(torch.device("cpu"))
     left = cache.entries(0)
     assert left.lengths == (0, 0) and left.columns.keys() == {"mass", LOG_COUNT}
     return SequenceCache.adopt(SPEC, handed, meta)
@@ -101,7 +101,7 @@ COPIES = {
 def test_a_copy_remembers_and_goes_its_own_way(way) -> None:
     twin, copy = remembering(), COPIES[way](remembering())
     assert_remembers(copy)
-    assert (copy.makeup.ledger, copy.next_position) == (LEDGER, READ)
+    assert (copy.cache_spec.ledger, copy.next_position) == (LEDGER, READ)
     assert alike(copy, twin)
     for size in (3, 1, 9):
         for a, b in zip(read(copy, size), read(twin, size), strict=True):
@@ -156,7 +156,7 @@ def test_an_interrupted_surrender_leaves_everything(monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(cache._stores[2], "state", fail)
         with pytest.raises(MemoryError):
-            cache.surrender(torch.device("cpu"))
+            cache.release_state(torch.device("cpu"))
     assert alike(cache, twin)
     assert_remembers(cache)
 
@@ -178,7 +178,7 @@ def test_changes_that_cannot_be_taken_back_are_counted() -> None:
 
 def test_a_spoiled_cache_changes_no_more() -> None:
     cache = remembering()
-    cache.spoil()
+    cache.invalidate()
     lengths = cache.lengths()[0]
     for change in (
         lambda: cache.evict(0, a_plan([[0]] * 2, lengths)),
@@ -199,7 +199,7 @@ def test_only_what_is_asked_for_is_held() -> None:
     assert caches[1].nbytes - caches[0].nbytes == 4 * heads * (2 * 10 + 2)
     plain = caches[0]
     assert not any("column" in name or "scalar" in name for name in plain.state())
-    assert SequenceCache.restore(SPEC, plain.state(), plain.meta()).makeup.ledger == Ledger()
+    assert SequenceCache.restore(SPEC, plain.state(), plain.meta()).cache_spec.ledger == Ledger()
 
 
 def test_a_dense_cache_remembers_nothing() -> None:

@@ -175,10 +175,10 @@ def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
     def refuse(*given: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(type(store.finder.learned.index), "find", refuse)
+    monkeypatch.setattr(type(store.finder.shared_index.index), "find", refuse)
     with pytest.raises(AssertionError, match="asked"):
-        store.finder.learned.index.find()
-    monkeypatch.setattr(type(store.finder.learned.index), "exact", refuse)
+        store.finder.shared_index.index.find()
+    monkeypatch.setattr(type(store.finder.shared_index.index), "exact", refuse)
     with pytest.raises(AssertionError, match="asked"):
         extend(store, draw(LAYER, 1, 40, 1))
 
@@ -200,8 +200,8 @@ def test_bytes_are_those_of_every_tensor_of_both_tiers() -> None:
     extend(store, draw(LAYER, 1, 40, 1))
     assert store.nbytes == sum(t.untyped_storage().nbytes() for t in store.tensors())
     slow = 2 * 8 * 4 + 4 + 4  # keys and values, position, one column
-    assert store.nbytes - store.fast_nbytes >= sum(store.parked().lengths) * slow
-    assert store.fast_nbytes < store.nbytes
+    assert store.nbytes - store.device_nbytes >= sum(store.parked().lengths) * slow
+    assert store.device_nbytes < store.nbytes
 
 
 def test_columns_go_with_their_entries() -> None:

@@ -106,7 +106,7 @@ def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
     store = a_store()
     assert store.shared_nbytes == 0
     fork = store.fork()
-    shared = store._slow.nbytes + sum(t.nbytes for t in store.finder.learned.index.tensors())
+    shared = store._slow.nbytes + sum(t.nbytes for t in store.finder.shared_index.index.tensors())
     assert store.shared_nbytes == fork.shared_nbytes == shared
     assert fork.nbytes == store.nbytes > shared
     extend(fork, draw(LAYER, 1, 91, 0))
@@ -120,7 +120,7 @@ def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
 
 def test_what_an_index_remembers_of_looking_is_not_shared() -> None:
     store = a_store(PARTS["votes"])
-    assert store.fork().finder.learned.index is not store.finder.learned.index
+    assert store.fork().finder.shared_index.index is not store.finder.shared_index.index
 
 
 def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
@@ -132,11 +132,11 @@ def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
         raise CacheError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(fork.finder.learned.index), "add", refuse)
+        patch.setattr(type(fork.finder.shared_index.index), "add", refuse)
         with pytest.raises(CacheError, match="no"):
             extend(fork, draw(LAYER, 1, 92, 1))
     assert alike(store.state(), before)
-    assert fork.finder.learned.known == (0, 0)
+    assert fork.finder.shared_index.known == (0, 0)
 
 
 class Somebody:
@@ -159,5 +159,5 @@ def test_rows_are_claimed_head_by_head(name) -> None:
     assert owners.claim(other, (4, 6))
     assert owners.claim(one, wanted) is granted
     owners.leave(other)
-    assert not owners.are_several
+    assert not owners.is_shared
     assert owners.claim(one, (9, 9))

@@ -19,23 +19,23 @@ from topic_embedder import TopicEmbedder
 def test_asking_gives_the_room_of_the_answer_back(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     memory.recall("My dog?")
-    before = memory.shelf.nbytes
+    before = memory.caches.nbytes
     answer = engine.ask(memory, "My dog?", max_new_tokens=8)
-    assert memory.shelf.nbytes == before
+    assert memory.caches.nbytes == before
     assert answer.held_bytes > before
 
 
 def test_a_failed_answer_gives_its_room_back_too(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     memory.recall("My dog?")
-    before = memory.shelf.nbytes
+    before = memory.caches.nbytes
 
     def fail(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         engine.ask(memory, "My dog?", max_new_tokens=8, on_text=fail)
-    assert memory.shelf.nbytes == before
+    assert memory.caches.nbytes == before
 
 
 def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) -> None:
@@ -58,16 +58,16 @@ def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) 
 def test_the_embedding_table_is_held_and_not_copied(loaded: LoadedModel) -> None:
     engine = Engine(loaded)
     embedder = engine._load_embedder("tokens")
-    table = loaded.decoder.token_table()
+    table = loaded.decoder.embedding_table()
     held = [value for value in vars(embedder).values() if isinstance(value, torch.Tensor)]
     assert [tensor.data_ptr() for tensor in held] == [table.data_ptr()]
 
 
 def test_the_table_is_not_converted_either(loaded: LoadedModel) -> None:
-    narrow = loaded.decoder.token_table().to(torch.bfloat16)
+    narrow = loaded.decoder.embedding_table().to(torch.bfloat16)
     engine = Engine(loaded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(loaded.decoder), "token_table", lambda self: narrow)
+        patch.setattr(type(loaded.decoder), "embedding_table", lambda self: narrow)
         embedder = engine._load_embedder("tokens")
     held = [value for value in vars(embedder).values() if isinstance(value, torch.Tensor)]
     assert [tensor.dtype for tensor in held] == [torch.bfloat16]
@@ -81,5 +81,5 @@ def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: LoadedModel) -> 
     dogs, cars = (
         engine.read(HISTORY, {"my_prompt": text}) for text in ("Which dogs?", "red car in lot 1?")
     )
-    held = [memory.shelf.activate(0).entries(0).packed_positions() for memory in (dogs, cars)]
+    held = [memory.caches.activate(0).entries(0).packed_positions() for memory in (dogs, cars)]
     assert held[0].shape != held[1].shape or not torch.equal(*held)

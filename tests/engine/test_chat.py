@@ -53,7 +53,7 @@ def test_the_whole_turn_is_read_to_its_end(engine: Engine, max_new_tokens: int) 
     assert turn.ids == engine.scribe.question(answer.question) + answer.ids + closing
     cache, _ = memory.recall(answer.question)
     engine.loaded.decoder.read([BatchSegment(cache, turn.ids)], Mode.APPEND)
-    mine = chat.memory.shelf.activate(answer.episode or 0)
+    mine = chat.memory.caches.activate(answer.episode or 0)
     assert mine.next_position == cache.next_position == chat.figures.log_tokens
     assert chat.episodes[answer.episode or 0].entries_per_head <= BUDGET
     for layer in range(len(mine.spec.layers)):  # a plan at the end of the turn keeps some of it
@@ -82,12 +82,12 @@ def test_what_was_appended_comes_back_when_the_topic_does(engine: Engine) -> Non
     chat = Chat(engine, history=HISTORY)
     dogs = chat.say("My dog eats apples.", max_new_tokens=6).episode
     assert dogs is not None
-    left = chat.memory.shelf.activate(dogs).fork()
+    left = chat.memory.caches.activate(dogs).fork()
     before = state(left.fork())
     cars = chat.say("The car is slow.", max_new_tokens=6)
     assert cars.episode != dogs and chat.figures.write_backs == 1
-    assert chat.memory.shelf.active == cars.episode
-    back = chat.memory.shelf.activate(dogs)
+    assert chat.memory.caches.active == cars.episode
+    back = chat.memory.caches.activate(dogs)
     assert same(state(back.fork()), before)
     for text in ("What does my dog eat?", "Thank you."):
         assert torch.equal(logits(engine, back, text), logits(engine, left, text))
@@ -104,7 +104,7 @@ def test_one_cache_is_active_and_all_bytes_are_counted(engine: Engine) -> None:
         assert sum(view.is_active for view in views) == 1
         assert figures.kv_bytes == sum(view.kv_bytes for view in views)
         assert figures.active_kv_bytes == next(v.kv_bytes for v in views if v.is_active)
-        assert figures.active_kv_bytes == chat.memory.shelf.activate(active(chat)).nbytes
+        assert figures.active_kv_bytes == chat.memory.caches.activate(active(chat)).nbytes
         assert figures.peak_kv_bytes >= figures.kv_bytes
         entries = [tensor for found in states(chat) for tensor in found.values()]
         held = sum(t.nbytes for t in entries if isinstance(t, torch.Tensor))
@@ -137,7 +137,7 @@ def test_a_new_episode_holds_the_first_tokens_and_the_turn_as_it_was_read(engine
     cache, _ = twin.recall(answer.question)
     mark = cache.next_position
     engine.loaded.decoder.read([BatchSegment(cache, chat.turns[0].ids)], Mode.APPEND)
-    opened = chat.memory.shelf.activate(2)
+    opened = chat.memory.caches.activate(2)
     assert opened.next_position == mark + len(chat.turns[0].ids)
     for layer in range(len(opened.spec.layers)):
         mine, theirs = opened.entries(layer), cache.entries(layer)
@@ -159,7 +159,7 @@ def test_a_new_episode_begins_with_the_system_prompt(engine: Engine) -> None:
     assert stop > 8 and history.messages[1].content.startswith("My dog")
     answer = chat.say("A star is far away.", max_new_tokens=6)
     assert chat.outcome is not None and chat.outcome.is_new_episode
-    shelf = chat.memory.shelf
+    shelf = chat.memory.caches
     found = [_first(shelf.activate(number), stop) for number in (2, answer.episode or 0)]
     assert found[0] == found[1]
     assert any(place >= 4 for head in found[0] for place in head)
@@ -178,7 +178,7 @@ def _first(cache: SequenceCache, stop: int) -> list[list[int]]:
 def test_a_new_episode_without_sinks_begins_at_the_beginning(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, EPISODES.replace("sinks=4", "sinks=0")), history=HISTORY)
     answer = chat.say("A star is far away.", max_new_tokens=6)
-    shelf = chat.memory.shelf
+    shelf = chat.memory.caches
     found = [_first(shelf.activate(number), 1) for number in (2, answer.episode or 0)]
     assert found[0] == found[1]
     assert any(found[0])

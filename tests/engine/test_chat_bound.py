@@ -54,12 +54,12 @@ def under(loaded: LoadedModel, sentence: str, budget: int = BUDGET) -> Engine:
 
 def running(chat: Chat) -> int:
     """The most entries of one cache while a turn runs."""
-    cache = chat.memory.shelf.activate(0)
+    cache = chat.memory.caches.activate(0)
     return most(chat.policy, cache, chat.figures.block_tokens)[1]
 
 
 def check_rest(chat: Chat) -> None:
-    shelf = chat.memory.shelf
+    shelf = chat.memory.caches
     for number in range(len(shelf)):
         cache = shelf.activate(number)
         assert held(cache) <= most(chat.policy, cache, BLOCK)[0], f"cache {number} at rest"
@@ -110,13 +110,13 @@ def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
 ) -> None:
     engine = under(small, SENTENCES[name])
     memory = engine.read(HISTORY)
-    before = [cache.fork() for cache in memory.shelf.copies()]
+    before = [cache.fork() for cache in memory.caches.copies()]
     with peaks(monkeypatch) as peak:
         answer = engine.ask(memory, "What does my dog eat?", max_new_tokens=48)
-    cache = memory.shelf.activate(0)
+    cache = memory.caches.activate(0)
     block = memory.policy.schedule.tokens or min(512, budget_tokens(memory.policy))
     assert peak.entries <= most(memory.policy, cache, block)[1]
-    for mine, theirs in zip(memory.shelf.copies(), before, strict=True):
+    for mine, theirs in zip(memory.caches.copies(), before, strict=True):
         told, kept = ({**each.state(), **each.meta()} for each in (mine, theirs))
         assert same(told, kept)
     again = engine.ask(memory, "What does my dog eat?", max_new_tokens=48)
@@ -127,12 +127,12 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedMod
     engine = under(small, SENTENCES["snapkv"])
     chat, twin = (Chat(engine, history=HISTORY) for _ in range(2))
     chat.say("Hi.", max_new_tokens=2)
-    [turn], cache = chat.turns, twin.memory.shelf.activate(0)
+    [turn], cache = chat.turns, twin.memory.caches.activate(0)
     assert len(turn.ids) <= BLOCK
     length = cache.next_position + len(turn.ids)
     reader = prefill_reader(engine.desk, twin.policy, length, PeakMemoryMeter())
     reader.settle([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
-    mine = chat.memory.shelf.activate(0)
+    mine = chat.memory.caches.activate(0)
     assert mine.lengths() == cache.lengths() and mine.next_position == length
     for layer in range(len(mine.spec.layers)):
         pair = [each.entries(layer) for each in (mine, cache)]
@@ -182,7 +182,7 @@ def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
     assert len(chat.turns) == 1, "the turn stands"
     assert chat.say("And the car?", max_new_tokens=6).ids
     check_rest(chat)
-    assert chat.memory.shelf.activate(0).next_position == chat.figures.log_tokens
+    assert chat.memory.caches.activate(0).next_position == chat.figures.log_tokens
 
 
 def test_a_full_budget_drops_nothing_in_a_chat(small: LoadedModel) -> None:
@@ -198,6 +198,6 @@ def test_more_than_the_bound_is_noticed(
     chat = Chat(Engine(small, "full"))
     with peaks(monkeypatch) as peak:
         chat.say("The car is red. " * 3, max_new_tokens=80)
-    cache = chat.memory.shelf.activate(0)
+    cache = chat.memory.caches.activate(0)
     limited = Chat(under(small, KEYDIFF)).policy
     assert held(cache) > most(limited, cache, BLOCK)[0] and peak.entries == held(cache)

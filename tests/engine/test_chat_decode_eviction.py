@@ -44,7 +44,7 @@ def test_a_chat_stays_within_its_budget_and_is_never_read_anew(
         view = chat.episodes[active(chat)]
         assert view.entries_per_head <= chat.figures.budget_tokens + EXCESS.get(name, 0)
         assert chat.figures.active_kv_bytes == view.kv_bytes > 0
-        cache = chat.memory.shelf.activate(active(chat))
+        cache = chat.memory.caches.activate(active(chat))
         latest = int(cache.entries(0).head_positions(0)[-1])
         assert latest == cache.next_position - 1, "the end of what was read is remembered"
     assert chat.figures.refreshes == 0

@@ -54,13 +54,13 @@ def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
     back = Chat(engine, "mine", keeper=keeper)
     assert back.resumed.tokens == chat.figures.log_tokens and equal(back, chat)
     assert back.figures.opened == chat.figures.opened
-    del chat._logbook  # only one of the two may write the file
+    del chat._log_store  # only one of the two may write the file
     back.say("The star is far.", max_new_tokens=4)
     again = Chat(engine, "mine", keeper=keeper)
     assert again.turns == back.turns and len(again.episodes) == len(back.episodes)
     for number in range(len(back.episodes)):
         one, other = (
-            logits(engine, each.memory.shelf.activate(number), "Far?") for each in (back, again)
+            logits(engine, each.memory.caches.activate(number), "Far?") for each in (back, again)
         )
         # What is decided token by token differs from what is decided for a turn at once.
         assert policy == TENDED or torch.allclose(one, other, atol=1e-3), "the turn is read"

@@ -88,7 +88,7 @@ def back(
 
 def next_logits(desk: ModelRuntime, cache: SequenceCache) -> torch.Tensor:
     ids = desk.scribe.question("Which dog?")
-    return desk.decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0]
+    return desk.decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0]
 
 
 def every_preset() -> list[Any]:
@@ -115,9 +115,9 @@ def test_15_every_policy_comes_back_to_the_bit(
     assert keeper.save(preset, saved) == ""
     memory = back(keeper, preset, desk, saved)
     assert memory.router.told() == saved.memory.router.told()
-    assert len(memory.shelf) == len(saved.memory.shelf)
-    for number in range(len(memory.shelf)):
-        one, other = (each.shelf.activate(number) for each in (saved.memory, memory))
+    assert len(memory.caches) == len(saved.memory.caches)
+    for number in range(len(memory.caches)):
+        one, other = (each.caches.activate(number) for each in (saved.memory, memory))
         assert torch.equal(next_logits(desk, one), next_logits(desk, other))
         assert same_state(one.state(), other.state()) and one.meta() == other.meta()
 
@@ -130,9 +130,9 @@ def test_15_codecs_change_the_next_token_a_little(
     keeper, saved = StorePersistence(store, small, "codecs", codec), read(desk, preset)
     keeper.save(f"{preset}-{codec}", saved)
     memory = back(keeper, f"{preset}-{codec}", desk, saved)
-    for number in range(len(memory.shelf)):
+    for number in range(len(memory.caches)):
         one, other = (
-            next_logits(desk, each.shelf.activate(number)) for each in (saved.memory, memory)
+            next_logits(desk, each.caches.activate(number)) for each in (saved.memory, memory)
         )
         difference = float((one - other).abs().max())
         assert difference <= TOLERANCE[codec] and (difference > 0) == (codec != "raw")
@@ -168,7 +168,7 @@ def test_26_reading_is_chosen_where_it_was_quicker_also_in_another_process(
     first = Store(str(tmp_path / "store"), tmp_path)
     one = StorePersistence(first, small)
     one.save("mine", saved)
-    first.parts.rates.read(10**9, 1.0)  # tokens in a second
+    first.parts.throughput.read(10**9, 1.0)  # tokens in a second
     assert one.load("mine", desk, saved.memory.policy, saved.log).state is not None, "to measure"
     second = Store(str(tmp_path / "store"), tmp_path)
     reasons = [

@@ -67,7 +67,7 @@ def restored() -> Iterator[None]:
     Nothing is flushed to the disk, which no golden is about.
     """
     with (
-        patch.object(ThroughputEstimates, "quicker", lambda *given: RestorePath.LOAD),
+        patch.object(ThroughputEstimates, "choose", lambda *given: RestorePath.LOAD),
         patch.object(os, "fsync"),
     ):
         yield
@@ -103,9 +103,9 @@ def last_logits(
 
     loaded = characters(architecture)
     engine = Engine(loaded, policy, budget, None if budget is None else BLOCK)
-    cache = engine.read(text).shelf.activate(0)
+    cache = engine.read(text).caches.activate(0)
     ids = tuple(loaded.tokenizer(more, add_special_tokens=False)["input_ids"])
-    return loaded.decoder.predict([BatchSegment(cache, ids)], Mode.APPEND, [len(ids) - 1])[
+    return loaded.decoder.forward_logits([BatchSegment(cache, ids)], Mode.APPEND, [len(ids) - 1])[
         0
     ].tolist()
 

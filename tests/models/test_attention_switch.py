@@ -52,7 +52,7 @@ def test_attention_may_be_wrapped_as_kvpress_wraps_it() -> None:
 
     def logits() -> torch.Tensor:
         row = BatchSegment(SequenceCache(decoder.spec, CacheForm.DENSE), ids)
-        return decoder.predict([row], Mode.APPEND, range(len(ids)))
+        return decoder.forward_logits([row], Mode.APPEND, range(len(ids)))
 
     expected = logits()
     ALL_ATTENTION_FUNCTIONS["larder"] = wrapper

@@ -43,7 +43,7 @@ def steps(decoder: Decoder, *caches: SequenceCache, ids: tuple[int, ...] = IDS) 
     outs = []
     for token in ids[READ:]:
         rows = [BatchSegment(cache, (token,)) for cache in caches]
-        outs.append(decoder.predict(rows, Mode.APPEND, range(len(rows))))
+        outs.append(decoder.forward_logits(rows, Mode.APPEND, range(len(rows))))
     return torch.stack(outs)
 
 
@@ -90,7 +90,7 @@ def test_a_pass_that_breaks_is_taken_back(decoder) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decoder.predict([BatchSegment(cache, (IDS[READ],))], Mode.APPEND, [0], refuse)
+        decoder.forward_logits([BatchSegment(cache, (IDS[READ],))], Mode.APPEND, [0], refuse)
     assert torch.allclose(steps(decoder, cache), steps(decoder, twin), atol=1e-5)
 
 

@@ -61,7 +61,7 @@ def test_bfloat16_stays_within_its_rounding(architecture, own, form) -> None:
 @pytest.mark.parametrize("form, block", [(CacheForm.DENSE, 32), (CacheForm.RAGGED, 7)])
 def test_the_seed_model_is_exact(form, block) -> None:
     decoder = load().decoder
-    ids = some_ids(READ + DECODED, decoder.vocabulary)
+    ids = some_ids(READ + DECODED, decoder.vocab_size)
     got = through_larder(decoder, form, ids, block)
     decoder.release()
     assert (got - own_logits(decoder.module, ids)).abs().max() < TOLERANCE

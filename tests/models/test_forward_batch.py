@@ -125,7 +125,12 @@ def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None
     rows = [BatchSegment(cache, some_ids(4)), BatchSegment(other, some_ids(4))]
     with pytest.raises(MemoryError):
         decoder.read(rows, mode, plan_and_fail)
-    for use in (cache.state, cache.fork, lambda: cache.entries(1), lambda: cache.surrender(CPU)):
+    for use in (
+        cache.state,
+        cache.fork,
+        lambda: cache.entries(1),
+        lambda: cache.release_state(CPU),
+    ):
         with pytest.raises(CacheError, match="read the text again"):
             use()
     with pytest.raises(CacheError, match="read the text again"):

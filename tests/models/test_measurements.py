@@ -113,7 +113,7 @@ def reasoned(decoder: Decoder, riddle: reasoning.ReasoningPrompt) -> tuple[list[
 
 def test_hits_in_the_right_claim_equal_a_loop(three_layers, monkeypatch) -> None:
     part = SMALL["reasoning"]
-    runs = [reasoned(three_layers, riddle) for riddle in part.riddles(SAMPLE)]
+    runs = [reasoned(three_layers, riddle) for riddle in part.prompts(SAMPLE)]
     expected = [sum(scores) / len(runs) for scores in zip(*(own for _, own in runs), strict=True)]
     assert max(expected) > 0
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)  # none is right
@@ -126,7 +126,7 @@ def test_hits_in_the_right_claim_equal_a_loop(three_layers, monkeypatch) -> None
 
 
 def test_a_riddle_hides_two_claims_and_asks_for_the_older() -> None:
-    for number, riddle in enumerate(SMALL["reasoning"].riddles(SAMPLE)):
+    for number, riddle in enumerate(SMALL["reasoning"].prompts(SAMPLE)):
         claim = list(riddle.ids[slice(*riddle.claim)])
         age = encode(" is 71 years old.")
         assert claim[-len(age) :] == age and claim[1 : -len(age)] == list(riddle.answer[1:])
@@ -244,7 +244,7 @@ def test_every_measurement_counts_its_heads_and_leaves_sliding_layers_out(name) 
         values = SMALL[name].measure(decoder, SAMPLE)
         assert len(decoder.spec.managed) == 2
         each = {Granularity.LAYER: 1, Granularity.KV_HEAD: 1, Granularity.QUERY_HEAD: 4}[
-            SMALL[name].grain
+            SMALL[name].granularity
         ]
     assert len(values) == 2 * each
     assert all(0 <= value <= 2 for value in values)

@@ -42,12 +42,12 @@ def prompts() -> list[tuple[int, ...]]:
 def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form, mode) -> None:
     decoder = adopted(architecture)
     pairs = list(zip(rows(decoder, form), prompts(), strict=True))
-    packed = decoder.predict(
+    packed = decoder.forward_logits(
         [BatchSegment(cache, ids) for cache, ids in pairs], mode, range(sum(PROMPTS))
     ).split(PROMPTS)
     again = zip(rows(decoder, form), prompts(), packed, strict=True)
     for cache, ids, together in again:
-        alone = decoder.predict([BatchSegment(cache, ids)], mode, range(len(ids)))
+        alone = decoder.forward_logits([BatchSegment(cache, ids)], mode, range(len(ids)))
         torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
 
@@ -99,7 +99,7 @@ def test_questions_packed_as_sections_each_continue_the_cache_alone(architecture
     cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
     read_on(decoder, cache, some_ids(25), 10)
     packed = BatchSegment(cache, sum(prompts(), ()), PROMPTS)
-    together = decoder.predict([packed], Mode.SCRATCH, range(sum(PROMPTS))).split(PROMPTS)
+    together = decoder.forward_logits([packed], Mode.SCRATCH, range(sum(PROMPTS))).split(PROMPTS)
     for ids, part in zip(prompts(), together, strict=True):
-        alone = decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
+        alone = decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
         torch.testing.assert_close(part, alone, atol=1e-4, rtol=0)

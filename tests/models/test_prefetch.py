@@ -49,7 +49,7 @@ def steps(decoder: Decoder, *caches: SequenceCache, count: int = STEPS) -> torch
     outs = []
     for token in range(50, 50 + count):
         rows = [BatchSegment(cache, (token,)) for cache in caches]
-        outs.append(decoder.predict(rows, Mode.APPEND, range(len(rows))))
+        outs.append(decoder.forward_logits(rows, Mode.APPEND, range(len(rows))))
     return torch.stack(outs)
 
 
@@ -92,7 +92,7 @@ def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
     cache = a_cache(decoder, shared, FetchMode.AHEAD)
     first = steps(decoder, cache, count=1)
     assert asked == {3: True}
-    assert not cache.tiers[2].finder.learned.is_used
+    assert not cache.tiers[2].finder.shared_index.is_used
     again = steps(decoder, a_cache(decoder, shared, FetchMode.AHEAD), count=1)
     assert torch.equal(first, again)
 
@@ -182,7 +182,7 @@ def test_a_pass_that_breaks_leaves_no_thread_and_nothing_expected(decoder) -> No
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decoder.predict([BatchSegment(cache, (50,))], Mode.APPEND, [0], refuse)
+        decoder.forward_logits([BatchSegment(cache, (50,))], Mode.APPEND, [0], refuse)
     assert not threads()
     assert all(tier.finder._arrived is None for tier in cache.tiers)
     hooks = [module._forward_pre_hooks for module in decoder.module.modules()]

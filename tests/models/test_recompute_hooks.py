@@ -42,7 +42,7 @@ def bare(decoder: Decoder, manner: str) -> SequenceCache:
 def evict(cache: SequenceCache) -> None:
     """All but the latest, and in each head another one of the others."""
     for layer in cache.spec.managed:
-        if not cache.makeup.governs(layer):
+        if not cache.cache_spec.is_budgeted(layer):
             continue
         lengths, kept, start = cache.lengths()[layer.index], [], 0
         for head, length in enumerate(lengths):
@@ -69,7 +69,7 @@ def full(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
 def test_logits_are_those_over_a_full_cache(decoder, manner) -> None:
     cache, whole = filled(decoder, manner), full(decoder, IDS)
     for store in recomputed_layers(cache.stores):
-        least = cache.makeup.rebuilding.depth
+        least = cache.cache_spec.rebuilding.depth
         assert all(len(own) == 16 for own in store.gone) == (store.layer.index >= least)
     got = [read_on(decoder, cache, IDS[READ : READ + 3], 1)]
     got.append(read_on(decoder, cache, IDS[READ + 3 :], 5))  # and many at once
@@ -83,9 +83,9 @@ def test_several_rows_and_scratch_texts_each_see_their_own(decoder, manner) -> N
     texts = [IDS[READ : READ + 2], other[READ : READ + 3], IDS[:1]]
     before = [cache.state() for cache in caches]
     rows = [BatchSegment(cache, ids) for cache, ids in zip(caches, texts, strict=True)]
-    got = decoder.predict(rows, Mode.SCRATCH, range(6))
+    got = decoder.forward_logits(rows, Mode.SCRATCH, range(6))
     assert all(same_bits(c.state(), b) for c, b in zip(caches, before, strict=True))
-    assert torch.allclose(decoder.predict(rows, Mode.APPEND, range(6)), got, atol=1e-4)
+    assert torch.allclose(decoder.forward_logits(rows, Mode.APPEND, range(6)), got, atol=1e-4)
     whole = [
         full(decoder, IDS[: READ + 2])[READ:],
         full(decoder, other[: READ + 3])[READ:],
@@ -99,7 +99,7 @@ def test_it_comes_back_and_goes_its_own_way(three_layers, manner) -> None:
     decoder, cache = three_layers, filled(three_layers, manner)
     state = cache.state()
     back = SequenceCache.restore(decoder.spec, state, cache.meta())
-    assert back.makeup == cache.makeup and same_bits(back.state(), state)
+    assert back.cache_spec == cache.cache_spec and same_bits(back.state(), state)
     fork = cache.fork()
     expected = read_on(decoder, cache, IDS[READ:], 1)
     for copy in (back, fork):

@@ -108,8 +108,8 @@ def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
         *map(following, [decoder] * 2),
     )
     wanted = [2, 6]
-    expected = decoder.predict([BatchSegment(plain, IDS[:7])], Mode.APPEND, wanted)
-    got = decoder.predict([BatchSegment(one, IDS[:7])], Mode.APPEND, wanted)
+    expected = decoder.forward_logits([BatchSegment(plain, IDS[:7])], Mode.APPEND, wanted)
+    got = decoder.forward_logits([BatchSegment(one, IDS[:7])], Mode.APPEND, wanted)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
     decoder.read([BatchSegment(other, IDS[:7])], Mode.APPEND)
     torch.testing.assert_close(one.latest.tail, other.latest.tail)
@@ -119,7 +119,7 @@ def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
 def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     cache = following(decoder)
     decoder.read([BatchSegment(cache, IDS[:8])], Mode.APPEND)
-    tail, width = cache.latest.tail.clone(), decoder.token_table().shape[1]
+    tail, width = cache.latest.tail.clone(), decoder.embedding_table().shape[1]
     assert tail.shape == (width,)
     decoder.read([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
     decoder.weigh([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
@@ -131,7 +131,7 @@ def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     restored = SequenceCache.restore(decoder.spec, cache.state(), meta)
     copies = [cache, cache.fork(), restored]
     copies.append(
-        SequenceCache.adopt(decoder.spec, cache.fork().surrender(torch.device("cpu")), meta)
+        SequenceCache.adopt(decoder.spec, cache.fork().release_state(torch.device("cpu")), meta)
     )
     assert all(torch.equal(copy.latest.tail, tail) for copy in copies)
     assert len({copy.latest.tail.data_ptr() for copy in copies}) == len(copies)
@@ -139,5 +139,5 @@ def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     assert torch.equal(cache.latest.tail, tail)
     cache.truncate(7)
     assert not len(cache.latest.tail) and torch.equal(copies[1].latest.tail, tail)
-    cache.surrender(torch.device("cpu"))
+    cache.release_state(torch.device("cpu"))
     assert not len(cache.latest.tail)

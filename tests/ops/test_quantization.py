@@ -129,7 +129,7 @@ def test_rows_leave_without_a_trace(name, side, data) -> None:
     kept = sorted(data.draw(st.sets(st.integers(0, len(own) - 1))))
     kept = torch.tensor(kept, dtype=torch.int64)
     groups, renamed = own[kept].unique(return_inverse=True)
-    left = held.selected(kept, groups)
+    left = held.select(kept, groups)
     assert torch.equal(left.decoded(torch.arange(len(kept)), renamed), whole[kept])
     turned = torch.randperm(len(own))
     assert torch.equal(held.decoded(turned, own[turned]), whole[turned])

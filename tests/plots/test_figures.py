@@ -284,7 +284,7 @@ def test_colors_run_out_and_are_lent_where_they_are_free() -> None:
     names = [f"p{number}" for number in range(len(COLORS) + 2)]
     found = assign_styles([*names, "random"])
     assert [found[name].color for name in names[-2:]] == [PALE, PALE]
-    assert not found["random"].marker and found["random"].is_told
+    assert not found["random"].marker and found["random"].is_labeled
     lent = styles_for(found, {"p0", names[-1]})
     assert lent["p0"] == found["p0"] and lent[names[-1]].color == COLORS[1][0]
 

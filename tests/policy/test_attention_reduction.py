@@ -123,7 +123,7 @@ def looped(
         statistics.append([loop.joined(joining.aggregation, query_head) for query_head in rows])
     own = loop_of(joining.heads).joined(joining.heads, statistics, positions)
     loop = loop_of(joining.aggregation)
-    if not joining.aggregation.mixes:
+    if not joining.aggregation.depends_on_other_entries:
         return own
     return [loop.completed(joining.aggregation, head) for head in own]
 

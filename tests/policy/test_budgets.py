@@ -53,7 +53,7 @@ def ready_of(case: dict[int, Any]) -> tuple[dict[int, LayerScores], dict[int, in
 def chosen(budget: Any, ready: dict[int, LayerScores], quotas: dict[int, int]) -> dict[int, Plan]:
     """Plans for all; where layers are cut again, those that lose nothing may have none."""
     plans = budget.choose(ready, quotas)
-    if budget.recuts:
+    if budget.replans:
         wholes = {i: torch.ones_like(s.protected) for i, s in ready.items()}
         plans = {i: Plan.from_mask(w, ready[i].lengths) for i, w in wholes.items()} | plans
     return plans

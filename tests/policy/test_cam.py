@@ -29,7 +29,7 @@ def looked_at(entries: Entries, weights: list[float], joined: list[float] | None
     return replace(entries, columns={**entries.columns, **newest})
 
 
-def settled(part: Cam, kept: list[int], entries: Entries, stage: Phase = Phase.GENERATING) -> Plan:
+def settled(part: Cam, kept: list[int], entries: Entries, stage: Phase = Phase.DECODE) -> Plan:
     count = len(entries.keys)
     scored = replace(judged([0.0] * count), stage=stage)
     return part.settle(a_plan([kept], (count,)), entries, scored)
@@ -52,7 +52,7 @@ def test_cam_by_hand() -> None:
 
 def test_what_leaves_while_a_context_is_read_is_dropped() -> None:
     entries = looked_at(line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3), [1.0, 1.0, 1.0])
-    plan = settled(Cam(), [0, 2], entries, Phase.READING)
+    plan = settled(Cam(), [0, 2], entries, Phase.PREFILL)
     assert not len(plan.folds) and not plan.columns
 
 
@@ -103,7 +103,7 @@ def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
     ones = torch.ones(2000, 1)
     entries = Entries(ones, ones, places, (0, 1000), (1000, 1000), columns)
     scored = LayerScores(
-        torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), stage=Phase.GENERATING
+        torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), stage=Phase.DECODE
     )
     plan = Cam().settle(a_plan([[999], [999]], (1000, 1000)), entries, scored)
     joins = plan.folds.sources[plan.folds.sources != plan.folds.targets]
@@ -124,7 +124,7 @@ def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
         store.note({"newest": torch.ones(len(store.entries().keys))})
         if sum(store.lengths) > held:
             kept = [0, 1, *range(3, held + 1)]
-            scored = replace(judged([0.0] * (held + 1)), stage=Phase.GENERATING)
+            scored = replace(judged([0.0] * (held + 1)), stage=Phase.DECODE)
             store.apply(part.settle(a_plan([kept], store.lengths), store.entries(), scored))
     assert float(store.entries().pack(store.entries().values).max()) <= 2.0001
 

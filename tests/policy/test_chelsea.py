@@ -121,7 +121,7 @@ def test_matches_sought_a_few_at_a_time_are_the_same(monkeypatch) -> None:
 
 def test_the_preset_asks_no_attention_and_clusters_what_is_generated() -> None:
     preset = Policy.parse("chelsea")
-    assert preset.scorer.published() is None
+    assert preset.scorer.default_reduction() is None
     assert preset.timing.excess() == preset.compensation.chunk - 1
 
 

@@ -26,11 +26,11 @@ CASES = {
     "one_for_each_that_comes": ([range(12)], [[*range(5), *range(6, 12)]]),
 }
 # Every case in both stages, and with both memories; all four together in the first.
-PAIRS = [(Phase.READING, "unwritten"), (Phase.GENERATING, "written")]
+PAIRS = [(Phase.PREFILL, "unwritten"), (Phase.DECODE, "written")]
 JUDGED = [
     *((case, *pair) for case in CASES for pair in PAIRS),
-    ("uneven", Phase.READING, "written"),
-    ("uneven", Phase.GENERATING, "unwritten"),
+    ("uneven", Phase.PREFILL, "written"),
+    ("uneven", Phase.DECODE, "unwritten"),
 ]
 
 

@@ -105,7 +105,7 @@ def test_a_measure_is_the_variance_of_what_entries_received() -> None:
     seen = replace(seen, entries=replace(seen.entries, scalars={"share": torch.full((2,), 7.0)}))
     measured = InverseVariance(variant=Variant.PAPER).measure(seen, torch.zeros(8))
     assert measured == pytest.approx((sum(variances) / 2,))
-    later = replace(seen, stage=Phase.GENERATING)
+    later = replace(seen, stage=Phase.DECODE)
     assert InverseVariance().measure(later, torch.zeros(8)) == ()
 
 
@@ -177,7 +177,7 @@ def test_three_to_one_is_of_each_layers_own_entries() -> None:
 
 def test_while_generating_a_layer_keeps_its_share() -> None:
     ready = {
-        i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, stage=Phase.GENERATING)
+        i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, stage=Phase.DECODE)
         for i, s in layers_of([1, 1], 30).items()
     }
     plans = InverseVariance().choose({0: ready[0]}, {0: 20, 1: 20})
@@ -187,8 +187,8 @@ def test_while_generating_a_layer_keeps_its_share() -> None:
 
 
 def test_layers_that_share_are_due_when_all_together_are_over() -> None:
-    assert not InverseVariance().due({0: 30, 1: 10}, {0: 20, 1: 20})
-    assert InverseVariance().due({0: 31, 1: 10}, {0: 20, 1: 20})
+    assert not InverseVariance().is_plan_due({0: 30, 1: 10}, {0: 20, 1: 20})
+    assert InverseVariance().is_plan_due({0: 31, 1: 10}, {0: 20, 1: 20})
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])

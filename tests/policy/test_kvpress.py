@@ -106,7 +106,7 @@ def test_the_stand_in_weighs_by_position_and_count() -> None:
     seen = whole()
     rows = torch.zeros(len(seen.entries.keys))
     rows[seen.entries.starts[1] + 4] = 50.0
-    counted = replace(seen, entries=seen.entries.remembering({LOG_COUNT: rows}))
+    counted = replace(seen, entries=seen.entries.with_columns({LOG_COUNT: rows}))
     weights = AttentionModuleAdapter(counted, [0, 1]).weights()[0]
     torch.testing.assert_close(weights.sum(-1), torch.ones(4, TOKENS))
     assert not weights.triu(1).any()
@@ -181,7 +181,7 @@ def test_observed_attention_is_mass_for_each_query_that_could_look() -> None:
     seen = whole()
     standing = AttentionModuleAdapter(seen, [0, 1])
     mass = standing.weights()[0].sum(1).view(2, seen.layer.group, TOKENS).sum(1)
-    entries = seen.entries.remembering({"mass": seen.entries.spread(mass.flatten())})
+    entries = seen.entries.with_columns({"mass": seen.entries.unpack(mass.flatten())})
     ours = heads(ColumnMass().score(replace(seen, entries=entries)))
     lookers = torch.arange(TOKENS, 0, -1) * seen.layer.group
     theirs = heads(Kvpress("ObservedAttentionPress").score(seen))

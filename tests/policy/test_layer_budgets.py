@@ -152,7 +152,7 @@ def test_a_preference_equals_its_loop(window, tau) -> None:
 
 
 def test_a_layer_is_measured_while_generating_only_until_it_has_a_share() -> None:
-    seen = replace(a_view(a_layer(), HEADS), stage=Phase.GENERATING)
+    seen = replace(a_view(a_layer(), HEADS), stage=Phase.DECODE)
     for share, numbers in ((torch.full((2,), torch.nan), 1), (torch.full((2,), 6.0), 0)):
         view = replace(seen, entries=replace(seen.entries, scalars={"share": share}))
         assert len(Cake().measure(view, torch.zeros(16))) == numbers
@@ -237,8 +237,8 @@ def test_a_layer_keeps_its_share_while_generating() -> None:
 @pytest.mark.parametrize("name", ["prefixkv", "dynamic", "cake"])
 def test_layers_that_share_a_pool_are_due_together(name) -> None:
     budget = FAMILIES["budget"].load(name)()
-    assert not budget.due({0: 9, 1: 1}, {0: 5, 1: 5})
-    assert budget.due({0: 9, 1: 2}, {0: 5, 1: 5})
+    assert not budget.is_plan_due({0: 9, 1: 1}, {0: 5, 1: 5})
+    assert budget.is_plan_due({0: 9, 1: 2}, {0: 5, 1: 5})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
     assert parking is not None and parking.codec == Codec(8, 8, 16)
     assert OffloadSpec.of(parking.told()) == parking
     assert OffloadSpec.of("7 flat(tokens=4)") == OffloadSpec(Flat(tokens=4), 7)
-    assert policy.staying == policy.planner.storage == Exact()
+    assert policy.resident_storage == policy.planner.storage == Exact()
 
 
 def test_as_many_tokens_as_stay_are_corrected() -> None:

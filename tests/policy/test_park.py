@@ -15,7 +15,7 @@ from references.park import dropped, split
 HELD, KEPT = [range(30), range(4, 30)], [[0, 3, 7, 29], [0, 20, 25]]
 
 
-def scored(stage: Phase = Phase.READING) -> LayerScores:
+def scored(stage: Phase = Phase.PREFILL) -> LayerScores:
     source = torch.Generator().manual_seed(3)
     scores = torch.randint(0, 9, (56,), generator=source).float()
     return LayerScores(scores, torch.zeros(56, dtype=torch.bool), (30, 26), stage=stage)
@@ -44,7 +44,7 @@ def test_nothing_that_is_generated_is_dropped_and_nothing_without_a_cut() -> Non
     entries = some_entries(a_layer(2, 2), HELD)
     plan = a_plan(KEPT, entries.lengths)
     cutting = Park(cut=Cut.SHARE, size=0.5)
-    assert not len(cutting.settle(plan, entries, scored(Phase.GENERATING)).dropped)
+    assert not len(cutting.settle(plan, entries, scored(Phase.DECODE)).dropped)
     assert not len(Park().settle(plan, entries, scored()).dropped)
 
 

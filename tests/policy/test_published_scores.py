@@ -170,7 +170,7 @@ def looked(seen: Observation, generating: bool, held: int) -> Observation:
     count = seen.queries.shape[1]
     before = slice(count - 1 - held, count - 1)
     latest = LatestQueries(seen.queries[:, before], seen.query_positions[before])
-    stage = Phase.GENERATING if generating else Phase.READING
+    stage = Phase.DECODE if generating else Phase.PREFILL
     return replace(
         seen,
         queries=seen.queries[:, -1:],
@@ -239,7 +239,7 @@ def test_scope_reads_by_the_scorer_of_prompts_and_goes_on_by_the_newest_query() 
     row = [0.0, 0.5, 0.1, 0.2, 0.15, 0.05]
     reading = attended([[row]])
     assert planner.score(reading).tolist()[:2] == pytest.approx([0.5, 0.5], abs=1e-5)  # smoothed
-    generating = replace(reading, stage=Phase.GENERATING)
+    generating = replace(reading, stage=Phase.DECODE)
     assert planner.score(generating).tolist() == pytest.approx(row, abs=1e-5)
 
 

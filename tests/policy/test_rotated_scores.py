@@ -33,9 +33,9 @@ def shifted(seen: Observation, by: int) -> Observation:
     """The same, as if it stood elsewhere in the text; what is a sink stays one."""
     radians, rows = torch.tensor(RADIANS), torch.full((len(seen.entries.keys),), by)
     keys = rotate(seen.entries.keys[None], rows, radians)[0]
-    moved = seen.turned_to + by
+    moved = seen.effective_rope_positions + by
     queries = rotate_per_head(seen.queries, torch.full_like(moved, by), radians)
-    entries = replace(seen.entries, keys=keys, places=seen.entries.turned_to + by)
+    entries = replace(seen.entries, keys=keys, places=seen.entries.effective_rope_positions + by)
     return replace(seen, entries=entries, queries=queries, places=moved)
 
 

@@ -243,9 +243,9 @@ def test_an_entry_that_stands_for_two_weighs_as_two_equal_ones(part, variant) ->
     scorer, share = replace(part, variant=variant), torch.tensor([1.0, 2.0, 1.0] * 2)
     seen = a_view(a_layer(2, 2), [[0, 2, 6], [1, 3, 6]], 1)
     entries = seen.entries
-    columns = {LOG_COUNT: entries.spread(share.log())}
+    columns = {LOG_COUNT: entries.unpack(share.log())}
     once = replace(seen, entries=replace(entries, columns=columns))
-    rows = torch.arange(len(entries.keys))[entries.spread(share) > 0].repeat_interleave(share.int())
+    rows = torch.arange(len(entries.keys))[entries.unpack(share) > 0].repeat_interleave(share.int())
     doubled = Entries(entries.keys[rows], entries.values[rows], entries.positions[rows], *LAYOUT)
     one, two = scorer.score(once), scorer.score(replace(seen, entries=doubled))
     torch.testing.assert_close(one, share * two[torch.tensor([0, 1, 3, 4, 5, 7])])

@@ -77,7 +77,7 @@ def test_any_policy_round_trips(slots) -> None:
             parts[slot] = kind(**values)
         except BadParameter:
             parts[slot] = kind()
-    if parts["scorer"].published() is None:
+    if parts["scorer"].default_reduction() is None:
         parts |= {"aggregation": NoAggregation(), "heads": NoHeadRule()}
         parts["values"] = KeysAlone()
     if needs_scratch_prompts(parts["scorer"]):
@@ -89,7 +89,7 @@ def test_any_policy_round_trips(slots) -> None:
         parts["recall"] = replace(parts["recall"], corrected=0)
     if isinstance(parts["compensation"], Recompute) or parts["scorer"].queries():
         parts["storage"] = Exact()
-    if parts["compensation"].splits:
+    if parts["compensation"].separates_streaming_heads:
         parts["budget"] = RetrievalHeads()
     if parts["compensation"].once:
         parts["schedule"] = Whole()

@@ -54,7 +54,7 @@ def judged(part: Any, seed: int, is_graded: bool) -> tuple[Observation, LayerSco
     scores = torch.randint(0, 5, (total,), generator=source).float()
     protected = torch.rand(total, generator=source) < 0.1
     inspected = part.inspect(seen)
-    return seen, LayerScores(scores, protected, seen.entries.lengths, inspected=inspected)
+    return seen, LayerScores(scores, protected, seen.entries.lengths, storage_statistics=inspected)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -63,7 +63,7 @@ def judged(part: Any, seed: int, is_graded: bool) -> tuple[Observation, LayerSco
 def test_grades_are_those_of_the_loop(
     part: Any, seed: int, is_graded: bool, quota: int, share: float
 ) -> None:
-    share = share if part.waits else 1.0
+    share = share if part.compares_layers else 1.0
     seen, scored = judged(part, seed, is_graded)
     entries = seen.entries
     plan = a_plan([range(1, len(head), 1 + seed % 2) for head in POSITIONS], entries.lengths)
@@ -98,7 +98,7 @@ def test_what_may_be_held_fits_the_bytes_of_the_budget(
         quota = part.entries(tokens, [layer], itemsize)
     except BudgetError:
         return
-    rooms = part.rooms(quota, size, itemsize)
+    rooms = part.capacities(quota, size, itemsize)
     costs = [full, *(codec.bytes_per_entry(size, itemsize) for codec in part.codecs)]
     if isinstance(part, QAQ):
         rooms, costs = rooms[:1], costs[:2]
@@ -160,7 +160,7 @@ def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]
     entries = Entries(torch.zeros_like(vectors), vectors, places, (0,), (count,))
     seen = StorageStatistics(weights=weights, numbers=(1.0,))
     scores, spared = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
-    grades = part.found(entries, LayerScores(scores, spared, (count,), inspected=seen))
+    grades = part.found(entries, LayerScores(scores, spared, (count,), storage_statistics=seen))
     return [part.tiers()[grade - 1].codec.value_bits for grade in grades.tolist()]
 
 

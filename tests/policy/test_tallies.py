@@ -58,7 +58,7 @@ class Run:
         self.position += count
         entries = self.store.entries()
         told = (new.queries * self._sharp, new.positions, self.position, (0, self.position))
-        stage = Phase.GENERATING if count == 1 else Phase.READING
+        stage = Phase.DECODE if count == 1 else Phase.PREFILL
         seen = Observation(LAYER, entries, *told, stage=stage)
         self.listener.hear(seen)
         for tally in self._tallies:

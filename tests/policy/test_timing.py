@@ -41,7 +41,7 @@ class Growing:
         self, timing: Timing, prompt: int, budget: Budget, protect: Protect = PROTECT
     ) -> None:
         planner = Planner(protect, KeyDiff(), budget, Drop(), timing=timing)
-        reading = timing.reading_tokens(TOKENS)
+        reading = timing.prefill_tokens(TOKENS)
         self.cache = SequenceCache(a_spec(*LAYERS), CacheForm.RAGGED)
         self._read(prompt)
         for index in MANAGED:  # what reading left
@@ -86,12 +86,12 @@ def test_a_timing_equals_its_loop(timing, loop_of, passes, prompt, shared) -> No
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 10, 11, 500])
 def test_reading_gets_its_part_of_the_budget(timing, loop_of, tokens) -> None:
-    assert timing.reading_tokens(tokens) == loop_of(timing).reading(timing, tokens)
+    assert timing.prefill_tokens(tokens) == loop_of(timing).reading(timing, tokens)
 
 
 def test_both_parts_stay_within_the_budget(timing) -> None:
     for tokens in (1, 7, 100):
-        quota = timing.reading_tokens(tokens)
+        quota = timing.prefill_tokens(tokens)
         for step in (0, 1, 50, 5000):
             assert quota <= timing.quota(quota, tokens, step) <= tokens
 
@@ -148,7 +148,7 @@ def test_only_what_was_read_is_spared(timing) -> None:
     protected = torch.tensor([False, True, False, False, True, False])
     told = torch.arange(6, dtype=torch.int32), 3, 6, TOKENS
     own = isinstance(timing, Split)
-    shielded = timing.shielded(protected, *told).tolist()
+    shielded = timing.generation_protection(protected, *told).tolist()
     assert shielded == [own, True, own, False, True, own]  # two of the latest, under a split
 
 

@@ -38,7 +38,7 @@ def main(kind: str, tokens: int) -> None:
     torch.set_num_threads(2)
     decoder = load().decoder
     source = torch.Generator().manual_seed(0)
-    ids = tuple(torch.randint(6, decoder.vocabulary, (tokens,), generator=source).tolist())
+    ids = tuple(torch.randint(6, decoder.vocab_size, (tokens,), generator=source).tolist())
     planner = Policy.parse("snapkv() > pooled()").planner
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = planner.quotas(BUDGET, tokens, layers, {})

@@ -68,12 +68,12 @@ def test_what_is_shown_explains_what_was_attended(own) -> None:
 
 def test_places_follow_what_each_head_holds() -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
-    assert shown(store, new, 0).turned_to.tolist() == [[5, 6, 7], [2, 3, 4]]
+    assert shown(store, new, 0).effective_rope_positions.tolist() == [[5, 6, 7], [2, 3, 4]]
     append(store, new)
     seen = shown(store, new, 3)
-    assert seen.turned_to.tolist() == [[5, 6, 7], [2, 3, 4]]
+    assert seen.effective_rope_positions.tolist() == [[5, 6, 7], [2, 3, 4]]
     entries = seen.entries
-    assert entries.pack(entries.turned_to).tolist() == [*range(8), *range(5)]
+    assert entries.pack(entries.effective_rope_positions).tolist() == [*range(8), *range(5)]
 
 
 @pytest.mark.parametrize("shift", [7, -2, -4])
@@ -82,7 +82,9 @@ def test_a_shifted_text_stands_away_from_what_each_head_holds(shift) -> None:
     out = store.attend(new.queries, new.keys, new.values, new.positions, (3,), shift)
     seen = shown(store, new, 0)
     firsts = [max(5 + shift, 0), max(2 + shift, 0)]
-    assert seen.turned_to.tolist() == [[first, first + 1, first + 2] for first in firsts]
+    assert seen.effective_rope_positions.tolist() == [
+        [first, first + 1, first + 2] for first in firsts
+    ]
     for head in range(2):
         expected = out.unflatten(0, (2, 2))[head]
         torch.testing.assert_close(looked_at(seen, new, head, 0), expected, atol=2e-5, rtol=1e-4)
@@ -97,7 +99,7 @@ def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> Non
             read_on(decoder, cache, ids, 20)
             for shift in (0, 30, -15):
                 row = BatchSegment(cache, new, shift=shift)
-                expected.append(decoder.predict([row], Mode.SCRATCH, range(6)))
+                expected.append(decoder.forward_logits([row], Mode.SCRATCH, range(6)))
     near, far, early, *compact = expected
     assert (near - far).abs().max() > 1e-2
     assert (near - early).abs().max() > 1e-2
@@ -109,8 +111,8 @@ def test_true_positions_are_shown_as_they_are() -> None:
     entries = replace(store.entries(), places=torch.empty(0, dtype=torch.int32))
     seen = Observation(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
     assert rotate_to_cache_positions(seen, 0) is seen
-    assert seen.turned_to.tolist() == [[11, 12, 13]] * 2
-    assert seen.entries.turned_to is entries.positions
+    assert seen.effective_rope_positions.tolist() == [[11, 12, 13]] * 2
+    assert seen.entries.effective_rope_positions is entries.positions
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])

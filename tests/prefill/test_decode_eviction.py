@@ -61,8 +61,8 @@ class Overheard(Decoder):
         self.logits: list[Tensor] = []
         self.listener = Listener()  # of the first layer
 
-    def predict(self, *given: Any) -> Tensor:
-        logits = super().predict(*given)
+    def forward_logits(self, *given: Any) -> Tensor:
+        logits = super().forward_logits(*given)
         self.logits += list(logits)
         return logits
 

@@ -74,8 +74,8 @@ class Weighing(Counting):
     """As `Counting`, by the bytes of entries, grids of groups that are not full apart."""
 
     def held_by(self, cache: SequenceCache) -> int:
-        size, codecs = cache.spec.managed[0].head_dim, cache.makeup.codecs
-        numbers = 4 * len(cache.makeup.ledger.columns) * cache.managed_entries
+        size, codecs = cache.spec.managed[0].head_dim, cache.cache_spec.codecs
+        numbers = 4 * len(cache.cache_spec.ledger.columns) * cache.managed_entries
         partial = sum(codec.group_bytes(size) + 16 for codec in codecs)
         spare = numbers + LAYERS * HEADS * partial + LAYERS * STORE_BYTES
         return -(-(cache.fork().nbytes - spare) // (2 * size * 4 + POSITION_BYTES))

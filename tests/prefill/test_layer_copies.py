@@ -99,12 +99,16 @@ def test_what_a_look_copies_is_counted() -> None:
     append(store, draw(store.layer, 9))
     store.allocate(5)
     held, shown = store.nbytes, store.entries()
-    assert store.viewed_bytes == store.attended_bytes == shown.keys.nbytes + shown.places.nbytes
-    store.listen()
+    assert (
+        store.entries_copy_bytes
+        == store.attention_copy_bytes
+        == shown.keys.nbytes + shown.places.nbytes
+    )
+    store.record_logits()
     new = draw(store.layer, 1, 9)
     store.append(new.keys, new.values, new.positions)
-    store.attend_held(new.queries, new.positions)
-    assert store.nbytes == held + store.viewed_bytes
+    store.attend_cached(new.queries, new.positions)
+    assert store.nbytes == held + store.entries_copy_bytes
     kept = store.entries()
     assert store.nbytes == held
     again = store.entries()
@@ -116,9 +120,9 @@ def test_kept_keys_are_forgotten_when_anything_changes(change) -> None:
     store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
     append(store, draw(store.layer, 9))
     new, more = draw(store.layer, 1, 9), draw(store.layer, 2, 10)
-    store.listen()
+    store.record_logits()
     store.append(new.keys, new.values, new.positions)
-    store.attend_held(new.queries, new.positions)
+    store.attend_cached(new.queries, new.positions)
     change_it = {
         "append": lambda: append(store, more),
         "apply": lambda: store.apply(_all_but_first(store)),
@@ -129,7 +133,9 @@ def test_kept_keys_are_forgotten_when_anything_changes(change) -> None:
     change_it()
     shown, alike = store.entries(), store.fork().entries()
     assert len(shown.keys) >= sum(store.lengths)
-    assert torch.equal(shown.pack(shown.turned_to), alike.pack(alike.turned_to))
+    assert torch.equal(
+        shown.pack(shown.effective_rope_positions), alike.pack(alike.effective_rope_positions)
+    )
     for head in range(2):
         assert torch.equal(shown.head_keys(head), alike.head_keys(head))
 
@@ -143,7 +149,7 @@ class Watching(PeakMemoryMeter):
 
     def note(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
         super().note(caches, passing_bytes)
-        copied = max(cache.viewed_bytes(layer) for cache in caches for layer in range(LAYERS))
+        copied = max(cache.entries_copy_bytes(layer) for cache in caches for layer in range(LAYERS))
         self.noted.append((passing_bytes, copied))
 
 

@@ -41,7 +41,9 @@ def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     )
     assert cache.pages[0] > 0
     # Who uses what another found needs no index as long as the same tokens are parked.
-    assert [tier.finder.learned.is_used for tier in tiers] == [leader is None for leader in leaders]
+    assert [tier.finder.shared_index.is_used for tier in tiers] == [
+        leader is None for leader in leaders
+    ]
     for first in (2, 4):
         left, right = tiers[first].parked(), tiers[first + 1].parked()
         assert left.lengths == right.lengths and left.lengths[0] > 100
@@ -49,6 +51,6 @@ def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
 
 
 def test_pairs_are_counted_behind_the_layers_that_share_nothing() -> None:
-    assert [MPCache().leading(place) for place in range(7)] == [0, 1, 2, 2, 4, 4, 6]
-    assert [MPCache(alone=1).leading(place) for place in range(5)] == [0, 1, 1, 3, 3]
-    assert [MPCache(layers=1).leading(place) for place in range(4)] == [0, 1, 2, 3]
+    assert [MPCache().leader_of(place) for place in range(7)] == [0, 1, 2, 2, 4, 4, 6]
+    assert [MPCache(alone=1).leader_of(place) for place in range(5)] == [0, 1, 1, 3, 3]
+    assert [MPCache(layers=1).leader_of(place) for place in range(4)] == [0, 1, 2, 3]

@@ -139,7 +139,7 @@ def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
     wanted = policy("votes", 320)
     wanted = replace(wanted, recall=replace(wanted.recall, prefill=PrefillRecall.RECALLED))
     park_at_once(monkeypatch)
-    monkeypatch.setattr(SlowTier, "attended", lambda self, queries: pytest.fail("attended to all"))
+    monkeypatch.setattr(SlowTier, "attend", lambda self, queries: pytest.fail("attended to all"))
     cache = read(decoder, wanted).activate(0)
     tokens, heard = said(decoder, wanted, cache, QUESTION, 5)
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
@@ -236,10 +236,10 @@ def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder
     tokens, heard = said(decoder, wanted, cache, QUESTION, 5, allowed=wanted.budget.tokens)
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
     assert torch.allclose(heard, expected, atol=1e-5)
-    assert cache.pages == (0, 0) and not any(tier.recalls for tier in cache.tiers)
+    assert cache.pages == (0, 0) and not any(tier.has_offloaded for tier in cache.tiers)
     assert cache.tiers[0].foreseen_bytes == 0
     said(decoder, wanted, cache, some_ids(1), LAG, allowed=wanted.budget.tokens)
-    assert all(tier.recalls for tier in cache.tiers)  # it is full, and makes room for pages
+    assert all(tier.has_offloaded for tier in cache.tiers)  # it is full, and makes room for pages
     assert cache.managed_entries <= (STAYING + LAG - 1) * HEADS * len(decoder.spec.layers)
 
 

@@ -46,7 +46,7 @@ def desk(decoder: Decoder) -> ModelRuntime:
 def attended(tier: TieredLayer) -> list[int]:
     """Entries that each set of query heads has just attended to."""
     stays, choice = tier.lengths, tier.finder.choice
-    if not tier.recalls or choice is None:
+    if not tier.has_offloaded or choice is None:
         return list(stays)
     found = (choice.numbers >= 0).sum((1, 2)).tolist()
     group = len(found) // len(stays)
@@ -130,7 +130,7 @@ def test_slots_of_query_heads_are_counted(decoder) -> None:
     ]
     [code], [paper] = (shelf.holdings() for shelf in shelves)
     assert paper.paged == decoder.spec.layers[0].group * code.paged
-    assert paper.in_use > code.in_use == sum(code.layers)
+    assert paper.fast_tier_bytes > code.fast_tier_bytes == sum(code.layers)
 
 
 def test_a_lag_that_leaves_no_page_is_refused() -> None:

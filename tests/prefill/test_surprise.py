@@ -38,7 +38,7 @@ def told(cache: SequenceCache) -> list[dict[int, float]]:
 
 
 def likelihoods(decoder: Any, cache: SequenceCache, ids: tuple[int, ...]) -> list[list[float]]:
-    logits = decoder.predict([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
+    logits = decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
     return logits.log_softmax(-1).tolist()
 
 
@@ -70,7 +70,7 @@ def test_the_most_surprising_of_every_block_stay(watched, reader_for, lane_for) 
 def test_read_whole_nothing_was_missing_when_a_token_came(watched, reader_for, lane_for) -> None:
     planner = Policy.parse(f"whole() > {NOVELTY}").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
-    fresh = SequenceCache(watched.spec, lane.cache.makeup.form)
+    fresh = SequenceCache(watched.spec, lane.cache.cache_spec.form)
     rows = likelihoods(watched, fresh, some_ids(LENGTH))
     expected = surprises(rows, list(some_ids(LENGTH)), [])
     Whole().read(reader, [lane], some_ids(LENGTH), no_progress)
@@ -88,13 +88,13 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
     fresh = watched.weigh([BatchSegment(cache, question)], Mode.SCRATCH)[0].tolist()
     expected = dict(enumerate(fresh, start=16))
     tending = DecodeEviction(planner, M, (reader.quotas,), (16,), watched.foresee)
-    logits, real = [], watched.predict
+    logits, real = [], watched.forward_logits
 
     def overheard(*given: Any) -> Any:
         logits.append(real(*given))
         return logits[-1]
 
-    object.__setattr__(watched, "predict", overheard)
+    object.__setattr__(watched, "forward_logits", overheard)
     try:
         [said] = generate(
             watched,

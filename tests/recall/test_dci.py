@@ -45,24 +45,24 @@ def grown(part: Dci, lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Tie
 
 @pytest.mark.parametrize(("count", "first"), TABLE)
 def test_level_sizes_equal_the_table(count, first) -> None:
-    targets, _ = LevelAssigner(first, 0.2, False, (0,)).of_all(count, 0)
+    targets, _ = LevelAssigner(first, 0.2, False, (0,)).initial_levels(count, 0)
     assert np.bincount(targets).tolist() == TABLE[count, first]
 
 
 @given(count=st.integers(0, 400), first=st.sampled_from([0.02, 0.1, 1 / 3]))
 def test_levels_equal_the_loop(count, first) -> None:
-    targets, _ = LevelAssigner(first, 0.25, False, (0,)).of_all(count, 0)
+    targets, _ = LevelAssigner(first, 0.25, False, (0,)).initial_levels(count, 0)
     assert targets.tolist() == loop.levels(count, first, 0.25)
 
 
 def test_levels_at_random_have_the_ratio() -> None:
     levels = LevelAssigner(0.1, 0.25, True, (3, 1))
-    targets, _ = levels.of_all(40000, 0)
+    targets, _ = levels.initial_levels(40000, 0)
     sizes = np.bincount(targets)
     assert 3700 < sizes[1:].sum() < 4300
     assert 900 < sizes[2:].sum() < 1100
-    assert ((levels.of_all(10000, 0)[0] > 0) == (targets[:10000] > 0)).all()
-    assert ((levels.of_all(10000, 1)[0] > 0) != (targets[:10000] > 0)).any()
+    assert ((levels.initial_levels(10000, 0)[0] > 0) == (targets[:10000] > 0)).all()
+    assert ((levels.initial_levels(10000, 1)[0] > 0) != (targets[:10000] > 0)).any()
 
 
 @given(seed=st.integers(0, 2**31))

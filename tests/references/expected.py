@@ -35,7 +35,7 @@ def one_head(part: Any, seen: Observation, head: int) -> list[float]:
 def expected_logits(
     part: Any, seen: Observation, head: int, query_head: int, rows: list[int]
 ) -> list[float]:
-    at = seen.turned_to[head].tolist()
+    at = seen.effective_rope_positions[head].tolist()
     true = seen.query_positions.tolist()
     counted = [q for q, place in enumerate(true) if place >= part.sinks] or list(range(len(true)))
     queries = [times(rotation(seen, -at[q]), seen.queries[query_head, q].tolist()) for q in counted]

@@ -21,7 +21,7 @@ def scores(part: Any, seen: Observation) -> list[list[float]]:
 def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     entries, start, held = seen.entries, seen.entries.starts[head], seen.entries.lengths[head]
     rows = range(start, start + held)
-    at = [int(entries.turned_to[row]) for row in rows]
+    at = [int(entries.effective_rope_positions[row]) for row in rows]
     keys = [
         times(rotation(seen, -place), entries.keys[row].tolist())
         for row, place in zip(rows, at, strict=True)

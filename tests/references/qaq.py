@@ -19,13 +19,13 @@ def grades(
     room = rooms(quota, part.group, [(part.codecs[0], 1.0)], size, itemsize)
     leaving = lowered(plan, entries, positions(entries), room, [part.group])
     found: list[int] = []
-    weights_of = iter(scored.inspected.weights.tolist())
+    weights_of = iter(scored.storage_statistics.weights.tolist())
     newest = max(
         max(positions_of(entries, head), default=0) for head in range(len(entries.lengths))
     )
     for head, length in enumerate(entries.lengths):
         for row in range(entries.starts[head], entries.starts[head] + length):
-            told = next(weights_of), scored.inspected.numbers[0]
+            told = next(weights_of), scored.storage_statistics.numbers[0]
             is_new = newest - int(entries.positions[row]) < part.window - 1
             found.append(1 if is_new else wanted(part, entries, row, *told, length))
     held = standing(plan, entries)

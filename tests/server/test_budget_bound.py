@@ -37,8 +37,8 @@ def serving(loaded: LoadedModel, sentence: str) -> Served:
 def check_rest(served: Served, name: str) -> tuple[int, int]:
     """Every cache of a session at rest; what one may hold, at rest and while a turn runs."""
     sitting = served.core.sessions.find("a", name)
-    assert sitting.cabinet is not None
-    shelf, policy = sitting.cabinet.shelf, sitting.rule.policy
+    assert sitting.chat_cache is not None
+    shelf, policy = sitting.chat_cache.caches, sitting.rule.policy
     bounds = 0, 0
     for cache in shelf.copies():
         bounds = most(policy, cache, sitting.rule.block)

@@ -73,10 +73,10 @@ def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     expected = [chat.say(text, max_new_tokens=5).text for text in SAID]
     assert talked(served, "x", HISTORY, SAID) == expected
     sitting = served.core.sessions.find("a", "x")
-    assert sitting.cabinet is not None
-    sitting.cabinet.refresh()  # a chat does so before it is asked again
-    assert sitting.cabinet.state.refreshes == chat.figures.refreshes
-    assert len(sitting.cabinet.shelf) == len(chat.episodes)
+    assert sitting.chat_cache is not None
+    sitting.chat_cache.refresh()  # a chat does so before it is asked again
+    assert sitting.chat_cache.state.refreshes == chat.figures.refreshes
+    assert len(sitting.chat_cache.caches) == len(chat.episodes)
 
 
 @pytest.mark.parametrize("kind", ["d2o", "epicache", "snapkv"])

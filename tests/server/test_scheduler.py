@@ -129,7 +129,7 @@ def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
     while len([job for job in served.core.scheduler.running if job.ids]) < 3:
         served.step()
     broken = served.core.scheduler.running[1]
-    broken.cache.spoil()
+    broken.cache.invalidate()
     served.run()
     failed = [client for client in clients if client.error is not None]
     assert len(failed) == 1 and broken.listener is failed[0]

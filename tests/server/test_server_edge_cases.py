@@ -105,7 +105,7 @@ class Late(SessionPersistence):
     """Somebody else has always written first."""
 
     def commit(self, sitting: SessionState, said: CompletedTurn) -> Future[None] | None:
-        sitting.is_stale = True
+        sitting.is_superseded = True
         raise session_superseded(sitting.name)
 
 
@@ -121,7 +121,7 @@ def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel)
 def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
     free = Served(small)
     free.ask(told(1), "x")
-    log_bytes = free.core.sessions.find("a", "x").log_bytes
+    log_bytes = free.core.sessions.find("a", "x").transcript_bytes
     served = Served(small, host=2 * log_bytes + 500)
     first = served.ask(told(1), "x")
     more, _ = served.submit(answered(told(1), first, "Why? " * 20), "x")
@@ -129,7 +129,7 @@ def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None
     assert isinstance(more.error, ApiError) and more.error.code == "kv_budget_exceeded"
     assert "--host-budget" in str(more.error)
     assert len(served.core.sessions.find("a", "x").said) == 1
-    logs = sum(each.log_bytes for each in served.core.sessions)
+    logs = sum(each.transcript_bytes for each in served.core.sessions)
     assert logs <= served.core.ledger.used(Tier.HOST)
     assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
 

@@ -22,7 +22,7 @@ SPEC = ModelSpec(
 def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
     shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
     active = shelf.activate(0)
-    grown = shelf.holding(2, _cache(7)).holding(1, _cache(9))
+    grown = shelf.with_cache(2, _cache(7)).with_cache(1, _cache(9))
     assert [holding.next_position for holding in grown.holdings()] == [3, 9, 7]
     assert grown.activate(0) is active
     assert [holding.next_position for holding in shelf.holdings()] == [3, 5]
@@ -31,7 +31,7 @@ def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
 def test_what_replaces_the_active_cache_is_active_as_it_is() -> None:
     shelf, other = SessionCaches(SPEC, [_cache(3)]), _cache(4)
     shelf.activate(0)
-    replaced = shelf.holding(0, other)
+    replaced = shelf.with_cache(0, other)
     assert replaced.activate(0) is other
     assert shelf.activate(0).next_position == 3
 
@@ -53,15 +53,21 @@ def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
     shelf = SessionCaches(SPEC, [cache])
     slots = 2 * 2 * 8 * (2 * 8 * 4 + 4)  # rows of all layers and heads, each with its bias
     [resting] = shelf.holdings()
-    assert slots + 2 * 2 * 3 * (2 * 8 * 4 + 4) <= resting.in_use < resting.nbytes
+    assert slots + 2 * 2 * 3 * (2 * 8 * 4 + 4) <= resting.fast_tier_bytes < resting.nbytes
     own = shelf.activate(0)
-    assert resting.in_use <= shelf.in_use_bytes < resting.in_use + 512  # lengths of heads
-    assert own.fast_nbytes + slots == shelf.in_use_bytes
+    assert (
+        resting.fast_tier_bytes <= shelf.fast_tier_bytes < resting.fast_tier_bytes + 512
+    )  # lengths of heads
+    assert own.device_nbytes + slots == shelf.fast_tier_bytes
     _read(own, 1, 40)
     tables = 512  # of heads, pages and slots; room for tokens comes with the first of them
-    assert own.fast_nbytes == shelf.in_use_bytes
+    assert own.device_nbytes == shelf.fast_tier_bytes
     own.compact()
-    assert resting.in_use + 4 * 68 <= shelf.in_use_bytes <= resting.in_use + 4 * 68 + 2 * tables
+    assert (
+        resting.fast_tier_bytes + 4 * 68
+        <= shelf.fast_tier_bytes
+        <= resting.fast_tier_bytes + 4 * 68 + 2 * tables
+    )
 
 
 def _cache(tokens: int, parking: OffloadSpec | None = None) -> SequenceCache:

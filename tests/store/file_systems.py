@@ -58,9 +58,9 @@ class Faulty(FileSystem):
         self.before("set_aside", path)
         self.inner.set_aside(path)
 
-    def listing(self, folder: str) -> Iterator[FileInfo]:
+    def list_files(self, folder: str) -> Iterator[FileInfo]:
         self.before("listing", folder)
-        yield from self.inner.listing(folder)
+        yield from self.inner.list_files(folder)
 
 
 def refusing(number: int, *changes: str) -> Callable[[str, str], None]:

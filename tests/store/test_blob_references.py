@@ -44,14 +44,14 @@ def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path,
     save(here)
     record = load(here).record
     tenant, ref = record.tenant, record.tokens
-    with there.parts.shelves.saving(tenant) as saving:
+    with there.parts.budgeted_blobs.saving(tenant) as saving:
         if how == "put":
             assert saving.put(encode_token_log(IDS, tenant, record.session)) == ref
         else:
             assert saving.stays(ref)
         here.sessions.remove(WHO, TALK)
         os.utime(tmp_path / "store" / blob_path(ref.digest), (0, 0))
-        here.upkeep.sweep()
+        here.maintenance.sweep()
         assert there.parts.blobs.has(ref)
     assert not there.parts.blobs.has(ref)  # it has put it last, and nothing came of it
 
@@ -62,7 +62,7 @@ def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: P
     here.sessions.fork(WHO, TALK, "fork")
     for number in range(2, 5):
         there.turns.append(WHO, "fork", SessionTurn((*IDS, number), b"%d" % number), number - 1)
-    there.upkeep.sweep(grace_seconds=-1.0)
+    there.maintenance.sweep(grace_seconds=-1.0)
     assert said(here) == said(store_at(tmp_path, home="new")) == b"said"
     assert load(here).ids == IDS
 
@@ -76,7 +76,7 @@ def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> 
     there.sessions.remove(WHO, "alike")
     assert said(here) == b"said"
     here.sessions.remove(WHO, TALK)
-    assert there.upkeep.sweep(grace_seconds=-1.0) == 0
+    assert there.maintenance.sweep(grace_seconds=-1.0) == 0
 
 
 @pytest.mark.parametrize("how", ["saved", "forked"])
@@ -99,7 +99,7 @@ def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
 def test_21_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=3) for home in ("here", "there"))
     here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
-    with there.turns.prepared(WHO, IDS, snapshot(compressed(IDS))) as prepared:
+    with there.turns.stage(WHO, IDS, snapshot(compressed(IDS))) as prepared:
         there.turns.attach(WHO, TALK, prepared, 1)
     there.turns.append(WHO, TALK, SessionTurn((*IDS, 1), b"more"), 2)
     here.turns.append(WHO, TALK, SessionTurn((*IDS, 2), b"other"), 3)
@@ -146,7 +146,7 @@ def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: st
     ref = BlobRef(digest_of(data), len(data))
 
     def take() -> bool:
-        saving = stack.enter_context(there.parts.shelves.saving(tenant))
+        saving = stack.enter_context(there.parts.budgeted_blobs.saving(tenant))
         return saving.put(data) == ref if how == "put" else saving.stays(ref)
 
     def meanwhile(what: str, path: str) -> None:
@@ -159,7 +159,7 @@ def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: st
         here = store_at(
             tmp_path, Faulty(open_file_system(str(tmp_path / "store")), before=meanwhile)
         )
-        with here.parts.shelves.saving(tenant) as saving:
+        with here.parts.budgeted_blobs.saving(tenant) as saving:
             assert saving.put(data) == ref
         assert said and any(said) <= there.parts.blobs.has(ref)
         assert take() == there.parts.blobs.has(ref) == (how == "put")

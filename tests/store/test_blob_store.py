@@ -30,7 +30,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileSystem
     if request.param == "moved":
         made._is_atomic = False  # pyright: ignore[reportAttributeAccessIssue]
     yield made
-    for entry in made.listing(""):
+    for entry in made.list_files(""):
         made.remove(entry.path)
 
 
@@ -48,7 +48,7 @@ def test_what_is_put_comes_back(blobs: BlobStore) -> None:
 
 def test_the_same_bytes_are_kept_once(blobs: BlobStore, place: FileSystem) -> None:
     assert blobs.put(DATA) == blobs.put(DATA)
-    assert [entry.path for entry in place.listing("")] == [blob_path(digest_of(DATA))]
+    assert [entry.path for entry in place.list_files("")] == [blob_path(digest_of(DATA))]
 
 
 def test_what_is_damaged_is_set_aside_and_can_be_written_anew(
@@ -60,7 +60,7 @@ def test_what_is_damaged_is_set_aside_and_can_be_written_anew(
         blobs.get(ref)
     with pytest.raises(Damaged, match="missing"):
         blobs.get(ref)
-    assert [entry.path for entry in place.listing("damaged")] == [
+    assert [entry.path for entry in place.list_files("damaged")] == [
         f"damaged/{ref.digest}.safetensors"
     ]
     assert blobs.get(blobs.put(DATA)) == DATA
@@ -76,7 +76,7 @@ def test_create_refuses_what_is_there(place: FileSystem) -> None:
     with pytest.raises(FileExistsError):
         place.create("a/b", b"2")
     assert place.read("a/b") == b"1" and place.size("a/b") == 1
-    assert [entry.path for entry in place.listing("")] == ["a/b"]
+    assert [entry.path for entry in place.list_files("")] == ["a/b"]
     place.remove("a/b")
     place.remove("a/b")
     assert place.size("a/b") is None
@@ -92,7 +92,7 @@ def test_a_sweep_takes_orphans_and_leaves_what_is_young(
     assert blobs.sweep([kept.digest], grace_seconds=60.0) == 0
     assert blobs.sweep([kept.digest], grace_seconds=-1.0) == lost.bytes + 4
     assert blobs.sizes() == {kept.digest: kept.bytes}
-    assert [entry.path for entry in place.listing("")] == [blob_path(kept.digest)]
+    assert [entry.path for entry in place.list_files("")] == [blob_path(kept.digest)]
 
 
 def test_an_orphan_that_is_put_again_is_young(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         place.create("a/b", DATA)
     with pytest.raises(OSError):
         place.replace("a/b", DATA)
-    assert list(place.listing("")) == []
+    assert list(place.list_files("")) == []
 
 
 def test_an_address_of_an_unknown_kind_is_refused() -> None:

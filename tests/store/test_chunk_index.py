@@ -42,7 +42,9 @@ def chunks_at(folder: Path, home: str = "home") -> ChunkIndex:
 
 
 def keep(chunks: ChunkIndex, ids: Sequence[int], tenant: str = TENANT) -> None:
-    found = [each.chunk for each in chunks.longest(tenant, IDENTITY, ids) if each.tokens == SIZE]
+    found = [
+        each.chunk for each in chunks.match_prefix(tenant, IDENTITY, ids) if each.tokens == SIZE
+    ]
     for stop in range(SIZE * (len(found) + 1), len(ids) + 1, SIZE):
         parent = found[-1] if found else None
         added = chunks.add(tenant, IDENTITY, parent, ids[:stop], a_ref(str(ids[:stop])))
@@ -72,7 +74,7 @@ def test_the_tree_finds_what_a_linear_scan_finds(
     for text in kept:
         keep(chunks, text)
     for text in [*asked, *kept]:
-        found = chunks.longest(TENANT, IDENTITY, text)
+        found = chunks.match_prefix(TENANT, IDENTITY, text)
         assert held(found) == longest(kept, text, SIZE)
         assert text_of(found) == text[: held(found)]
         for each in found:  # what a chunk follows is what it was made behind
@@ -100,15 +102,15 @@ def test_14_what_was_edited_or_cut_shares_up_to_there(tmp_path: Path) -> None:
         ([*text[:9], 7, 7, 7, 7], 9),
         ([], 0),
     ):
-        assert held(chunks.longest(TENANT, IDENTITY, ids)) == shared
+        assert held(chunks.match_prefix(TENANT, IDENTITY, ids)) == shared
 
 
 def test_nothing_crosses_tenants_or_identities(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3])
-    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3])) == 3
-    assert chunks.longest("0" * 64, IDENTITY, [1, 2, 3]) == []
-    assert chunks.longest(TENANT, "0" * 64, [1, 2, 3]) == []
+    assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3])) == 3
+    assert chunks.match_prefix("0" * 64, IDENTITY, [1, 2, 3]) == []
+    assert chunks.match_prefix(TENANT, "0" * 64, [1, 2, 3]) == []
 
 
 def test_13_digests_that_collide_are_told_apart_by_tokens(
@@ -122,18 +124,18 @@ def test_13_digests_that_collide_are_told_apart_by_tokens(
         keep(chunks, text)
     blobs = set()
     for text in texts:
-        found = chunks.longest(TENANT, IDENTITY, text)
+        found = chunks.match_prefix(TENANT, IDENTITY, text)
         assert text_of(found) == text
         blobs |= {each.chunk.ref for each in found}
     # Four beginnings, each with its own chunk of nines behind it, each with three ends.
     assert len(blobs) == 4 + 4 + 12
-    assert held(chunks.longest(TENANT, IDENTITY, [5, 5, 5, 9, 9, 9])) == 0
+    assert held(chunks.match_prefix(TENANT, IDENTITY, [5, 5, 5, 9, 9, 9])) == 0
 
 
 def test_8_another_machine_finds_what_is_told_of_beside_the_blobs(tmp_path: Path) -> None:
     keep(chunks_at(tmp_path), list(range(9)))
     other = chunks_at(tmp_path, "another machine")
-    assert held(other.longest(TENANT, IDENTITY, list(range(9)))) == 9
+    assert held(other.match_prefix(TENANT, IDENTITY, list(range(9)))) == 9
     assert len(other.all()) == 3
 
 
@@ -153,19 +155,19 @@ def test_what_is_told_of_a_chunk_is_sealed(tmp_path: Path) -> None:
     keep(chunks_at(tmp_path), [1, 2, 3])
     [path] = (tmp_path / "store" / "chunks").rglob("*.json")
     path.write_bytes(path.read_bytes().replace(b"[1,2,3]", b"[1,2,4]"))
-    assert chunks_at(tmp_path, "other").longest(TENANT, IDENTITY, [1, 2, 4]) == []
+    assert chunks_at(tmp_path, "other").match_prefix(TENANT, IDENTITY, [1, 2, 4]) == []
     path.write_bytes(b"no JSON")
-    assert chunks_at(tmp_path, "other").longest(TENANT, IDENTITY, [1, 2, 3]) == []
+    assert chunks_at(tmp_path, "other").match_prefix(TENANT, IDENTITY, [1, 2, 3]) == []
 
 
 def test_what_continues_a_chunk_goes_with_it(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     keep(chunks, [1, 2, 3, 0, 0, 0])
-    middle = chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])[-1].chunk
+    middle = chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])[-1].chunk
     assert [each.start for each in chunks.drop(middle, TENANT)] == [3, 6]
-    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 3
-    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 0, 0, 0])) == 6
+    assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 3
+    assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 0, 0, 0])) == 6
 
 
 def test_the_digest_of_a_text_grows_with_it() -> None:
@@ -182,19 +184,21 @@ def test_the_digest_of_a_text_grows_with_it() -> None:
 def test_what_continues_a_chunk_that_is_gone_is_not_kept(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3])
-    [first] = chunks.longest(TENANT, IDENTITY, [1, 2, 3])
+    [first] = chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3])
     chunks.leave(TENANT, [first.chunk])
     keep(chunks, [7, 8, 9])  # in the row of the one that is gone
     assert chunks.add(TENANT, IDENTITY, first.chunk, [1, 2, 3, 4, 5, 6], a_ref("late")) is None
-    assert held(chunks.longest(TENANT, IDENTITY, [7, 8, 9, 4, 5, 6])) == 3
+    assert held(chunks.match_prefix(TENANT, IDENTITY, [7, 8, 9, 4, 5, 6])) == 3
     assert len(list((tmp_path / "store" / "chunks").rglob("*.json"))) == 1
 
 
 def test_a_chunk_that_others_continue_stays(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3, 4, 5, 6])
-    [first, second] = [each.chunk for each in chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])]
+    [first, second] = [
+        each.chunk for each in chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])
+    ]
     chunks.leave(TENANT, [first])
-    assert held(chunks.longest(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 6
+    assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 6
     chunks.leave(TENANT, [first, second])
     assert chunks.all() == []

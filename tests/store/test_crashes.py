@@ -99,16 +99,16 @@ def check(folder: Path, may_be: set[int]) -> int:
         at = TEXTS.index(found.ids)
         assert is_exact(found, TEXTS[at]) and found.cache is not None
     assert at in may_be
-    live = BlobIndex(store.parts.manifest).live()
+    live = BlobIndex(store.parts.manifest).live_digests()
     there = {
         digest_in_path(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)
     }
     assert live <= there, "something refers to a blob that is not there"
-    store.upkeep.sweep(grace_seconds=-1.0)
+    store.maintenance.sweep(grace_seconds=-1.0)
     there = {
         digest_in_path(path.relative_to(folder / "store").as_posix()) for path in blob_files(folder)
     }
-    assert there == BlobIndex(store.parts.manifest).live()
+    assert there == BlobIndex(store.parts.manifest).live_digests()
     assert not files(folder, f"store/{TEMPORARY_FOLDER}")
     store.close()
     return at

@@ -35,7 +35,7 @@ def test_a_call_that_hangs_is_left_and_gives_back_when_it_ends() -> None:
 
 
 def test_hanging_calls_are_bounded() -> None:
-    guard = DeadlineExecutor("disk", CallLimits(seconds=SHORT, calls=2, failures=100))
+    guard = DeadlineExecutor("disk", CallLimits(seconds=SHORT, calls=2, max_failures=100))
     go_on, begun, ended = threading.Event(), [], []
     before = threading.active_count()
     for number in range(5):
@@ -51,7 +51,7 @@ def test_hanging_calls_are_bounded() -> None:
 def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
     now = [0.0]
     guard = DeadlineExecutor(
-        "disk", CallLimits(failures=2, rest_seconds=10.0), clock=lambda: now[0]
+        "disk", CallLimits(max_failures=2, rest_seconds=10.0), clock=lambda: now[0]
     )
     for _ in range(2):
         with pytest.raises(StoreError, match="disk tier fails .broken."):
@@ -68,7 +68,7 @@ def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
 
 
 def test_a_missing_file_is_no_failure_of_the_disk(tmp_path: object) -> None:
-    guard = DeadlineExecutor("disk", CallLimits(failures=1))
+    guard = DeadlineExecutor("disk", CallLimits(max_failures=1))
     with pytest.raises(FileNotFoundError):
         guard.call(open, f"{tmp_path}/nothing")
     assert not guard.breaker.is_open

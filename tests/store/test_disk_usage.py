@@ -23,14 +23,14 @@ def test_23_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
     here, there = store_at(tmp_path, home="here"), store_at(tmp_path, home="there")
     there.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     if is_counted:
-        here.upkeep.sweep()
+        here.maintenance.sweep()
     [span] = load(here).record.spans
-    here.parts.shelves.settle()
+    here.parts.budgeted_blobs.settle()
     before = of_nobody(here)
-    here.parts.shelves.holdings.release([span])
+    here.parts.budgeted_blobs.holdings.release([span])
     for _ in range(2):
-        here.parts.shelves.evict([span])
-        here.parts.shelves.settle()
+        here.parts.budgeted_blobs.evict([span])
+        here.parts.budgeted_blobs.settle()
         assert before - of_nobody(here) == (span.bytes if is_counted else 0)
     assert load(here).reason == "evicted" and not there.parts.blobs.has(span)
 
@@ -42,13 +42,13 @@ def test_23_what_was_another_machines_is_counted_once_when_it_is_written_again(
     there.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     here = store_at(tmp_path, home="here")
     [span] = load(here).record.spans
-    here.parts.shelves.settle()
+    here.parts.budgeted_blobs.settle()
     before = here.parts.ledger.used(Tier.DISK)
     data = here.parts.blobs.get(span)
     there.parts.blobs.delete(span.digest)
-    with here.parts.shelves.saving(load(here).record.tenant) as saving:
+    with here.parts.budgeted_blobs.saving(load(here).record.tenant) as saving:
         assert saving.put(data) == span
-    here.parts.shelves.settle()
+    here.parts.budgeted_blobs.settle()
     assert here.parts.ledger.used(Tier.DISK) == before
 
 

@@ -58,10 +58,10 @@ def test_everything_comes_back_under_the_key(tmp_path: Path) -> None:
         loaded = load(store)
         assert is_exact(loaded) and loaded.cache is not None and loaded.transcript == SAID
         assert load(store, "lossy").cache is not None
-        found = store.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+        found = store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC)
         assert found is not None and found.next_position == 20
         assert not store.parts.refusals.counts()
-        assert [c.problems for c in store.upkeep.verify(store.sessions.heads())] == [()] * 3
+        assert [c.problems for c in store.maintenance.verify(store.sessions.heads())] == [()] * 3
         store.close()
 
 
@@ -113,7 +113,9 @@ def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
     assert store.parts.heads._beside(theirs.tenant, theirs.session, theirs.epoch) is None
     [stolen, *_] = blob_files(tmp_path)
     stolen.write_bytes(stolen.read_bytes()[:-1] + b"\0")
-    problems = [each for c in store.upkeep.verify(store.sessions.heads()) for each in c.problems]
+    problems = [
+        each for c in store.maintenance.verify(store.sessions.heads()) for each in c.problems
+    ]
     assert len(problems) >= 2
 
 

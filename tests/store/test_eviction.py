@@ -104,7 +104,7 @@ def test_who_leaves_is_the_loops(
 ) -> None:
     part, told = rule(name, superseded=fate), crowd(rows)
     held = CandidateColumns.of(told)
-    gone = part.leaving(held, NOW, wanted).rows
+    gone = part.select_victims(held, NOW, wanted).rows
     worths = part.worth(held, NOW).tolist()
     assert [told[row].name for row in gone] == leaving(part, told, worths, NOW, wanted)
 
@@ -125,8 +125,8 @@ def test_everybody_goes_once_and_nobody_before_what_continues_it(
 def test_no_more_leave_than_must(name: str) -> None:
     told = [a(f"n{number}", last_used=float(number)) for number in range(5)]
     held = CandidateColumns.of(told)
-    assert len(rule(name).leaving(held, NOW, 201).rows) == 3
-    assert rule(name).leaving(CandidateColumns.of([]), NOW, 5).rows == ()
+    assert len(rule(name).select_victims(held, NOW, 201).rows) == 3
+    assert rule(name).select_victims(CandidateColumns.of([]), NOW, 5).rows == ()
 
 
 @RULES
@@ -169,14 +169,14 @@ def test_the_clock_of_gdsf_is_the_loops(rows: list[dict]) -> None:
     part, told = rule("gdsf"), crowd(rows)
     worths = loop_worths(part, told, NOW)
     for wanted in (1, 100, 10**6):
-        found = part.leaving(CandidateColumns.of(told), NOW, wanted)
+        found = part.select_victims(CandidateColumns.of(told), NOW, wanted)
         gone = [(told[row], worths[row]) for row in found.rows]
         assert found.clock == pytest.approx(gdsf_loop.clock(gone))
 
 
 def test_a_pin_does_not_stop_the_clock() -> None:
     told = [a("pinned", pinned_until=2 * NOW), a("dear", seconds=5.0)]
-    found = rule("gdsf").leaving(CandidateColumns.of(told), NOW, 1)
+    found = rule("gdsf").select_victims(CandidateColumns.of(told), NOW, 1)
     assert found.rows == (1,) and found.clock == pytest.approx(0.05)
 
 
@@ -185,7 +185,7 @@ def test_gdsf_lets_go_what_was_used_often_long_ago() -> None:
     often = a("often", uses=6)
     for number in range(12):
         told = [often, a("new", uses=2, clock=clock), a(f"n{number}", clock=clock)]
-        found = part.leaving(CandidateColumns.of(told), NOW, 1)
+        found = part.select_victims(CandidateColumns.of(told), NOW, 1)
         if told[found.rows[0]] is often:
             break
         clock = max(clock, found.clock)
@@ -222,9 +222,9 @@ def test_continuum_does_not_wait_for_the_slowest() -> None:
 def test_random_draws_anew_at_every_time() -> None:
     told = [a(f"n{number}") for number in range(40)]
     held, part = CandidateColumns.of(told), rule("random")
-    first = {part.leaving(held, float(time), 1).rows[0] for time in range(60)}
+    first = {part.select_victims(held, float(time), 1).rows[0] for time in range(60)}
     assert len(first) > 20
-    assert part.leaving(held, 1.0, 1) == part.leaving(held, 1.0, 1)
+    assert part.select_victims(held, 1.0, 1) == part.select_victims(held, 1.0, 1)
     assert (part.worth(held, 1.0) != rule("random", seed=1).worth(held, 1.0)).all()
 
 

@@ -110,7 +110,7 @@ def test_23_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
     assert 2 <= kept < 10
     before = [store.parts.ledger.used(Tier.DISK) for store in stores]
     stores[0].sessions.remove(WHO, "s0")
-    stores[1].parts.shelves.reserved(WHO, 0).release()
+    stores[1].parts.budgeted_blobs.reserve(WHO, 0).release()
     assert stores[1].parts.ledger.used(Tier.DISK) < before[1]
 
 
@@ -130,7 +130,7 @@ def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment
     saving.start()
     assert stopped.wait(20)
     before = ledger.used(Tier.DISK)
-    store.upkeep.sweep()
+    store.maintenance.sweep()
     during = ledger.used(Tier.DISK)
     goes_on.set()
     saving.join()
@@ -138,7 +138,7 @@ def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment
     assert load(store).cache is not None
     assert on_disk(tmp_path) <= ledger.used(Tier.DISK)
     used = ledger.used(Tier.DISK)
-    store.upkeep.sweep()
+    store.maintenance.sweep()
     assert ledger.used(Tier.DISK) == used
 
 
@@ -165,7 +165,7 @@ def test_24_a_budget_of_host_memory(tmp_path: Path) -> None:
     store = store_at(tmp_path, budgets=ByteBudgets({Tier.HOST: KIB}))
     loaded = load(store)
     assert loaded.reason == "budget" and loaded.ids == IDS
-    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+    assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is None
     record = store.sessions.save(WHO, "new", LONGER, snapshot(read(LONGER)))
     assert record.spans == () and load(store, "new").ids == LONGER
 
@@ -201,7 +201,7 @@ def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> 
     for leaves, left in ((3, set()), (1, {"a"}), (1, {"a", "b"})):
         used = ledger.used(Tier.DISK)
         ledger.lower(Tier.DISK, used)
-        store.parts.shelves.reserved("", (leaves - 1) * state + 1).release()
+        store.parts.budgeted_blobs.reserve("", (leaves - 1) * state + 1).release()
         gone = {name for name in texts if load(store, name).reason == "evicted"}
         assert gone == left
 
@@ -221,7 +221,7 @@ def test_a_pinned_session_leaves_last(
     ledger, state = again.parts.ledger, sum(ref.bytes for ref in load(again, "c").record.spans)
     for wanted, left in ((state // 2, "b"), (state // 2, "bc"), (3 * state, "abc")):
         ledger.lower(Tier.DISK, ledger.used(Tier.DISK))
-        again.parts.shelves.make_room("", wanted)
+        again.parts.budgeted_blobs.make_room("", wanted)
         gone = {name for name in texts if load(again, name).reason == "evicted"}
         assert gone == set(left)
 
@@ -242,15 +242,15 @@ def test_25_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
 def test_26_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
-    rates = store.parts.rates
+    rates = store.parts.throughput
     rates.read(10**6, 1.0)
     for _ in range(30):
         rates.loaded(Tier.DISK, 10, 1.0)
-    assert rates.quicker(Tier.DISK, 1000, 10) is RestorePath.RECOMPUTE
+    assert rates.choose(Tier.DISK, 1000, 10) is RestorePath.RECOMPUTE
     loaded = load(store)
     assert loaded.reason == "slower" and loaded.ids == IDS
-    assert store.prefixes.longest(WHO, IDS, asking().identity, SPEC) is None
-    assert ThroughputEstimates().quicker(Tier.DISK, 1000, 10) is RestorePath.LOAD
+    assert store.prefixes.match_prefix(WHO, IDS, asking().identity, SPEC) is None
+    assert ThroughputEstimates().choose(Tier.DISK, 1000, 10) is RestorePath.LOAD
 
 
 def test_22_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
                 raise OSError(error, os.strerror(error), path)
 
     place = Faulty(open_file_system(str(tmp_path / "store")), before=fail)
-    store = store_at(tmp_path, place, patience=CallLimits(failures=100))
+    store = store_at(tmp_path, place, patience=CallLimits(max_failures=100))
     text = tuple(range(50, 70))
     try:
         record = store.sessions.save(WHO, "new", text, snapshot(read(text)))
@@ -68,11 +68,11 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
 def test_4_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     place = Faulty(open_file_system(str(tmp_path / "store")))
-    store = store_at(tmp_path, place, patience=CallLimits(failures=100))
+    store = store_at(tmp_path, place, patience=CallLimits(max_failures=100))
     place.before = refusing(BROKEN, "read")
     with pytest.raises(Refused, match="disk or server is well"):
         load(store)
-    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+    assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is None
     with pytest.raises(StoreError, match="disk or server is well"):
         store_at(tmp_path, place)  # whether it is under a key cannot be told
     assert outcome(tmp_path) == ("exact", "")
@@ -101,10 +101,10 @@ def test_5_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) 
     for path in cache_files(tmp_path):
         path.unlink()
     for _ in range(2):
-        assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+        assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is None
     assert store.parts.refusals.counts() == {"damaged": 1}
     assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
-    found = store.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+    found = store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC)
     assert found is not None and found.next_position == 20
 
 
@@ -118,7 +118,7 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 
     place = Faulty(open_file_system(str(tmp_path / "store")), before=hang)
     store = store_at(
-        tmp_path, place, patience=CallLimits(seconds=0.3, failures=2, rest_seconds=0.3)
+        tmp_path, place, patience=CallLimits(seconds=0.3, max_failures=2, rest_seconds=0.3)
     )
     hanging.set()
     with pytest.raises(StoreError, match="did not answer"):

@@ -88,7 +88,7 @@ def test_2_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, 
     for log in tmp_path.glob("home/manifest.sqlite-*"):
         log.unlink()
     assert outcome(tmp_path)[0] == "exact"
-    found = store_at(tmp_path).prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+    found = store_at(tmp_path).prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC)
     assert found is not None and found.next_position == 20
 
 
@@ -175,8 +175,8 @@ def test_3_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
     kept = set(files(tmp_path))
     store.parts.blobs.put(b"nobody refers to this")
     store.parts.place.replace(f"{TEMPORARY_FOLDER}/1-half", b"half")
-    assert store.upkeep.sweep(grace_seconds=60.0) == 0
-    assert store.upkeep.sweep(grace_seconds=-1.0) == 21 + 4
+    assert store.maintenance.sweep(grace_seconds=60.0) == 0
+    assert store.maintenance.sweep(grace_seconds=-1.0) == 21 + 4
     assert set(files(tmp_path)) == kept and is_exact(load(store))
 
 

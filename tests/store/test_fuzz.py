@@ -124,13 +124,13 @@ def used(folder: Path) -> None:
         for name in (*TALKS, "again", "gone"):
             check(store, name)
         store.sessions.heads(WHO)
-        store.upkeep.verify(store.sessions.heads())
-        store.upkeep.forget_removed(0.0)
-        store.upkeep.sweep(0.0)
+        store.maintenance.verify(store.sessions.heads())
+        store.maintenance.forget_removed(0.0)
+        store.maintenance.sweep(0.0)
         take_in(store, folder / EXPORTED)
         check(store, "raw")
         SessionLeases(store.parts).take(WHO, "int4")
-        longest = store.prefixes.longest(WHO, LONGER, asking().identity, asking().spec)
+        longest = store.prefixes.match_prefix(WHO, LONGER, asking().identity, asking().spec)
         if longest is not None:
             text = LONGER[: longest.next_position]
             assert same_state(longest.state(), read(text).state())

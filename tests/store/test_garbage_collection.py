@@ -44,13 +44,13 @@ class Clock:
         """Time enough for what nobody needs to go at sweeps."""
         for store in stores:
             self.now += 2 * GRACE_SECONDS
-            store.upkeep.forget_removed()
-            store.upkeep.sweep()
+            store.maintenance.forget_removed()
+            store.maintenance.sweep()
 
 
 def held(store: Store) -> int:
     """Tokens of the beginning that a store finds."""
-    found = store.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+    found = store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC)
     return 0 if found is None else found.next_position
 
 
@@ -110,7 +110,7 @@ def test_21_chunks_that_are_read_stay_while_they_are(tmp_path: Path) -> None:
     for _ in range(3):
         clock.now += GRACE_SECONDS / 2
         assert held(there) == 20
-        there.upkeep.sweep()
+        there.maintenance.sweep()
     clock.passes(there, here)
     assert nothing_is_left(tmp_path, here, there)
 
@@ -129,7 +129,7 @@ def test_21_beginnings_that_are_kept_for_their_own_sake_stay(tmp_path: Path) -> 
     clock.passes(new, *stores)
     assert [held(each) for each in (*stores, new)] == [20] * 4
     tenant = here.parts.tenant(WHO)
-    here.parts.shelves.make_room(tenant, here.parts.ledger.limit(Tier.DISK))
+    here.parts.budgeted_blobs.make_room(tenant, here.parts.ledger.limit(Tier.DISK))
     clock.passes(*stores, new)
     assert nothing_is_left(tmp_path, *stores, new)
 

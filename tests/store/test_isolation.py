@@ -21,9 +21,9 @@ def test_27_what_a_tenant_keeps_is_found_by_it_alone(tmp_path: Path, codec: str)
     store = store_at(tmp_path)
     save(store, codec=codec)
     for again in (store, store_at(tmp_path), store_at(tmp_path, home="another home")):
-        hit = again.prefixes.longest(WHO, LONGER, asking().identity, SPEC)
+        hit = again.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC)
         assert (hit is not None) == (codec == "raw")  # what lost something is shared with nobody
-        assert again.prefixes.longest(OTHER, LONGER, asking().identity, SPEC) is None
+        assert again.prefixes.match_prefix(OTHER, LONGER, asking().identity, SPEC) is None
         own = again.sessions.load(WHO, "talk", asking())
         assert own is not None and own.cache is not None
         assert again.sessions.load(OTHER, "talk", asking()) is None
@@ -51,7 +51,7 @@ def test_27_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(
     tmp_path: Path,
 ) -> None:
     def look(store: object, who: str, ids: tuple[int, ...]) -> None:
-        store.prefixes.longest(who, ids, asking().identity, SPEC)  # pyright: ignore
+        store.prefixes.match_prefix(who, ids, asking().identity, SPEC)  # pyright: ignore
 
     save(store_at(tmp_path))
     theirs, unknown = work(tmp_path, look, OTHER, LONGER), work(tmp_path, look, OTHER, LONGER[::-1])

@@ -15,7 +15,7 @@ from store.file_systems import Faulty, Hanging
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 MORE = (*IDS, 5)
-PATIENCE = CallLimits(seconds=0.5, failures=100)
+PATIENCE = CallLimits(seconds=0.5, max_failures=100)
 
 
 def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_6_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
     one = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     disk.armed.set()
     told = snapshot(read(IDS))
-    with pytest.raises(StoreSlow), store.turns.prepared(WHO, IDS, told) as prepared:
+    with pytest.raises(StoreSlow), store.turns.stage(WHO, IDS, told) as prepared:
         store.turns.attach(WHO, TALK, prepared, one.epoch)
     disk.lands()
     found = store_at(tmp_path).sessions.load(WHO, TALK, asking())
@@ -58,7 +58,7 @@ def test_6_what_a_record_names_goes_at_a_sweep_where_it_never_came_about(tmp_pat
         store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     assert list((tmp_path / "store" / "blobs").rglob("*.safetensors"))
     later = store_at(tmp_path, clock=lambda: 4e9)
-    assert later.upkeep.sweep() > 0
+    assert later.maintenance.sweep() > 0
     assert not list((tmp_path / "store" / "blobs").rglob("*.safetensors"))
 
 
@@ -67,7 +67,7 @@ def test_20_a_session_that_another_machine_has_removed_does_not_come_back(tmp_pa
     save(here)
     epoch = load(there).record.epoch
     here.sessions.remove(WHO, TALK)
-    here.upkeep.forget_removed(-1.0)
+    here.maintenance.forget_removed(-1.0)
     assert there.sessions.has_moved(WHO, TALK, epoch)
     with pytest.raises(Superseded):
         there.turns.append(WHO, TALK, SessionTurn(MORE, b"more"), epoch)
@@ -81,8 +81,8 @@ def test_20_a_sweep_learns_of_sessions_that_others_have_removed(tmp_path: Path) 
     save(here, name="stays")
     assert load(there).cache is not None and load(there, "stays").cache is not None
     here.sessions.remove(WHO, TALK)
-    here.upkeep.forget_removed(-1.0)
-    there.upkeep.sweep()
+    here.maintenance.forget_removed(-1.0)
+    there.maintenance.sweep()
     assert [record.name for record in there.turns.of(WHO)] == ["stays"]
 
 
@@ -117,7 +117,7 @@ def test_21_a_state_that_comes_about_behind_its_removal_goes_with_it(tmp_path: P
     store.sessions.remove(WHO, TALK)
     path.write_bytes(late)
     assert store.turns.newest(WHO, TALK) is None
-    store.upkeep.forget_removed(-1.0)
+    store.maintenance.forget_removed(-1.0)
     assert not path.exists()
     assert store.turns.newest(WHO, TALK) is None and store.turns.of(WHO) == []
     assert store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0).epoch > one.epoch
@@ -128,7 +128,7 @@ def test_a_sweep_passes_over_what_is_not_ours(tmp_path: Path) -> None:
     store.turns.append(WHO, "x~2", SessionTurn(IDS, b"one", {"root": "x"}), 0)
     stray = tmp_path / "store" / "families" / ".DS_Store"
     stray.write_bytes(b"")
-    store.upkeep.sweep(0.0)
+    store.maintenance.sweep(0.0)
     assert stray.exists() and store.turns.branches(WHO, "x") == ["x~2"]
 
 
@@ -142,7 +142,7 @@ def test_branches_that_were_written_before_they_were_noted_are_noted(
     for path in (tmp_path / "store" / "families").rglob("*.json"):
         path.unlink()
     assert store.turns.branches(WHO, "x") == []
-    getattr(store.upkeep, tidies)()
+    getattr(store.maintenance, tidies)()
     assert set(store.turns.branches(WHO, "x")) == {"x~2", "x~3"}
 
 

@@ -55,7 +55,7 @@ def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:
     with pytest.raises(Superseded):
         heads.commit(a_record(1), expected=0)
     assert heads.head(*OWN) == a_record(2)
-    assert BlobIndex(heads.manifest).live() == {a_record(n).tokens.digest for n in (1, 2)}
+    assert BlobIndex(heads.manifest).live_digests() == {a_record(n).tokens.digest for n in (1, 2)}
 
 
 def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema
     holdings, path = BlobIndex(heads.manifest), heads.manifest.path
     for number, tenant in enumerate("aab"):
         holdings.kept(a_ref("x" * (number + 1)), tenant, 0.0)
-    told = holdings.totals()
+    told = holdings.bytes_by_tenant()
     heads.manifest.close()
     before = sqlite3.connect(path, isolation_level=None)
     before.executescript(f"DROP TABLE leaving; PRAGMA user_version = {schema};")
@@ -246,10 +246,10 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema
     again = heads_at(tmp_path)
     assert again.head(*OWN) == a_record(1)
     holdings = BlobIndex(again.manifest)
-    assert holdings.totals() == told == {"a": 3, "b": 3}
-    assert holdings.given_up(a_ref("x").digest, 0.0, 0.0, 1.0)
+    assert holdings.bytes_by_tenant() == told == {"a": 3, "b": 3}
+    assert holdings.mark_deleting(a_ref("x").digest, 0.0, 0.0, 1.0)
     assert holdings.gone(a_ref("x").digest, 1.0) == ("a", 1)
-    assert holdings.totals() == {"a": 2, "b": 3}
+    assert holdings.bytes_by_tenant() == {"a": 2, "b": 3}
 
 
 def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:

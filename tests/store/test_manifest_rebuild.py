@@ -161,7 +161,7 @@ def test_3_nothing_is_lost_where_building_again_is_interrupted(
         assert listed(store) == (4, 4)
         tenant = store.parts.tenant(WHO)
         assert (
-            store.parts.chunks.longest(tenant, identity().key, IDS)
+            store.parts.chunks.match_prefix(tenant, identity().key, IDS)
             and store.parts.manifest.is_built
         )
 
@@ -170,7 +170,7 @@ def test_what_another_machine_has_written_is_listed_after_a_start(killed: Path) 
     with closing(Store(str(killed / "store"), killed / "theirs", secret=SECRET)) as theirs:
         theirs.sessions.save(WHO, "five", IDS)
         theirs.sessions.remove(WHO, "one")
-        theirs.upkeep.forget_removed(-1.0)
+        theirs.maintenance.forget_removed(-1.0)
     with opened(killed) as store:
         assert {each.name for each in store.turns.of(WHO)} == {"two", "three", "four", "five"}
 

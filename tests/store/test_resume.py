@@ -54,7 +54,7 @@ def halved(decoder: Decoder, ids: Sequence[int]) -> SequenceCache:
 
 
 def next_logits(decoder: Decoder, cache: SequenceCache, token: int) -> Tensor:
-    return decoder.predict([BatchSegment(cache, (token,))], Mode.APPEND, [0])[0]
+    return decoder.forward_logits([BatchSegment(cache, (token,))], Mode.APPEND, [0])[0]
 
 
 def greedy(decoder: Decoder, cache: SequenceCache, token: int, count: int = 6) -> list[int]:
@@ -98,9 +98,9 @@ def test_8_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: P
         )
         assert loaded is not None and loaded.cache is not None
         assert greedy(again, loaded.cache, 5) == said
-        prefix = store.prefixes.longest(WHO, (*TEXT, 5), identity(again), again.spec)
+        prefix = store.prefixes.match_prefix(WHO, (*TEXT, 5), identity(again), again.spec)
         assert prefix is not None and prefix.next_position == 20
-        rest = decoder.predict([BatchSegment(prefix, (*TEXT[20:], 5))], Mode.APPEND, [2])[0]
+        rest = decoder.forward_logits([BatchSegment(prefix, (*TEXT[20:], 5))], Mode.APPEND, [2])[0]
         assert int(rest.argmax()) == said[0]
 
 
@@ -111,8 +111,8 @@ def test_12_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
     loaded = store.sessions.load(WHO, TALK, CacheRequirements(identity(other), POLICY, other.spec))
     assert loaded is not None and loaded.cache is None and loaded.reason == "identity"
     assert loaded.ids == TEXT
-    assert store.prefixes.longest(WHO, TEXT, identity(other), other.spec) is None
-    assert store.prefixes.longest(WHO, TEXT, identity(one), one.spec) is not None
+    assert store.prefixes.match_prefix(WHO, TEXT, identity(other), other.spec) is None
+    assert store.prefixes.match_prefix(WHO, TEXT, identity(one), one.spec) is not None
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def kept(store: Store) -> Record:
     """A session whose caches have something beside them."""
     store.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     told = replace(snapshot(compressed(IDS)), beside=BESIDE)
-    with store.turns.prepared(WHO, IDS, told) as prepared:
+    with store.turns.stage(WHO, IDS, told) as prepared:
         return store.turns.attach(WHO, TALK, prepared, 1)
 
 
@@ -45,11 +45,11 @@ def test_it_travels_with_them(tmp_path: Path) -> None:
 def test_it_leaves_with_them(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     record = kept(store)
-    shelves = store.parts.shelves
-    assert record.beside is not None and shelves.holdings.needed(record.beside.digest)
+    shelves = store.parts.budgeted_blobs
+    assert record.beside is not None and shelves.holdings.is_referenced(record.beside.digest)
     shelves.make_room(record.tenant, store.parts.ledger.limit(Tier.DISK))
     assert load(store).reason == "evicted"
-    assert not shelves.holdings.needed(record.beside.digest)
+    assert not shelves.holdings.is_referenced(record.beside.digest)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
@@ -59,5 +59,5 @@ def test_damage_is_found(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"right", b"wrong"))
     with pytest.raises(Damaged):
         store.parts.vault.beside(record)
-    [checked] = store.upkeep.verify(store.sessions.heads())
+    [checked] = store.maintenance.verify(store.sessions.heads())
     assert [each.startswith("What was told beside") for each in checked.problems] == [True]

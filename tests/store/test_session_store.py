@@ -55,7 +55,7 @@ def test_a_compressed_cache_comes_back_to_the_bit(tmp_path: Path) -> None:
     found = load(store).cache
     assert found is not None and same_state(found.state(), cache.state())
     assert found.next_position == len(IDS) and found.meta() == cache.meta()
-    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is None
+    assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is None
 
 
 @pytest.mark.parametrize("codec", CODECS.names())
@@ -153,16 +153,16 @@ def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Pa
     store = store_at(tmp_path)
     save(store, name="stays")
     before = {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")}
-    counted = store.parts.shelves.holdings.totals()
+    counted = store.parts.budgeted_blobs.holdings.bytes_by_tenant()
     save(store, (*IDS[:12], *range(40, 60)), name="one")
     save(store, (*IDS[:12], *range(40, 60)), name="two")
     store.sessions.remove(WHO, "one")
     assert len(load(store, "two").ids) == 32 and load(store, "two").cache is not None
     store.sessions.remove(WHO, "two")
-    store.upkeep.forget_removed(-1.0)
+    store.maintenance.forget_removed(-1.0)
     assert {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")} == before
     assert is_exact(load(store, "stays")) and load(store, "stays").cache is not None
-    assert store.parts.shelves.holdings.totals() == counted
+    assert store.parts.budgeted_blobs.holdings.bytes_by_tenant() == counted
 
 
 def test_21_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_21_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path)
     store.sessions.remove(WHO, TALK)
     assert is_exact(load(other, "other"), text) and load(other, "other").cache is not None
     now[0] += 2 * GRACE_SECONDS
-    store.upkeep.sweep()
+    store.maintenance.sweep()
     assert is_exact(load(other, "other"), text) and load(other, "other").cache is not None
     other.sessions.remove(WHO, "other")
     for each in (other, store):
         now[0] += 2 * GRACE_SECONDS
-        each.upkeep.sweep(0.0)
-        each.upkeep.sweep(0.0)
+        each.maintenance.sweep(0.0)
+        each.maintenance.sweep(0.0)
     assert files(tmp_path, "store/chunks") == [] and files(tmp_path, "store/blobs") == []
 
 
@@ -201,9 +201,9 @@ def test_a_session_that_was_removed_leaves_nothing_for_long(tmp_path: Path) -> N
         save(store, name=name)
         store.sessions.remove(WHO, name)
     assert len(files(tmp_path, "store/sessions")) == len(before) + 2
-    assert store.upkeep.forget_removed() == 0
+    assert store.maintenance.forget_removed() == 0
     now[0] += 60
-    assert store.upkeep.forget_removed() == 2
+    assert store.maintenance.forget_removed() == 2
     assert files(tmp_path, "store/sessions") == before
     assert len(list((tmp_path / "store" / "sessions").glob("*/*"))) == 1
     assert [record.name for record in store.sessions.heads()] == ["stays"]
@@ -216,8 +216,8 @@ def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     assert store.sessions.load("somebody else", TALK, asking()) is None
-    assert store.prefixes.longest(WHO, LONGER, asking().identity, SPEC) is not None
-    assert store.prefixes.longest("somebody else", LONGER, asking().identity, SPEC) is None
+    assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is not None
+    assert store.prefixes.match_prefix("somebody else", LONGER, asking().identity, SPEC) is None
     with pytest.raises(InputError):
         store.sessions.remove("somebody else", TALK)
     assert len(store.sessions.heads(WHO)) == 1 and store.sessions.heads("somebody else") == []
@@ -244,7 +244,7 @@ def test_14_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) 
     store = store_at(tmp_path)
     assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
     asked = (*IDS[:length], 99, 98, 97)
-    found = store.prefixes.longest(WHO, asked, asking().identity, SPEC)
+    found = store.prefixes.match_prefix(WHO, asked, asking().identity, SPEC)
     assert found is not None and same_state(found.state(), read(IDS[:length]).state())
     go_on(found, asked[length:], asked[:length])
     assert same_state(found.state(), _read_in_two(asked, length).state())
@@ -254,10 +254,10 @@ def test_16_the_last_token_is_left_to_be_read(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.prefixes.save(WHO, IDS, read(IDS), asking().identity)
     for length in (21, 20, 17, 2):
-        found = store.prefixes.longest(WHO, IDS[:length], asking().identity, SPEC)
+        found = store.prefixes.match_prefix(WHO, IDS[:length], asking().identity, SPEC)
         assert found is not None and found.next_position == min(length - 1, 20)
     for ids in (IDS[:1], ()):
-        assert store.prefixes.longest(WHO, ids, asking().identity, SPEC) is None
+        assert store.prefixes.match_prefix(WHO, ids, asking().identity, SPEC) is None
 
 
 def _read_in_two(ids: tuple[int, ...], length: int) -> SequenceCache:
@@ -284,8 +284,8 @@ def test_verify_mends_records_and_finds_what_is_lost(tmp_path: Path) -> None:
     [path] = (tmp_path / "store" / "sessions").rglob("*.json")
     told = path.read_bytes()
     path.write_bytes(told[:-3])
-    [checked] = store.upkeep.verify(store.sessions.heads())
+    [checked] = store.maintenance.verify(store.sessions.heads())
     assert checked.problems == ("Its record beside the blobs was damaged and is written again.",)
     assert path.read_bytes() == told
-    [checked] = store.upkeep.verify(store.sessions.heads())
+    [checked] = store.maintenance.verify(store.sessions.heads())
     assert checked.problems == ()

@@ -11,9 +11,9 @@ from larder.store.throughput import PROBE_INTERVAL, RestorePath, ThroughputEstim
 
 def test_what_is_not_known_is_loaded() -> None:
     rates = ThroughputEstimates()
-    assert rates.quicker(Tier.DISK, 10**9, 1) is RestorePath.LOAD
+    assert rates.choose(Tier.DISK, 10**9, 1) is RestorePath.LOAD
     rates.read(1000, 1.0)
-    assert rates.quicker(Tier.DISK, 10**9, 1) is RestorePath.LOAD
+    assert rates.choose(Tier.DISK, 10**9, 1) is RestorePath.LOAD
     assert rates.load_seconds(Tier.DISK, 1) is None
 
 
@@ -22,16 +22,16 @@ def test_26_where_loading_is_slower_the_text_is_read_again() -> None:
     rates.read(1000, 1.0)
     rates.loaded(Tier.DISK, 10**6, 1.0)
     rates.loaded(Tier.HOST, 10**9, 1.0)
-    assert rates.quicker(Tier.DISK, 10**6, 999) is RestorePath.RECOMPUTE
-    assert rates.quicker(Tier.DISK, 10**6, 1001) is RestorePath.LOAD
-    assert rates.quicker(Tier.HOST, 10**6, 999) is RestorePath.LOAD
+    assert rates.choose(Tier.DISK, 10**6, 999) is RestorePath.RECOMPUTE
+    assert rates.choose(Tier.DISK, 10**6, 1001) is RestorePath.LOAD
+    assert rates.choose(Tier.HOST, 10**6, 999) is RestorePath.LOAD
 
 
 def test_26_a_slow_tier_is_tried_again() -> None:
     rates = ThroughputEstimates()
     rates.read(1000, 1.0)
     rates.loaded(Tier.DISK, 10, 1.0)
-    ways = [rates.quicker(Tier.DISK, 1000, 1) for _ in range(2 * PROBE_INTERVAL)]
+    ways = [rates.choose(Tier.DISK, 1000, 1) for _ in range(2 * PROBE_INTERVAL)]
     assert ways.count(RestorePath.LOAD) == 2
 
 
@@ -39,9 +39,9 @@ def test_later_measurements_weigh_more() -> None:
     rates = ThroughputEstimates(weight=0.5)
     rates.read(100, 1.0)
     rates.read(300, 1.0)
-    assert rates.read_seconds(200) == pytest.approx(1.0)
+    assert rates.prefill_seconds(200) == pytest.approx(1.0)
     for amount, seconds in ((0, 1.0), (5, 0.0), (5, float("inf")), (5, -1.0)):
         rates.read(amount, seconds)
-    assert rates.read_seconds(200) == pytest.approx(1.0)
+    assert rates.prefill_seconds(200) == pytest.approx(1.0)
     with pytest.raises(BadParameter):
         ThroughputEstimates(weight=0.0)

@@ -28,7 +28,7 @@ def say(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Re
 
 def attach(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Record:
     told = snapshot(compressed(ids))
-    with store.turns.prepared(WHO, ids, told) as prepared:
+    with store.turns.stage(WHO, ids, told) as prepared:
         return store.turns.attach(WHO, name, prepared, expected, {"settled": "3"})
 
 
@@ -38,7 +38,7 @@ def test_a_cache_stays_with_the_turns_behind_it(tmp_path: Path) -> None:
     assert store.sessions.load(WHO, TALK, asking()).reason == "tokens only"  # pyright: ignore
     attach(store, IDS[:-1], 1)
     written = say(store, MORE, 2)
-    assert written.epoch == 3 and written.read_tokens == len(IDS) - 1
+    assert written.epoch == 3 and written.num_cached_tokens == len(IDS) - 1
     assert written.labels == {"turns": "2"} and store.turns.has_cache(written)
     again = store_at(tmp_path)
     found = again.sessions.load(WHO, TALK, asking(), MORE)
@@ -114,7 +114,7 @@ def test_a_cache_that_nobody_attaches_leaves_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)
     before = store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO))
-    with store.turns.prepared(WHO, IDS, snapshot(compressed(IDS))):
+    with store.turns.stage(WHO, IDS, snapshot(compressed(IDS))):
         assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) > before
     assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) == before
 
@@ -128,7 +128,7 @@ def test_one_that_stands_in_many_states_makes_room_once(tmp_path: Path) -> None:
     say(store, IDS, 0)
     attach(store, IDS, 1)
     written = say(store, MORE, 2)
-    store.parts.shelves.make_room(store.parts.tenant(WHO), room)
+    store.parts.budgeted_blobs.make_room(store.parts.tenant(WHO), room)
     assert not store.turns.has_cache(written)
     assert store.turns.newest(WHO, TALK) is not None
     assert say(store, (*MORE, 5), 3).spans == ()
@@ -165,7 +165,7 @@ def test_20_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_o
     old = here.turns.append(WHO, TALK, SessionTurn([1, 2, 3], b"old"), 0)
     there.sessions.remove(WHO, TALK)
     now[0] += 3600
-    assert there.upkeep.forget_removed() == 1
+    assert there.maintenance.forget_removed() == 1
     new = there.turns.append(WHO, TALK, SessionTurn([7, 8], b"new"), 0)
     assert here.sessions.has_moved(WHO, TALK, old.epoch)
     with pytest.raises(Superseded):
@@ -178,7 +178,7 @@ def test_20_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_o
         there.turns.append(WHO, f"n{number}", SessionTurn([number], b"x"), 0)
         there.sessions.remove(WHO, f"n{number}")
         now[0] += 3600
-        there.upkeep.forget_removed()
+        there.maintenance.forget_removed()
     assert len(list((tmp_path / "s" / "forgotten").rglob("*.json"))) == 1
     here.close()
     there.close()

@@ -36,7 +36,7 @@ class LatestActivations:
         """Take in the queries of a pass; the oldest go."""
         new = LatestQueries.of(queries, positions).last(self._num_queries)
         if (held := self._queries.get(layer)) is not None:
-            new = held.followed(new).last(self._num_queries)
+            new = held.extended(new).last(self._num_queries)
         self._queries[layer] = new.copied()
 
     def truncate(self, length: int) -> None:
@@ -63,7 +63,7 @@ class LatestActivations:
             state[f"{index}.{LATEST}positions"] = held.positions.clone()
         return state
 
-    def surrender(self, place: torch.device) -> dict[str, Tensor]:
+    def release_state(self, place: torch.device) -> dict[str, Tensor]:
         """As `state`, moved to another place; nothing is remembered afterwards."""
         handed = {name: tensor.to(place) for name, tensor in self.state().items()}
         self.tail, self._queries = torch.empty(0), {}

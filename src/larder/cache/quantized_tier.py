@@ -56,19 +56,19 @@ class QuantizedTier:
         owners, counts = self.rows.lengths.long().unbind(1)
         return torch.zeros(heads, dtype=torch.int64).index_add_(0, owners, counts)
 
-    def attended(
+    def attend(
         self, queries: Queries, num_kv_heads: int, scaling: float, bias: Tensor | None
     ) -> AttentionState:
         """Attention of queries to all entries."""
         return quantized_attention(queries, self.rows, num_kv_heads, scaling, bias)
 
-    def keeping(self, rows: Int64[Tensor, " N"]) -> QuantizedTier:
+    def select(self, rows: Int64[Tensor, " N"]) -> QuantizedTier:
         """Only these rows, ascending, to the bit as they are; groups without rows are gone."""
         counts = torch.bincount(self.rows.groups_of(rows), minlength=len(self.rows.lengths))
         groups = counts.nonzero().flatten()
         lengths = torch.stack([self.rows.lengths[groups, 0], counts[groups].int()], dim=1)
-        keys = self.rows.keys.selected(rows, groups)
-        kept = QuantizedKV(keys, self.rows.values.selected(rows, groups), lengths)
+        keys = self.rows.keys.select(rows, groups)
+        kept = QuantizedKV(keys, self.rows.values.select(rows, groups), lengths)
         there = rows.to(self.positions.device)
         return QuantizedTier(self.codec, kept, self.positions[there], self.columns[:, there])
 

@@ -29,8 +29,8 @@ class SequenceCache:
 
     `next_position` is the number of tokens truly read, whatever is left of them. If a pass through
     the model fails halfway, `truncate(next_position)` puts every layer back, unless a plan was
-    carried out in it: what a plan rejects is freed at once. Such a cache is `spoil`ed, and of no
-    use any more. Two threads must not use one cache; what forks share stands still.
+    carried out in it: what a plan rejects is freed at once. Such a cache is `invalidate`ed, and of
+    no use any more. Two threads must not use one cache; what forks share stands still.
     `plans` counts the changes so far that cannot be taken back: plans, and columns written.
     `latest` is what is remembered of the newest tokens, where somebody asks for it.
 
@@ -49,15 +49,15 @@ class SequenceCache:
         rebuilding: RecomputeSpec | None = None,
     ) -> None:
         self.spec = spec
-        self.makeup = CacheSpec(
+        self.cache_spec = CacheSpec(
             form, ledger, tuple(codecs), pairing or LayerPairing(), parking, rebuilding
         )
         self.next_position = 0
         self.plans = 0
         self.latest = LatestActivations(ledger.queries)
         self._is_spoiled = False
-        self._stores = [self.makeup.store(layer, spec) for layer in spec.layers]
-        self.makeup.connect(self._stores)
+        self._stores = [self.cache_spec.store(layer, spec) for layer in spec.layers]
+        self.cache_spec.link_layers(self._stores)
 
     def attend(
         self,
@@ -87,10 +87,10 @@ class SequenceCache:
             raise CacheError(f"{len(sections)} sections were to be appended: append one at a time.")
         return store.extend(queries, keys, values, positions)
 
-    def listen(self, layers: Iterable[int]) -> None:
+    def record_logits(self, layers: Iterable[int]) -> None:
         """Have layers keep the logits of the next token that is attended, for `heard`."""
         for layer in layers:
-            self._stores[layer].listen()
+            self._stores[layer].record_logits()
 
     def heard(self, layer: int) -> Float[Tensor, "R C"] | None:
         """As `Store.heard`."""
@@ -126,7 +126,7 @@ class SequenceCache:
             for layer in self.spec.managed:
                 self._stores[layer.index].forget(start, stop)
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """A pass failed after some layers had carried out their plans: no layer may be used."""
         self._is_spoiled = True
 
@@ -156,9 +156,9 @@ class SequenceCache:
     def fork(self) -> SequenceCache:
         """An independent copy, without slack."""
         self._check()
-        copy = SequenceCache(self.spec, **vars(self.makeup))
+        copy = SequenceCache(self.spec, **vars(self.cache_spec))
         copy._stores = [store.fork() for store in self._stores]
-        copy.makeup.connect(copy._stores)
+        copy.cache_spec.link_layers(copy._stores)
         copy.next_position, copy.latest = self.next_position, self.latest.fork()
         return copy
 
@@ -167,26 +167,26 @@ class SequenceCache:
         self._check()
         return self._stores[layer].entries()
 
-    def viewed_bytes(self, layer: int) -> int:
+    def entries_copy_bytes(self, layer: int) -> int:
         """Bytes that `entries` copies; 0 where it hands out views."""
-        return self._stores[layer].viewed_bytes
+        return self._stores[layer].entries_copy_bytes
 
-    def attended_bytes(self, layer: int) -> int:
+    def attention_copy_bytes(self, layer: int) -> int:
         """As `Store.attended_bytes`."""
-        return self._stores[layer].attended_bytes
+        return self._stores[layer].attention_copy_bytes
 
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """Entries of each kv head of each layer."""
         return tuple(store.lengths for store in self._stores)
 
-    def finest_lengths(self) -> tuple[tuple[int, ...], ...]:
+    def full_precision_lengths(self) -> tuple[tuple[int, ...], ...]:
         """Those of them that are held at full precision."""
-        return tuple(store.finest_lengths for store in self._stores)
+        return tuple(store.full_precision_lengths for store in self._stores)
 
     @property
     def managed_entries(self) -> int:
         """Entries over all layers and heads that a budget governs."""
-        return sum(sum(s.lengths) for s in self._stores if self.makeup.governs(s.layer))
+        return sum(sum(s.lengths) for s in self._stores if self.cache_spec.is_budgeted(s.layer))
 
     @property
     def stores(self) -> tuple[CacheLayer, ...]:
@@ -210,9 +210,9 @@ class SequenceCache:
         return sum(store.nbytes for store in self._stores) + self.latest.nbytes
 
     @property
-    def fast_nbytes(self) -> int:
+    def device_nbytes(self) -> int:
         """Bytes of them in the model's memory, where a cache has a slower tier."""
-        return sum(store.fast_nbytes for store in self._stores) + self.latest.nbytes
+        return sum(store.device_nbytes for store in self._stores) + self.latest.nbytes
 
     @property
     def shared_nbytes(self) -> int:
@@ -233,14 +233,14 @@ class SequenceCache:
         self._check()
         return state_dict(self._stores) | self.latest.state()
 
-    def surrender(self, place: torch.device) -> dict[str, Tensor]:
+    def release_state(self, place: torch.device) -> dict[str, Tensor]:
         """As `saving.handed_over`: all tensors, layer by layer; the cache is empty afterwards."""
         self._check()
         try:
-            handed = move_state(self._stores, self.makeup, self.spec, place)
+            handed = move_state(self._stores, self.cache_spec, self.spec, place)
         finally:
-            self.makeup.connect(self._stores)
-        return handed | self.latest.surrender(place)
+            self.cache_spec.link_layers(self._stores)
+        return handed | self.latest.release_state(place)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -262,7 +262,7 @@ class SequenceCache:
 
     def meta(self) -> dict[str, str]:
         """What `restore` needs beside the tensors."""
-        return self.makeup.meta() | {"next_position": str(self.next_position)}
+        return self.cache_spec.meta() | {"next_position": str(self.next_position)}
 
     @classmethod
     def restore(
@@ -293,8 +293,10 @@ class SequenceCache:
         fill: Callable[[CacheLayer, dict[str, Tensor]], CacheLayer],
     ) -> SequenceCache:
         cache = SequenceCache(spec, **vars(CacheSpec.of(meta)))
-        cache._stores = restore_layers(cache._stores, cache.makeup, spec, state, fill)
-        cache.makeup.connect(cache._stores)
+        cache._stores = restore_layers(cache._stores, cache.cache_spec, spec, state, fill)
+        cache.cache_spec.link_layers(cache._stores)
         cache.next_position = int(meta["next_position"])
-        cache.latest = LatestActivations.restore(state, cache.makeup.ledger.queries, spec.device)
+        cache.latest = LatestActivations.restore(
+            state, cache.cache_spec.ledger.queries, spec.device
+        )
         return cache

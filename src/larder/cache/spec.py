@@ -118,14 +118,14 @@ class CacheSpec:
             "rebuilding": "" if self.rebuilding is None else self.rebuilding.told(),
         }
 
-    def governs(self, layer: LayerSpec) -> bool:
+    def is_budgeted(self, layer: LayerSpec) -> bool:
         """Whether a budget governs a layer: it sees everything, and is not called dense."""
         dense = 0 if self.parking is None else self.parking.recall.dense
         if self.rebuilding is not None:
             dense = self.rebuilding.depth
         return layer.sliding_window is None and layer.index >= dense
 
-    def connect(self, stores: Sequence[CacheLayer]) -> None:
+    def link_layers(self, stores: Sequence[CacheLayer]) -> None:
         """Have the stores of a sequence know of each other what they need to."""
         link_pairs(stores)
         if self.parking is not None:
@@ -153,7 +153,7 @@ def link_recall_leaders(stores: Sequence[CacheLayer]) -> None:
     """Have layers use what others find, as their recall part says."""
     parking = [store for store in tiered_layers(stores) if not store.is_dense]
     for place, store in enumerate(parking):
-        leader = parking[store.parking.recall.leading(place)]
+        leader = parking[store.parking.recall.leader_of(place)]
         store.leader = leader if leader is not store and _same_heads(leader, store) else None
 
 

@@ -92,8 +92,8 @@ def verify(
             if name is None
             else [_session_record(store, options, name)]
         )
-        checked = store.upkeep.verify(meant)
-        freed = store.upkeep.sweep() if name is None else 0
+        checked = store.maintenance.verify(meant)
+        freed = store.maintenance.sweep() if name is None else 0
     told = [{"session": c.record.name, "problems": list(c.problems)} for c in checked]
     damaged = [each for each in checked if each.problems]
     if options.json and not damaged:

@@ -43,7 +43,7 @@ FILE_COLUMNS = (
 def print_evaluation(examination: Evaluation) -> None:
     """Print an examination: one file question by question, several file by file."""
     console = results_console()
-    if examination.wanted == 1 and examination.rival is None:
+    if examination.wanted == 1 and examination.comparison is None:
         [only] = examination.files
         assert only.sitting is not None  # without it the examination raised
         _print_file(console, only.sitting)
@@ -100,9 +100,9 @@ def _outcome_cells(one: QuestionOutcome) -> tuple[str, str, str, str]:
     if one.error is not None:
         return f"error: {one.error}", expected, MISSING, MISSING
     text = one.answer.text if one.answer is not None else MISSING
-    if one.marks is None:
+    if one.scores is None:
         return text, expected, MISSING, MISSING
-    return text, expected, "yes" if one.marks.exact else "no", format_score(one.marks.f1)
+    return text, expected, "yes" if one.scores.exact else "no", format_score(one.scores.f1)
 
 
 def _kinds_table(asked: Sequence[QuestionOutcome]) -> object:
@@ -127,8 +127,8 @@ def _print_files(console: Console, examination: Evaluation) -> None:
     asked = [one.asked for one in examination.files]
     _print_intervals(console, "\nall questions, 95% interval", mean_intervals(asked))
     console.print(_kinds_table([one for of_file in asked for one in of_file]))
-    if examination.rival is not None:
-        console.print(f"\nagainst: {examination.rival.policy}\n", soft_wrap=True)
+    if examination.comparison is not None:
+        console.print(f"\nagainst: {examination.comparison.policy}\n", soft_wrap=True)
         console.print(_files_table(examination.others))
         found = paired_differences(examination.pairs())
         _print_intervals(console, "\ndifference in pairs, 95% interval", found)

@@ -45,12 +45,12 @@ class Evaluation:
 
     Args:
         wanted: how many files there are.
-        rival: the engine of the other policy; None where nothing is compared.
+        comparison: the engine of the other policy; None where nothing is compared.
         is_whole: whether every question had its turn.
     """
 
     engine: Engine
-    rival: Engine | None
+    comparison: Engine | None
     wanted: int
     files: list[FileEvaluation] = field(default_factory=list)
     others: list[FileEvaluation] = field(default_factory=list)

@@ -52,7 +52,7 @@ def _episodes(sitting: QuestionRun) -> tuple[PageEpisode, ...]:
     prompts = memory.router.prompts() or [()]
     words = episode_keywords([" ".join(texts) for texts in prompts])
     return tuple(
-        _episode(memory.shelf.activate(number), memory.figures.context_tokens, texts, about)
+        _episode(memory.caches.activate(number), memory.figures.context_tokens, texts, about)
         for number, (texts, about) in enumerate(zip(prompts, words, strict=True))
     )
 
@@ -85,7 +85,7 @@ def _answer(asked: QuestionOutcome) -> PageAnswer:
         answer=answer.text,
         expected=asked.question.answer,
         episode=answer.episode or 0,
-        exact=None if asked.marks is None else asked.marks.exact,
+        exact=None if asked.scores is None else asked.scores.exact,
     )
 
 

@@ -45,7 +45,7 @@ def answer_record(asked: QuestionOutcome) -> dict[str, Any]:
         told["answer"] = answer.text
     told |= {"expected": question.answer} if question.answer else {}
     told |= {"kind": question.kind} if question.kind else {}
-    told |= asdict(asked.marks) if asked.marks is not None else {}
+    told |= asdict(asked.scores) if asked.scores is not None else {}
     if answer is not None:
         told |= {} if answer.episode is None else {"episode": answer.episode}
         told |= {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
@@ -118,14 +118,14 @@ def mean_scores(asked: Sequence[QuestionOutcome]) -> dict[str, float]:
 def scores(asked: Sequence[QuestionOutcome], metric: str) -> list[float]:
     """One score per question whose answer is known; 0 for one that failed."""
     return [
-        0.0 if one.marks is None else float(asdict(one.marks)[metric])
+        0.0 if one.scores is None else float(asdict(one.scores)[metric])
         for one in scored_questions(asked)
     ]
 
 
 def evaluation_document(examination: Evaluation) -> dict[str, Any]:
     """The document of one file alone; of several files, or of a comparison, all of them."""
-    if examination.wanted == 1 and examination.rival is None:
+    if examination.wanted == 1 and examination.comparison is None:
         [only] = examination.files
         assert only.sitting is not None  # without it the examination raised
         return run_document(only.sitting)
@@ -141,8 +141,8 @@ def evaluation_document(examination: Evaluation) -> dict[str, Any]:
             **interval_records(asked),
         },
     }
-    if examination.rival is not None:
-        told["summary"]["against"] = _comparison(examination, examination.rival)
+    if examination.comparison is not None:
+        told["summary"]["against"] = _comparison(examination, examination.comparison)
     return told
 
 

@@ -88,7 +88,7 @@ def parts_of(policy: Policy) -> tuple[PartDoc, ...]:
     """
     parts = ((slot, getattr(policy, slot)) for slot in SLOTS)
     pages = [_part_doc_with_values(part, slot) for slot, part in parts if part is not None]
-    own = policy.scorer.published() or ()
+    own = policy.scorer.default_reduction() or ()
     return tuple(
         replace(page, citations=()) if page.slot in REDUCTION_SLOTS and page.name in own else page
         for page in pages

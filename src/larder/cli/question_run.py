@@ -41,7 +41,7 @@ class QuestionOutcome:
 
     question: Question
     answer: Answer | None = None
-    marks: AnswerScores | None = None
+    scores: AnswerScores | None = None
     error: LarderError | None = None
 
 

@@ -52,7 +52,7 @@ class QuantizationScheme:
         """Offsets and scales of one entry, where each entry has its own."""
         return math.ceil(self.channels / self.group)
 
-    def far(self, entries: int) -> int:
+    def outlier_count(self, entries: int) -> int:
         """Numbers of a group of so many entries that are held apart."""
         return int(self.outliers * entries * self.channels) if self.bits else 0
 
@@ -71,7 +71,7 @@ class QuantizationScheme:
         if not self.bits:
             return chosen
         leveled = CHANNEL_BYTES * self.channels if self.balance else 0
-        return shared + chosen + leveled + OUTLIER_BYTES * self.far(self.group)
+        return shared + chosen + leveled + OUTLIER_BYTES * self.outlier_count(self.group)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Codec:
         return QuantizationScheme(self.value_bits, head_dim, *own)
 
     @property
-    def fewest(self) -> int:
+    def min_group_entries(self) -> int:
         """Entries of a group that stays as it is when others leave it: half of a full one."""
         return (self.group + 1) // 2
 
@@ -151,4 +151,4 @@ class Codec:
         """
         sides = self.keys(head_dim), self.values(head_dim)
         own = POSITION_BYTES + sum(side.entry_bytes(itemsize) for side in sides)
-        return own + self.group_bytes(head_dim) / self.fewest
+        return own + self.group_bytes(head_dim) / self.min_group_entries

@@ -75,7 +75,7 @@ class Entries:
     grades: Int8[Tensor, " G"] = field(default_factory=lambda: empty_tensor(torch.int8, 0))
 
     @property
-    def turned_to(self) -> Int[Tensor, " C"]:
+    def effective_rope_positions(self) -> Int[Tensor, " C"]:
         """The position that each row's key is turned to."""
         return self.places if len(self.places) else self.positions
 
@@ -84,7 +84,7 @@ class Entries:
         """No entry; of the keys' size, type and device."""
         return self.keys[:0]
 
-    def remembering(self, columns: Mapping[str, Float[Tensor, " C"]]) -> Entries:
+    def with_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> Entries:
         """The same with new numbers in some columns."""
         return replace(self, columns={**self.columns, **columns})
 
@@ -128,7 +128,7 @@ class Entries:
         torch.index_select(self.keys, 0, rows, out=keys)
         torch.index_select(self.values, 0, rows, out=values)
 
-    def stamped(
+    def page_versions(
         self, versions: Int64[Tensor, "N P"], members: Int64[Tensor, "N P S"]
     ) -> Int64[Tensor, "N P"]:
         """Versions of pages, which tell in what form their members are held as well."""
@@ -138,7 +138,7 @@ class Entries:
     def head_positions(self, head: int) -> Int[Tensor, " S"]:
         return self.positions[self.rows(head)]
 
-    def between(self, start: int, stop: int) -> Entries:
+    def position_range(self, start: int, stop: int) -> Entries:
         """The entries at positions [start, stop), as views into the same storage."""
         starts: list[int] = []
         lengths: list[int] = []
@@ -172,7 +172,7 @@ class Entries:
             return torch.cat(stored.split_with_sizes(self._cuts)[1::2])
         return torch.cat([stored[self.rows(head)] for head in range(len(self.lengths))])
 
-    def spread(self, packed: Packed) -> Float[Tensor, " C"]:
+    def unpack(self, packed: Packed) -> Float[Tensor, " C"]:
         """Packed numbers back in their rows of the storage; 0 in the slack."""
         stored = packed.new_zeros(len(self.positions))
         for head, part in enumerate(torch.split(packed, list(self.lengths))):
@@ -183,8 +183,8 @@ class Entries:
 class Phase(Enum):
     """What is going on when a layer is judged."""
 
-    READING = "reading"
-    GENERATING = "generating"
+    PREFILL = "reading"
+    DECODE = "generating"
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Observation:
     length: int
     span: tuple[int, int]
     ids: tuple[int, ...] = ()
-    stage: Phase = Phase.READING
+    stage: Phase = Phase.PREFILL
     keys: Float[Tensor, "K Q D"] = field(
         default_factory=lambda: empty_tensor(torch.float32, 0, 0, 0)
     )
@@ -234,7 +234,7 @@ class Observation:
     latest: LatestQueries | None = None
 
     @property
-    def turned_to(self) -> Int[Tensor, "K Q"]:
+    def effective_rope_positions(self) -> Int[Tensor, "K Q"]:
         """The position that each query is turned to, for each kv head."""
         if self.places.numel():
             return self.places
@@ -249,7 +249,7 @@ class LayerScores:
         measure: what the budget measured of this layer; empty where it measures nothing.
         scalars: what the cache remembers of each kv head, by name.
         stage: whether a context is read or text generated.
-        inspected: what the storage found out about the layer.
+        storage_statistics: what the storage found out about the layer.
         weights: how much each kv head counts for the budget; empty where it tells no heads apart.
         protection: what is protected if the layer keeps so many entries per head; None: the same.
     """
@@ -259,8 +259,8 @@ class LayerScores:
     lengths: tuple[int, ...]
     measure: tuple[float, ...] = ()
     scalars: Mapping[str, Float[Tensor, " K"]] = field(default_factory=dict[str, Tensor])
-    stage: Phase = Phase.READING
-    inspected: StorageStatistics = field(default_factory=StorageStatistics)
+    stage: Phase = Phase.PREFILL
+    storage_statistics: StorageStatistics = field(default_factory=StorageStatistics)
     weights: tuple[float, ...] = ()
     protection: Callable[[int], PackedMask] | None = None
 
@@ -276,7 +276,7 @@ class LayerScores:
             scores=self.scores[kept],
             protected=self.protected[kept],
             lengths=plan.lengths,
-            inspected=self.inspected.after(plan),
+            storage_statistics=self.storage_statistics.after(plan),
             protection=None,
         )
 
@@ -336,7 +336,7 @@ class LatestQueries:
         """Those of a pass, by reference."""
         return LatestQueries(queries, positions)
 
-    def followed(self, later: LatestQueries) -> LatestQueries:
+    def extended(self, later: LatestQueries) -> LatestQueries:
         """These, then later ones."""
         queries = torch.cat([self.queries, later.queries.to(self.queries)], 1)
         return LatestQueries(queries, torch.cat([self.positions, later.positions]))

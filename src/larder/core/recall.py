@@ -77,7 +77,7 @@ class RecallIndex(ABC):
     page: int
 
     # Whether looking for pages leaves it as it was, so that two caches may use one until it grows.
-    is_steady: ClassVar[bool] = True
+    is_stateless: ClassVar[bool] = True
 
     @abstractmethod
     def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
@@ -248,7 +248,7 @@ class RecallPart(ABC):
         """
         return layer.kv_heads
 
-    def leading(self, place: int) -> int:
+    def leader_of(self, place: int) -> int:
         """Which layer searches for one, by their places among the layers that park."""
         return place - place % self.layers
 

@@ -110,7 +110,7 @@ class AnswerGenerator:
     scribe: TokenizerAdapter
     stops: frozenset[int]
 
-    def reply(
+    def generate(
         self,
         cache: SequenceCache,
         prompt: tuple[int, ...],

@@ -74,10 +74,10 @@ class Chat:
     ) -> None:
         check_type("engine", engine, Engine, "an Engine")
         self._engine, self._name, self._keeper = engine, name, keeper or NoPersistence()
-        self._logbook: ChatLogStore = (
+        self._log_store: ChatLogStore = (
             NoLogStore() if name is None else SessionFile(name, self._keeper.logs)
         )
-        self._kept = self._logbook.load()
+        self._kept = self._log_store.load()
         log = initial_log(self._kept, engine, name, history)
         self._write_backs = 0
         self.outcome: TurnOutcome | None = None
@@ -86,11 +86,11 @@ class Chat:
             return
         if self._kept is not None:
             raise UsageError(f"There is a session {name!r} already: take another name.")
-        self.resumed, self._cabinet = (
+        self.resumed, self._caches = (
             ResumeResult(None, NOT_SAVED),
             ChatCache(engine.desk, state, progress),
         )
-        self._logbook.save(state.log, self._stamp())
+        self._log_store.save(state.log, self._identity())
 
     def say(
         self,
@@ -113,7 +113,7 @@ class Chat:
         """
         check_type("text", text, str, "what is said, as a string")
         check_count("max_new_tokens", max_new_tokens)
-        cabinet, before = self._cabinet, self._cabinet.state.refreshes
+        cabinet, before = self._caches, self._caches.state.refreshes
         cabinet.refresh()
         prompt = self._prompt(text)
         drawer, closing = self._recall(text), self._engine.scribe.closing()
@@ -122,13 +122,21 @@ class Chat:
         self._note(drawer)
         try:
             rest = run_steps(turn.reading(prompt))
-            told = cache, rest, sampling or SamplingParams(), max_new_tokens, (), on_text, turn.tend
-            reply = self._engine.speaker.reply(*told)
+            told = (
+                cache,
+                rest,
+                sampling or SamplingParams(),
+                max_new_tokens,
+                (),
+                on_text,
+                turn.observer,
+            )
+            reply = self._engine.speaker.generate(*told)
             ids = prompt + reply.ids + closing
             self._finish(drawer, ids, len(reply.ids))
             held_bytes = self._note(drawer)
             filed = cabinet.file(drawer, ChatTurn(text, reply.text, ids))
-            self._logbook.save(filed.state.log, self._stamp())
+            self._log_store.save(filed.state.log, self._identity())
             cabinet.accept(drawer, filed)
         except BaseException:
             cabinet.undo(drawer)
@@ -150,8 +158,8 @@ class Chat:
             return NOT_SAVED
         if restored is not None and len(restored.log.exchanges) == len(self.turns):
             return ""
-        self._cabinet.refresh()
-        return self._keeper.save(self._name, self._cabinet.state)
+        self._caches.refresh()
+        return self._keeper.save(self._name, self._caches.state)
 
     def fork(self, name: str | None = None) -> Chat:
         """A second chat that begins where this one is, for a side task (CIFLEX) or another way on.
@@ -162,7 +170,7 @@ class Chat:
         Raises:
             UsageError: there is such a session already.
         """
-        copied = self._cabinet.before(len(self.turns))
+        copied = self._caches.before(len(self.turns))
         assert copied is not None  # nothing is to be undone
         return Chat(self._engine, name, keeper=self._keeper, state=copied.state)
 
@@ -178,25 +186,25 @@ class Chat:
         """
         if not 0 <= turns <= len(self.turns):
             raise BadParameter(f"turns must be 0 to {len(self.turns)}, got {turns}.")
-        log = self._cabinet.state.log
+        log = self._caches.state.log
         log = replace(log, exchanges=log.exchanges[: len(self.turns) - turns])
-        self._logbook.save(log, self._stamp())
-        self._cabinet.roll_back(log)
+        self._log_store.save(log, self._identity())
+        self._caches.roll_back(log)
 
     @property
     def turns(self) -> tuple[ChatTurn, ...]:
         """What was said, in order, without the history."""
-        return self._cabinet.state.log.exchanges
+        return self._caches.state.log.exchanges
 
     @property
     def history(self) -> Conversation:
         """What was read before the first turn; without messages where nothing was."""
-        return self._cabinet.state.log.history
+        return self._caches.state.log.history
 
     @property
     def policy(self) -> Policy:
         """With every size filled in."""
-        return self._cabinet.state.memory.policy
+        return self._caches.state.memory.policy
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:
@@ -211,22 +219,22 @@ class Chat:
     @property
     def memory(self) -> ConversationMemory:
         """What it remembers now: `engine.ask` leaves no trace in it. The next turn replaces it."""
-        if not len(self._cabinet.shelf):  # an interruption has left nothing
-            self._cabinet.refresh()
-        return self._cabinet.state.memory
+        if not len(self._caches.caches):  # an interruption has left nothing
+            self._caches.refresh()
+        return self._caches.state.memory
 
     @property
     def figures(self) -> ChatFigures:
         """What the memory takes now, and took at its highest."""
-        cabinet, shelf = self._cabinet, self._cabinet.shelf
+        cabinet, shelf = self._caches, self._caches.caches
         return ChatFigures(
             turns=len(self.turns),
             log_tokens=cabinet.length,
             budget_tokens=budget_tokens(self.policy),
             block_tokens=block_tokens(self.policy),
             full_kv_bytes=self._engine.loaded.decoder.spec.full_bytes(cabinet.length),
-            active_kv_bytes=shelf.in_use_bytes,
-            parked_kv_bytes=max(0, shelf.nbytes - shelf.in_use_bytes),
+            active_kv_bytes=shelf.fast_tier_bytes,
+            parked_kv_bytes=max(0, shelf.nbytes - shelf.fast_tier_bytes),
             peak_kv_bytes=max(cabinet.peak_bytes, shelf.nbytes),
             peak_entries=cabinet.peak_entries,
             refreshes=cabinet.state.refreshes,
@@ -237,7 +245,7 @@ class Chat:
     @property
     def episodes(self) -> tuple[ChatEpisode, ...]:
         """Its caches, by number; a single one where the policy forms no episodes."""
-        shelf, router = self._cabinet.shelf, self.memory.router
+        shelf, router = self._caches.caches, self.memory.router
         layers = budgeted_layers(self.policy, self._engine.loaded.decoder.spec)
         heads = sum(layer.kv_heads for layer in layers)
         holdings = shelf.holdings()
@@ -263,17 +271,17 @@ class Chat:
         if self._name is not None and self._kept is not None:
             resumed = self._keeper.load(self._name, desk, policy, log)
         if resumed.state is None:
-            self._cabinet = ChatCache.read(desk, policy, log, progress)
+            self._caches = ChatCache.read(desk, policy, log, progress)
             self._keeper.note_reading(self.memory)
             return resumed
-        self._cabinet = ChatCache(desk, resumed.state, progress)
+        self._caches = ChatCache(desk, resumed.state, progress)
         for exchange in log.exchanges[len(self.turns) :]:
             self._hear(exchange)
         return resumed
 
     def _hear(self, exchange: ChatTurn) -> None:
         """Read a turn that was said before, in one pass."""
-        cabinet = self._cabinet
+        cabinet = self._caches
         cabinet.refresh()
         drawer = self._recall(exchange.question)
         drawer.turn.reserve(len(exchange.ids))
@@ -289,13 +297,13 @@ class Chat:
         if not text.strip():
             raise InputError("The message is blank: say something.")
         asked = self.history.question_prompt.format(question=valid_unicode(text, "The message"))
-        prompt = scribe.question(asked) if self._cabinet.length else scribe.opening(asked)
+        prompt = scribe.question(asked) if self._caches.length else scribe.opening(asked)
         check_prompt_fits(prompt, budget_tokens(self.policy))
         return prompt
 
     def _recall(self, text: str) -> ActiveTurn:
         """The cache that answers; a copy of it, where entries go while the answer is generated."""
-        former, drawer = self._cabinet.shelf.active, self._cabinet.draw(text)
+        former, drawer = self._caches.caches.active, self._caches.draw(text)
         self._write_backs += former is not None and former != drawer.number
         return drawer
 
@@ -308,10 +316,10 @@ class Chat:
         """Remember what is held now; the bytes of it."""
         copied = 0 if drawer.copy is None else drawer.copy.nbytes
         entries = max(drawer.cache.managed_entries, drawer.turn.meter.peak_entries)
-        self._cabinet.note(entries, copied)
-        return self._cabinet.shelf.nbytes + copied
+        self._caches.note(entries, copied)
+        return self._caches.caches.nbytes + copied
 
-    def _stamp(self) -> ChatIdentity:
+    def _identity(self) -> ChatIdentity:
         model = self._engine.loaded
         return ChatIdentity(model.name, model.decoder.spec.fingerprint, str(self.policy))
 

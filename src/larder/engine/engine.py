@@ -231,9 +231,9 @@ class Engine:
         turn.reserve(len(prompt) + max_new_tokens)
         try:
             rest = run_steps(turn.reading(prompt))
-            told = cache, rest, sampling, max_new_tokens, stop, on_text, turn.tend
-            reply = self.speaker.reply(*told)
-            held_bytes = memory.shelf.nbytes
+            told = cache, rest, sampling, max_new_tokens, stop, on_text, turn.observer
+            reply = self.speaker.generate(*told)
+            held_bytes = memory.caches.nbytes
             if is_copy:
                 held_bytes += cache.nbytes - cache.shared_nbytes
             elif turn.saved is not None:
@@ -244,11 +244,11 @@ class Engine:
                 cache.compact()
             elif not is_copy:
                 turn.saved.compact()
-                memory.shelf.reinstate(turn.saved)
+                memory.caches.replace_active(turn.saved)
         return reply.answer(question, match, len(prompt), held_bytes)
 
     def _load_embedder(self, name: str) -> Embedder:
-        table = self.loaded.decoder.token_table()
+        table = self.loaded.decoder.embedding_table()
         return load_embedder(name, "cpu", table, self.scribe.encode)
 
     def _calibrate(self, names: frozenset[str]) -> Calibration:

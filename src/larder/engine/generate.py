@@ -113,4 +113,4 @@ def _step(
     ]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
     observer = tend(list(going), rows, [len(stream.said) for stream in going.values()])
-    return decoder.predict(rows, Mode.APPEND, ends.tolist(), observer)
+    return decoder.forward_logits(rows, Mode.APPEND, ends.tolist(), observer)

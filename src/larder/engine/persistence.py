@@ -153,7 +153,7 @@ class StorePersistence(ChatPersistence):
         memory = state.memory
         ids = state.log.source(memory.transcript).ids
         try:
-            snapshot = self._snapshots.of(str(memory.policy), tuple(memory.shelf.copies()))
+            snapshot = self._snapshots.of(str(memory.policy), tuple(memory.caches.copies()))
             record = self._store.sessions.save(
                 self._principal, name, ids, snapshot, transcript=chat_state_record(state)
             )

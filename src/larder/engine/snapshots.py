@@ -71,24 +71,24 @@ class ModelSnapshots:
 
     def note_reading(self, tokens: int, seconds: float) -> None:
         """The model has read so many tokens in that time."""
-        self.store.parts.rates.read(tokens, seconds)
+        self.store.parts.throughput.read(tokens, seconds)
 
     def know(self, policy: str) -> None:
         """Begin with what was measured before, where nothing is known yet."""
-        self.store.parts.rates.know(_saved_rates(self._pace(policy)))
+        self.store.parts.throughput.know(_saved_rates(self._rates_path(policy)))
 
     def remember(self, policy: str) -> None:
         """Write down what is known, for the next process."""
-        path = self._pace(policy)
+        path = self._rates_path(policy)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self.store.parts.rates.known()))
+            temporary.write_text(json.dumps(self.store.parts.throughput.known()))
             temporary.replace(path)
         except OSError:
             return  # it is measured again
 
-    def _pace(self, policy: str) -> Path:
+    def _rates_path(self, policy: str) -> Path:
         """Reading takes as long as model and policy have it take."""
         return home() / "rates" / f"{key_of('rates', self.identity.key, policy)[:32]}.json"
 

@@ -184,7 +184,7 @@ def _cached_state(piece: ContextChunk) -> tuple[Bool[Tensor, " N"], dict[str, Te
     if piece.cache is None:
         return torch.ones(count, dtype=torch.bool), {}
     cache, stop = piece.cache, piece.start + count
-    state = cache.state() if cache.makeup.form is CacheForm.DENSE else {}
+    state = cache.state() if cache.cache_spec.form is CacheForm.DENSE else {}
     positions = state.get("0.positions", torch.empty(0))
     if piece.start < 0 or not torch.equal(positions.cpu(), torch.arange(cache.next_position)):
         raise CacheError(

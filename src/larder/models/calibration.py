@@ -61,10 +61,11 @@ def _expected_count(decoder: Decoder, measurement: Measurement, name: str) -> in
     Raises:
         ModelError: layers differ in heads, so that numbers per head cannot be told apart by layer.
     """
-    counts = [measurement.grain.count(layer) for layer in decoder.spec.managed]
+    counts = [measurement.granularity.count(layer) for layer in decoder.spec.managed]
     if len(set(counts)) > 1:
         raise ModelError(
-            f"The calibration {name!r} has a number for each {measurement.grain.value}, of which "
+            f"The calibration {name!r} has a number for each {measurement.granularity.value}, of "
+            "which "
             f"this model's layers have {counts}: take a part that does without."
         )
     return sum(counts)

@@ -131,9 +131,10 @@ def _check(
     held: KVSource, cache: SequenceCache, ids: Sequence[int], residuals: ResidualStream
 ) -> None:
     """Raises: CacheError: something is lacking, or was rejected."""
-    if held is KVSource.ENTRIES or cache.makeup.form not in FORMS or cache.makeup.codecs:
+    if held is KVSource.ENTRIES or cache.cache_spec.form not in FORMS or cache.cache_spec.codecs:
         raise CacheError(
-            f"A {cache.makeup.form.value} cache cannot be put aside as {held.value}: take a dense "
+            f"A {cache.cache_spec.form.value} cache cannot be put aside as {held.value}: take a "
+            "dense "
             "or ragged one at full precision, and residuals or ids."
         )
     layers = {KVSource.IDS: (), KVSource.EVERY: tuple(range(len(cache.spec.layers)))}
@@ -150,7 +151,7 @@ def _check(
         for layer, lengths in zip(cache.spec.layers, cache.lengths(), strict=True)
         if layer.sliding_window is None
     )
-    is_plain = whole and cache.plans == 0 and cache.makeup.ledger == Ledger()
+    is_plain = whole and cache.plans == 0 and cache.cache_spec.ledger == Ledger()
     if held is not KVSource.EVERY and not is_plain:
         raise CacheError(
             f"A policy works on this cache, but {held.value} would read the text again with every "

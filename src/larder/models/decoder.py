@@ -67,7 +67,7 @@ class Decoder:
             raise
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """V, the number of token ids that the model's input table knows."""
         return int(self.module.get_input_embeddings().weight.shape[0])
 
@@ -76,7 +76,7 @@ class Decoder:
         """The layers of the model, without its head."""
         return base_model_of(self.module)[1]
 
-    def token_table(self) -> Float[Tensor, "V hidden"]:
+    def embedding_table(self) -> Float[Tensor, "V hidden"]:
         """The input embedding table, by reference."""
         return self.module.get_input_embeddings().weight.detach()
 
@@ -116,13 +116,13 @@ class Decoder:
         """What `weigh` would tell, before the rows are read; a single token needs no pass."""
         longer = [BatchSegment(row.cache, row.ids[:-1]) for row in rows if len(row.ids) > 1]
         parts = iter(self._hidden(longer, Mode.SCRATCH, None) if longer else ())
-        nothing = self.token_table().new_empty(0, self.token_table().shape[1])
+        nothing = self.embedding_table().new_empty(0, self.embedding_table().shape[1])
         passed = [next(parts) if len(row.ids) > 1 else nothing for row in rows]
         pairs = zip(rows, passed, strict=True)
         return [self._surprises(row, row.cache.latest.tail, part) for row, part in pairs]
 
     @torch.no_grad()
-    def predict(
+    def forward_logits(
         self,
         rows: Sequence[BatchSegment],
         mode: Mode,
@@ -241,16 +241,16 @@ class Decoder:
     def _check(self, ids: list[int]) -> None:
         if not ids:
             raise InputError("Nothing to read: the text has no tokens.")
-        wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < self.vocabulary]
+        wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < self.vocab_size]
         if wrong:
             raise InputError(
-                f"Token id {wrong[0]} is outside the model's vocabulary of {self.vocabulary}: "
+                f"Token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}: "
                 "use the tokenizer that came with the model."
             )
 
     @torch.no_grad()
     def _survey(self) -> ModelSpec:
-        table = self.token_table()
+        table = self.embedding_table()
         survey, count = AttentionSurvey(), min(SURVEY_TOKENS, table.shape[0])
         places = torch.arange(count, device=table.device)[None]
         self.body(input_ids=places, position_ids=places, use_cache=False, larder=survey)
@@ -280,7 +280,7 @@ def _new_token_indices(rows: Sequence[BatchSegment]) -> list[int]:
 
 def _tracks_surprise(row: BatchSegment) -> bool:
     """Whether a cache is asked to remember how surprising its tokens were."""
-    return SURPRISE in row.cache.makeup.ledger.columns
+    return SURPRISE in row.cache.cache_spec.ledger.columns
 
 
 def _switch_attention(module: Any, name: str) -> None:
@@ -312,14 +312,14 @@ def with_corrected_tokens(row: BatchSegment, mode: Mode) -> BatchSegment:
     ):
         return row
     ids = stores[0].ids
-    return replace(row, again=ids, since=row.cache.next_position - len(ids))
+    return replace(row, again=ids, reread_start=row.cache.next_position - len(ids))
 
 
 def advance_corrected(rows: Sequence[BatchSegment]) -> None:
     """Have caches know what was read last, once a pass that appends is over."""
     for row in rows:
         for store in _corrected_stores(row):
-            store.read_on(row.ids)
+            store.record_ids(row.ids)
 
 
 def _corrected_stores(row: BatchSegment) -> list[CorrectedLayer]:

@@ -31,7 +31,7 @@ class BatchSegment:
             scratch mode.
         coming: what the tokens are, for append mode.
         again: tokens of the cache that are read once more in front of `ids`.
-        since: true position of the first of them.
+        reread_start: true position of the first of them.
     """
 
     cache: SequenceCache
@@ -40,7 +40,7 @@ class BatchSegment:
     shift: int = 0
     coming: AppendKind = AppendKind.STEP
     again: tuple[int, ...] = ()
-    since: int = 0
+    reread_start: int = 0
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class ForwardBatch:
         self._mode = mode
         self._observer = observer
         self._plans = [row.cache.plans for row in rows]
-        again = [range(row.since, row.since + len(row.again)) for row in rows]
+        again = [range(row.reread_start, row.reread_start + len(row.again)) for row in rows]
         told = [[*old, *row.positions()] for old, row in zip(again, rows, strict=True)]
         self._positions = [torch.tensor(own, device=device) for own in told]
         for row in rows:
@@ -145,7 +145,7 @@ class ForwardBatch:
         """
         for row, plans in zip(self.rows, self._plans, strict=True):
             if row.cache.plans != plans:
-                row.cache.spoil()
+                row.cache.invalidate()
             elif self._mode is Mode.APPEND:
                 row.cache.truncate(row.cache.next_position)
 

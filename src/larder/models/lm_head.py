@@ -43,9 +43,9 @@ class LMHead:
         Logits of some of them are held at a time.
         """
         parts = zip(hidden.split(self._width), ids.split(self._width), strict=True)
-        return torch.cat([self._of_part(part, own) for part, own in parts])
+        return torch.cat([self._chunk_surprises(part, own) for part, own in parts])
 
-    def _of_part(
+    def _chunk_surprises(
         self, hidden: Float[Tensor, "N hidden"], ids: Int[Tensor, " N"]
     ) -> Float[Tensor, " N"]:
         logits = self.logits(hidden)

@@ -109,9 +109,9 @@ class LayerPrefetch:
         told = self._modules[layer], args, named, tiers, self._ends
         fetching = self._worker.submit(_fetch, *told)
         for tier in tiers:
-            tier.finder.expect(self._told_of(fetching))
+            tier.finder.expect(self._completion(fetching))
 
-    def _told_of(self, fetching: Future[None]) -> Callable[[], bool]:
+    def _completion(self, fetching: Future[None]) -> Callable[[], bool]:
         """Waits for the worker; says whether it is done with what it was to do."""
 
         def arrived() -> bool:
@@ -159,7 +159,11 @@ def _prefetchable_tiers(rows: Sequence[BatchSegment]) -> dict[int, list[TieredLa
     if not rows or any(len(row.ids) != 1 or row.coming is not AppendKind.STEP for row in rows):
         return {}
     tiers = [
-        [t for t in row.cache.tiers if t.recalls and t.leader is None and t.finder.fetches_ahead]
+        [
+            t
+            for t in row.cache.tiers
+            if t.has_offloaded and t.leader is None and t.finder.fetches_ahead
+        ]
         for row in rows
     ]
     ready = [{tier.layer.index: tier for tier in own} for own in tiers]

@@ -51,7 +51,7 @@ class KVRecompute:
         self._decoder = decoder
         self._base: Any = decoder.body
         self._stack = LayerStack(self._base, len(decoder.spec.layers))
-        self._probed = self._stack.visiting(
+        self._probed = self._stack.with_visits(
             {index: partial(_capture_layer, index) for index in range(len(decoder.spec.layers))}
         )
         self._check()
@@ -70,7 +70,7 @@ class KVRecompute:
         self, row: BatchSegment, residuals: ResidualStream, observer: Observer | None = None
     ) -> None:
         """Read a row into its cache, and keep what enters the layers that `residuals` names."""
-        with residuals.taking(self._stack.layers):
+        with residuals.recording(self._stack.layers):
             self._decoder.read([row], Mode.APPEND, observer)
 
     @torch.no_grad()
@@ -112,12 +112,12 @@ class KVRecompute:
                 f"Layers from {depth} on are to be rebuilt from the first token, but the cache "
                 "already holds entries there: take an empty one."
             )
-        model = self._stack.visiting({index: _skip_layer for index in range(depth)})
+        model = self._stack.with_visits({index: _skip_layer for index in range(depth)})
         try:
             for part in residuals.split(block):
                 self._run_on(model, part, cache)
         except BaseException:
-            cache.spoil()
+            cache.invalidate()
             raise
 
     def _run_on(self, model: Any, part: Float[Tensor, "Q hidden"], cache: SequenceCache) -> None:
@@ -135,7 +135,7 @@ class KVRecompute:
         def watch(row: int, layer: int, recorded: LayerActivations) -> None:
             seen[layer] = recorded
 
-        count = min(SURVEY_TOKENS, self._decoder.vocabulary)
+        count = min(SURVEY_TOKENS, self._decoder.vocab_size)
         residuals = ResidualStream(range(len(spec.layers)))
         self.read(
             BatchSegment(SequenceCache(spec, CacheForm.DENSE), tuple(range(count))),
@@ -241,7 +241,7 @@ class LayerStack:
         self._path, self.layers = lists[0]
         self._wraps = self._answers()
 
-    def visiting(self, visits: Mapping[int, LayerVisit]) -> Any:
+    def with_visits(self, visits: Mapping[int, LayerVisit]) -> Any:
         """The model with some layers visited instead of passed: each hands on what it is given."""
         layers = [
             self._stand_in(index, visits[index]) if index in visits else layer
@@ -322,7 +322,7 @@ class ResidualStream:
         return blocks[0] if blocks else torch.empty(0, 0)
 
     @contextmanager
-    def taking(self, layers: list[nn.Module]) -> Iterator[None]:
+    def recording(self, layers: list[nn.Module]) -> Iterator[None]:
         """Take what enters while the block runs; a block that fails leaves nothing.
 
         Args:

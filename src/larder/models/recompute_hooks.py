@@ -42,7 +42,7 @@ class KVProjector(Protocol):
 
 def with_reread_tokens(row: BatchSegment, mode: Mode) -> BatchSegment:
     """The row, with the text before it that has to be read once more."""
-    stores, makeup = recomputed_layers(row.cache.stores), row.cache.makeup
+    stores, makeup = recomputed_layers(row.cache.stores), row.cache.cache_spec
     if mode is Mode.PROBE or makeup.rebuilding is None or not makeup.rebuilding.rereads:
         return row
     count = max(store.wanted for store in stores)
@@ -100,14 +100,14 @@ class RecomputeHooks:
         if self._mode is Mode.APPEND:
             self._keep()
         for store, tokens in zip(stores, before, strict=True):
-            store.operations += (store.tokens - tokens) * self._price(store)
+            store.operations += (store.tokens - tokens) * self._operations_per_token(store)
 
     def _project(
         self, layer: int, residuals: Tensor, positions: Positions
     ) -> tuple[RecomputedKV, RecomputedKV]:
         return self._recompute().project({layer: residuals}, positions)[layer]
 
-    def _price(self, store: RecomputedLayer) -> int:
+    def _operations_per_token(self, store: RecomputedLayer) -> int:
         """Operations that each token takes which this layer had rebuilt in the pass."""
         shape, manner = self._shape(), store.rebuilding
         if not manner.rereads:
@@ -165,14 +165,14 @@ class RecomputeHooks:
                 store = row.cache.stores[layer]
                 assert isinstance(store, RecomputedLayer)
                 store.keep(self._taken[layer][start:stop].clone())
-            if row.cache.makeup.rebuilding is not None and not _residual_layers(row):
+            if row.cache.cache_spec.rebuilding is not None and not _residual_layers(row):
                 ids = torch.tensor(row.ids, dtype=torch.int32, device=row.cache.spec.device)
                 _source_layer(row).keep(ids[:, None])
 
 
 def _residual_layers(row: BatchSegment) -> list[int]:
     """The layers before which a cache holds residuals; none of one that holds ids."""
-    rebuilding = row.cache.makeup.rebuilding
+    rebuilding = row.cache.cache_spec.rebuilding
     if rebuilding is None or rebuilding.manner is RecomputeSource.IDS:
         return []
     if rebuilding.manner is RecomputeSource.ONE:
@@ -182,7 +182,7 @@ def _residual_layers(row: BatchSegment) -> list[int]:
 
 def _source_layer(row: BatchSegment) -> RecomputedLayer:
     """The layer whose source stands for all of them."""
-    manner = row.cache.makeup.rebuilding
+    manner = row.cache.cache_spec.rebuilding
     assert manner is not None
     found = [s for s in recomputed_layers(row.cache.stores) if s.layer.index >= manner.depth]
     if not found:

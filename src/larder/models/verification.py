@@ -61,7 +61,7 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
     cuts = [0, BLOCK_TOKENS, *range(BLOCK_TOKENS + 8, CHECKED_TOKENS + 1)]
     parts = [
-        decoder.predict([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
+        decoder.forward_logits([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
         for a, b in zip(cuts, cuts[1:], strict=False)
     ]
     got = torch.cat(parts)

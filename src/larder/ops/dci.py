@@ -230,7 +230,7 @@ class _Head:
         held = self.members[page, : self.fills[page]].tolist()
         if len(held) < self.members.shape[1]:
             self.lows[page] = min(self.lows[page], along) if held else along
-            self._fill(page, [*held, number])
+            self._write_page(page, [*held, number])
             return
         entries = [int(self.centers[n]) if target else n for n in (*held, number)]
         alongs = self._projected(entries, square, direction).tolist()
@@ -241,7 +241,7 @@ class _Head:
         half = (len(order) + 1) // 2
         for side, part in ((page, order[:half]), (fresh, order[half:])):
             self.lows[side] = part[0][0]
-            self._fill(side, [n for _, n in part])
+            self._write_page(side, [n for _, n in part])
 
     def _best(
         self, query: Tensor, met: list[tuple[int, list[float]]], beam: int, square: float
@@ -281,7 +281,7 @@ class _Head:
         self.firsts[cell] = page
         self.fills[page], self.nexts[page], self.tiers[page] = 0, -1, level
 
-    def _fill(self, page: int, members: list[int]) -> None:
+    def _write_page(self, page: int, members: list[int]) -> None:
         """Contents that differ are a new version."""
         before = self.members[page].tolist()
         self.members[page] = -1

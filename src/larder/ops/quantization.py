@@ -165,7 +165,7 @@ class QuantizedRows:
         whole = numbers.new_zeros(len(numbers), manner.head_dim)
         return whole.scatter_(1, self.channels[groups].long(), numbers)
 
-    def selected(self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " M"]) -> QuantizedRows:
+    def select(self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " M"]) -> QuantizedRows:
         """Only these rows of these groups, both ascending, to the bit as they are."""
         rows, groups = rows.to(self.stored.device), groups.to(self.stored.device)
         shared = groups if self.manner.sharing is ScaleGranularity.CHANNEL else rows
@@ -328,7 +328,7 @@ def _find_outliers(
     """Which numbers are held apart, and all numbers with medians in their places."""
     rows, counts = groups.rows, groups.counts
     far = torch.zeros_like(numbers, dtype=torch.bool)
-    limits = torch.tensor([manner.far(count) for count in counts.tolist()])
+    limits = torch.tensor([manner.outlier_count(count) for count in counts.tolist()])
     if not len(counts) or not int(limits.max()):
         return far, numbers
     true = (torch.arange(rows.shape[1]) < counts[:, None]).to(rows.device)[:, :, None]

@@ -40,7 +40,7 @@ class ObservationWindow:
     positions: Int[Tensor, " Q"] | None = None
     before: int | None = None
 
-    def is_of(self, seen: Observation) -> bool:
+    def is_own_pass(self, seen: Observation) -> bool:
         """Whether it is what the pass itself has looked at: its own queries, at all entries."""
         return (
             self.entries is seen.entries
@@ -48,11 +48,11 @@ class ObservationWindow:
             and self.queries.data_ptr() == seen.queries.data_ptr()
         )
 
-    def judged(self) -> tuple[int, ...]:
+    def scored_lengths(self) -> tuple[int, ...]:
         """How many entries of each head are judged: the first ones."""
         if self.before is None:
             return self.entries.lengths
-        return self.entries.between(0, self.before).lengths
+        return self.entries.position_range(0, self.before).lengths
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,18 @@ class AttentionReduction:
     heads: HeadRule
 
     @staticmethod
-    def named(aggregation: str, heads: str) -> AttentionReduction:
+    def from_names(aggregation: str, heads: str) -> AttentionReduction:
         """With the parameters that the parts have by default."""
         return AttentionReduction(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
 
     def join(self, look: ObservationWindow, seen: Observation) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head; the entries' softmax weights are never all held."""
         entries = look.entries
-        judged = look.judged() if self.aggregation.mixes else entries.lengths
-        is_local = not (self.aggregation.mixes or self.aggregation.counts)
-        if seen.logits is not None and is_local and look.is_of(seen):
+        judged = (
+            look.scored_lengths() if self.aggregation.depends_on_other_entries else entries.lengths
+        )
+        is_local = not (self.aggregation.depends_on_other_entries or self.aggregation.counts)
+        if seen.logits is not None and is_local and look.is_own_pass(seen):
             # As gathered from the only query, whose logits attention has left behind.
             weights = self.aggregation.alone(head_weights_from_logits(seen.logits, *entries.layout))
             joined = self.heads.join_stored(weights, entries, seen.layer, seen.facts)

@@ -52,7 +52,7 @@ class Planner:
     """What is protected, what scores, how many stay, what becomes of the rest.
 
     Args:
-        joining: how queries and heads are joined, for scorers by attention.
+        reduction: how queries and heads are joined, for scorers by attention.
         facts: what was measured of each managed layer, by layer index.
         weights: what the budget makes of that, a number per head of each layer.
         lexicon: sets of token ids that the parts ask for.
@@ -64,7 +64,7 @@ class Planner:
     scorer: Scorer
     budget: Budget
     compensation: Compensation
-    joining: AttentionReduction = AttentionReduction(NoAggregation(), NoHeadRule())
+    reduction: AttentionReduction = AttentionReduction(NoAggregation(), NoHeadRule())
     values: ValueRule = KeysAlone()
     unit: Unit = Token()
     timing: Timing = PrefillOnly()
@@ -90,7 +90,7 @@ class Planner:
 
     @cached_property
     def _tallies(self) -> tuple[Tally, ...]:
-        named = self.budget.tallies | self.compensation.tallied()
+        named = self.budget.tallies | self.compensation.required_tallies()
         named = named.union(*(scorer.tallies for scorer in self._scorers))
         named |= self.unit.tallies | self.recalled
         return tuple(TALLIES.load(name)() for name in sorted(named))
@@ -112,8 +112,8 @@ class Planner:
 
     def _scoring(self, stage: Phase) -> Scoring:
         """What judges a layer."""
-        other = self.timing.scoring if stage is Phase.GENERATING else None
-        return other or Scoring(self.scorer, self.joining)
+        other = self.timing.scoring if stage is Phase.DECODE else None
+        return other or Scoring(self.scorer, self.reduction)
 
     def tally(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         """New values of all columns, after a pass that appended."""
@@ -135,17 +135,17 @@ class Planner:
         weights = {index: own["weights"] for index, own in split_by_layer(told, layers).items()}
         return replace(self, facts=split_by_layer(facts, layers), weights=weights, lexicon=lexicon)
 
-    def listens(self, is_due: bool) -> bool:
+    def needs_logits(self, is_due: bool) -> bool:
         """Whether anything will look at what attention makes of the newest token.
 
         Args:
             is_due: whether scores are asked for.
         """
-        scorer = self._scoring(Phase.GENERATING).scorer
-        looks = self.storage.turns or scorer.published() is not None
+        scorer = self._scoring(Phase.DECODE).scorer
+        looks = self.storage.turns or scorer.default_reduction() is not None
         return bool(self._tallies) or (is_due and looks)
 
-    def knowing(self, seen: Observation) -> Observation:
+    def with_model_facts(self, seen: Observation) -> Observation:
         """What a layer saw, with what is known beforehand."""
         own = self.facts.get(seen.layer.index, {})
         if not (own or self.lexicon or seen.facts or seen.lexicon or self.projections):
@@ -197,7 +197,7 @@ class Planner:
             ScoreError: it is not one number per entry.
         """
         own = self._scoring(seen.stage)
-        scores = own.scorer.judge(seen, own.joining)
+        scores = own.scorer.judge(seen, own.reduction)
         self._check(scores, own.scorer, seen)
         selection = Selection(quota)
         if quota and self.values.selects:
@@ -251,8 +251,8 @@ class Planner:
         self, positions: Int[Tensor, " T"], length: int, stage: Phase, start: int, tokens: int
     ) -> PackedMask:
         protected = self.protect.mask(positions, length, tokens)
-        if stage is Phase.GENERATING and self.timing.shields:
-            return self.timing.shielded(protected, positions, start, length, tokens)
+        if stage is Phase.DECODE and self.timing.extends_protection:
+            return self.timing.generation_protection(protected, positions, start, length, tokens)
         return protected
 
     def plan(
@@ -267,9 +267,9 @@ class Planner:
             ready: judged layers that have no plan yet, by layer index.
             entries: what a layer holds.
         """
-        if self.storage.waits and len(ready) < len(quotas):
+        if self.storage.compares_layers and len(ready) < len(quotas):
             return {}
-        shares = self.storage.compare([scored.inspected for scored in ready.values()])
+        shares = self.storage.compare([scored.storage_statistics for scored in ready.values()])
         share_of = dict(zip(ready, shares, strict=True))
         plans: dict[int, Plan] = {}
         for index, plan in self.budget.choose(ready, quotas).items():

@@ -27,7 +27,7 @@ class Scoring:
     """What scores, and how."""
 
     scorer: Scorer
-    joining: AttentionReduction
+    reduction: AttentionReduction
 
     @staticmethod
     def parse(sentence: str) -> Scoring:
@@ -60,7 +60,7 @@ def reduction_parts(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]
     Raises:
         SpellingError: some are given, but the scorer looks at no attention.
     """
-    published = scorer.published()
+    published = scorer.default_reduction()
     if published is None:
         wrong = [given[slot].name for slot in REDUCTION_SLOTS if slot in given]
         if wrong:

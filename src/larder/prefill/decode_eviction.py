@@ -40,7 +40,7 @@ class DecodeEviction:
         starts: true positions where generating began, one per cache of the generation.
         pages: as in `Reader`.
         foresee: a decoder's, asked where the policy wants to know.
-        most_excess: entries per kv head that may pile up at most, whatever the timing allows; None
+        max_excess: entries per kv head that may pile up at most, whatever the timing allows; None
             leaves it to the timing.
     """
 
@@ -50,11 +50,11 @@ class DecodeEviction:
     starts: tuple[int, ...]
     foresee: SurpriseForecast = no_surprise
     pages: int = 0
-    most_excess: int | None = None
+    max_excess: int | None = None
 
     def resting(self) -> DecodeEviction:
         """The same at the end of a turn, when nothing may be held beyond the budget."""
-        return replace(self, most_excess=0)
+        return replace(self, max_excess=0)
 
     def observer(
         self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
@@ -76,15 +76,15 @@ class DecodeEviction:
             quotas,
             None,
             lengths,
-            Phase.GENERATING,
+            Phase.DECODE,
             [self.starts[number] for number in numbers],
             EvictionMode.EVICT,
         )
         due = [self._is_due(row, own) for row, own in zip(rows, quotas, strict=True)]
-        turns = [ScoringPhase.LAST if is_due else ScoringPhase.WATCH for is_due in due]
+        turns = [ScoringPhase.DECIDE if is_due else ScoringPhase.OBSERVE for is_due in due]
         for row, own, is_due in zip(rows, quotas, due, strict=True):
-            if len(row.ids) == 1 and self.planner.listens(is_due):
-                row.cache.listen(own)
+            if len(row.ids) == 1 and self.planner.needs_logits(is_due):
+                row.cache.record_logits(own)
         asked = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
         judge.expect(asked, turns, 0)
         watching: Observer = judge
@@ -96,7 +96,7 @@ class DecodeEviction:
 
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
         """Whether what is kept of a layer for a look at it is more than a few numbers."""
-        return any(cache.viewed_bytes(layer) for cache in caches for layer in self.quotas[0])
+        return any(cache.entries_copy_bytes(layer) for cache in caches for layer in self.quotas[0])
 
     def _quotas(self, number: int, step: int) -> dict[int, int]:
         timing, quotas = self.planner.timing, self.quotas[number]
@@ -107,21 +107,23 @@ class DecodeEviction:
         excess = self.planner.timing.excess()
         if excess is None:
             return False
-        if self.most_excess is not None:
-            excess = min(excess, self.most_excess)
+        if self.max_excess is not None:
+            excess = min(excess, self.max_excess)
         lengths, new = row.cache.lengths(), len(row.ids)
-        if not any(tier.recalls for tier in row.cache.tiers):
+        if not any(tier.has_offloaded for tier in row.cache.tiers):
             excess += self.pages
         held = {layer: sum(lengths[layer]) + new * len(lengths[layer]) for layer in quotas}
         allowed = {layer: (quota + excess) * len(lengths[layer]) for layer, quota in quotas.items()}
-        return self.planner.budget.due(held, allowed) or self._is_rounding_due(row, quotas, excess)
+        return self.planner.budget.is_plan_due(held, allowed) or self._is_rounding_due(
+            row, quotas, excess
+        )
 
     def _is_rounding_due(self, row: BatchSegment, quotas: Mapping[int, int], excess: int) -> bool:
         """Whether more will be held at full precision than may be."""
         storage, spec = self.planner.storage, row.cache.spec
         if not storage.codecs:
             return False
-        finest, itemsize = row.cache.finest_lengths(), spec.dtype.itemsize
+        finest, itemsize = row.cache.full_precision_lengths(), spec.dtype.itemsize
         room = {i: storage.finest(q, spec.layers[i], itemsize) for i, q in quotas.items()}
         return any(
             sum(finest[layer]) > (room[layer] + excess - len(row.ids)) * len(finest[layer])

@@ -24,14 +24,14 @@ from larder.prefill.memory import PeakMemoryMeter
 class ScoringPhase(Enum):
     """What a pass is for.
 
-    WATCH: nothing is judged; tallies go on.
-    MORE: more passes will add to the scores before anything is decided.
-    LAST: plans are made.
+    OBSERVE: nothing is judged; tallies go on.
+    ACCUMULATE: more passes will add to the scores before anything is decided.
+    DECIDE: plans are made.
     """
 
-    WATCH = "watch"
-    MORE = "more"
-    LAST = "last"
+    OBSERVE = "watch"
+    ACCUMULATE = "more"
+    DECIDE = "last"
 
 
 class EvictionMode(Enum):
@@ -64,7 +64,7 @@ class EvictionPass:
         quotas: Sequence[Mapping[int, int]],
         meter: PeakMemoryMeter | None,
         lengths: Sequence[int],
-        stage: Phase = Phase.READING,
+        stage: Phase = Phase.PREFILL,
         starts: Sequence[int] = (),
         carry: EvictionMode = EvictionMode.APPLY,
     ) -> None:
@@ -99,8 +99,8 @@ class EvictionPass:
         if self._meter is not None:
             cache = self._caches[row]
             replaced = 0 if self._scratch_tokens else cache.replaced_bytes(layer)
-            self._note(layer, max(replaced, cache.attended_bytes(layer)))
-        is_watched = self._turns[row] is not ScoringPhase.WATCH or self._planner.counts
+            self._note(layer, max(replaced, cache.attention_copy_bytes(layer)))
+        is_watched = self._turns[row] is not ScoringPhase.OBSERVE or self._planner.counts
         if layer in self._quotas[row] and is_watched:
             self._carry_out(row, layer, self._plans(row, layer, recorded))
 
@@ -109,19 +109,19 @@ class EvictionPass:
         seen = self._look(row, layer, recorded)
         if not self._scratch_tokens:
             seen = self._tally(row, layer, seen)
-        if self._turns[row] is ScoringPhase.WATCH:
+        if self._turns[row] is ScoringPhase.OBSERVE:
             return {}
         told = self._quotas[row][layer], self._tokens, self._starts[row]
         score: Callable[[Observation], Packed] = lambda seen: self._planner.score(seen, *told)  # noqa: E731
         own = self._leading.scores(row, self._places[layer], seen, score)
         scores = self._join(row, layer, own)
-        if self._turns[row] is ScoringPhase.MORE:
+        if self._turns[row] is ScoringPhase.ACCUMULATE:
             self._scores[row, layer] = scores
             return {}
         cache, ready = self._caches[row], self._ready[row]
         if self._meter is not None:
-            others = max((cache.viewed_bytes(index) for index in ready), default=0)
-            self._note(layer, cache.viewed_bytes(layer) + others)
+            others = max((cache.entries_copy_bytes(index) for index in ready), default=0)
+            self._note(layer, cache.entries_copy_bytes(layer) + others)
         ready[layer] = self._planner.judge(seen, scores, self._tokens, self._starts[row])
         held = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
         return self._planner.plan(ready, self._quotas[row], held)
@@ -134,7 +134,7 @@ class EvictionPass:
     def _look(self, row: int, layer: int, recorded: LayerActivations) -> Observation:
         cache, asked = self._caches[row], self._asked[row]
         if self._meter is not None:
-            self._note(layer, cache.viewed_bytes(layer))
+            self._note(layer, cache.entries_copy_bytes(layer))
         seen = Observation(
             cache.spec.layers[layer],
             cache.entries(layer),
@@ -150,7 +150,7 @@ class EvictionPass:
             latest=cache.latest.queries(layer),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
-        return self._planner.knowing(rotate_to_cache_positions(seen, own))
+        return self._planner.with_model_facts(rotate_to_cache_positions(seen, own))
 
     def _tally(self, row: int, layer: int, seen: Observation) -> Observation:
         """Bring what is remembered of a layer up to date before anything looks at its columns."""
@@ -161,9 +161,9 @@ class EvictionPass:
             return seen
         cache = self._caches[row]
         cache.note(layer, columns)
-        if not cache.viewed_bytes(layer):
+        if not cache.entries_copy_bytes(layer):
             return seen
-        return replace(seen, entries=seen.entries.remembering(columns))
+        return replace(seen, entries=seen.entries.with_columns(columns))
 
     def _join(self, row: int, layer: int, scores: Packed) -> Packed:
         earlier = self._scores.pop((row, layer), None)
@@ -173,7 +173,7 @@ class EvictionPass:
         cache, ready = self._caches[row], self._ready[row]
         for layer, plan in plans.items():
             judged = ready.pop(layer)
-            if self._planner.budget.recuts:
+            if self._planner.budget.replans:
                 ready[layer] = judged.after(plan)
             if self._carry is EvictionMode.APPLY:
                 cache.apply(layer, plan)

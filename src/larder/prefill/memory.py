@@ -17,27 +17,29 @@ class EntryCapacity:
         heads: kv heads, over layers.
         block: M_block, entries per kv head that a running turn may add.
         finest: of them those at full precision, between two turns; None where all may be.
-        finest_heads: kv heads that share these.
+        full_precision_heads: kv heads that share these.
     """
 
     resting: int
     heads: int
     block: int
     finest: int | None = None
-    finest_heads: int = 0
+    full_precision_heads: int = 0
 
     def room(self, cache: SequenceCache) -> int:
         """Tokens that a cache may read before it holds budget + block."""
         rooms = [self.block + (self.resting - resident_entries(cache)) // max(1, self.heads)]
         if self.finest is not None:
             left = self.finest - full_precision_entries(cache)
-            rooms.append(self.block + left // max(1, self.finest_heads))
+            rooms.append(self.block + left // max(1, self.full_precision_heads))
         return max(0, min(rooms))
 
     def is_over(self, cache: SequenceCache, more: int = 0) -> bool:
         """Whether a cache holds more than may rest, once it has read so many more tokens."""
         entries = resident_entries(cache) + self.heads * more
-        return self.exceeded(entries, full_precision_entries(cache) + self.finest_heads * more)
+        return self.exceeded(
+            entries, full_precision_entries(cache) + self.full_precision_heads * more
+        )
 
     def exceeded(self, entries: int, finest: int) -> bool:
         """Whether so many entries, slots for pages included, are more than may rest."""
@@ -51,14 +53,14 @@ def resident_entries(cache: SequenceCache) -> int:
 
 def recall_slot_entries(cache: SequenceCache) -> int:
     """Entries that a cache has slots for, over all layers and heads, once any are parked."""
-    recalling = [tier for tier in cache.tiers if tier.recalls]
+    recalling = [tier for tier in cache.tiers if tier.has_offloaded]
     recalls = [(tier.parking.recall, tier.layer) for tier in recalling]
     return sum(recall.sets(layer) * (recall.tokens or 0) for recall, layer in recalls)
 
 
 def full_precision_entries(cache: SequenceCache) -> int:
     """Managed entries of a cache at full precision."""
-    lengths = cache.finest_lengths()
+    lengths = cache.full_precision_lengths()
     return sum(sum(lengths[layer.index]) for layer in cache.spec.managed)
 
 
@@ -93,6 +95,6 @@ class PeakMemoryMeter:
         held = self.parked_bytes + sum(cache.nbytes for cache in caches)
         entries = sum(cache.managed_entries for cache in caches)
         self.peak_bytes = max(self.peak_bytes, held + passing_bytes)
-        live = sum(cache.fast_nbytes for cache in caches)
+        live = sum(cache.device_nbytes for cache in caches)
         self.peak_live_bytes = max(self.peak_live_bytes, live + passing_bytes)
         self.peak_entries = max(self.peak_entries, entries)

@@ -101,7 +101,9 @@ class PrefillReader:
         judge = self._judge(caches, length)
         if not scratches[0]:
             judge.expect(
-                [ScratchPrompt(ids, (0, length))] * len(lanes), [ScoringPhase.LAST] * len(lanes), 0
+                [ScratchPrompt(ids, (0, length))] * len(lanes),
+                [ScoringPhase.DECIDE] * len(lanes),
+                0,
             )
             self.decoder.read(_rows(caches, ids), Mode.APPEND, judge, self.planner.needs)
             return
@@ -113,7 +115,7 @@ class PrefillReader:
             self.append(lanes, ids)
         for number, prompts in enumerate(rounds, start=1):
             yield
-            turn = ScoringPhase.LAST if number == len(rounds) else ScoringPhase.MORE
+            turn = ScoringPhase.DECIDE if number == len(rounds) else ScoringPhase.ACCUMULATE
             asked = with_drafts(self.decoder, caches, prompts, following)
             behind = sum(scratch.tokens for scratch in asked)
             judge.expect(asked, [turn] * len(asked), behind)
@@ -141,7 +143,7 @@ class PrefillReader:
         caches = [lane.cache for lane in lanes]
         judge = self._judge(caches, lanes[0].cache.next_position + len(ids))
         judge.expect(
-            [ScratchPrompt(ids, (0, 0))] * len(lanes), [ScoringPhase.WATCH] * len(lanes), 0
+            [ScratchPrompt(ids, (0, 0))] * len(lanes), [ScoringPhase.OBSERVE] * len(lanes), 0
         )
         return _rows(caches, ids), judge
 
@@ -184,7 +186,7 @@ def greedy_tokens(
 ) -> list[int]:
     """Read rows, and tell the likeliest token behind each."""
     ends = [total - 1 for total in accumulate(len(row.ids) for row in rows)]
-    return decoder.predict(rows, mode, ends, observer).argmax(-1).tolist()
+    return decoder.forward_logits(rows, mode, ends, observer).argmax(-1).tolist()
 
 
 def with_drafts(

@@ -107,7 +107,7 @@ class TurnReader:
         """Read the last part of a message that was answered before."""
         self._read(ids, AppendKind.QUESTION, 0, self._tending)
 
-    def making_room(self, tokens: int) -> Steps[None]:
+    def end_block_steps(self, tokens: int) -> Steps[None]:
         """End the open block where so many more tokens would not fit behind it."""
         if self._tending is None and self.room < tokens:
             yield from self._block_end()
@@ -119,20 +119,20 @@ class TurnReader:
             said: tokens of the answer.
         """
         while ids:
-            yield from self.making_room(1)
+            yield from self.end_block_steps(1)
             count = max(1, self.room)
             self._read(ids[:count], AppendKind.TEXT, said, self._resting)
             ids = ids[count:]
             yield
 
-    def replaying(self, ids: tuple[int, ...]) -> Steps[None]:
+    def replay_steps(self, ids: tuple[int, ...]) -> Steps[None]:
         """Read an answer as it was read when it was generated, in fewer passes where that is the
         same."""
-        recalls = any(tier.recalls for tier in self.cache.tiers)
+        recalls = any(tier.has_offloaded for tier in self.cache.tiers)
         is_single = self._tending is not None or recalls
         most, place = 1 if is_single else REPLAYED_TOKENS, 0
         while place < len(ids):
-            yield from self.making_room(1)
+            yield from self.end_block_steps(1)
             part = ids[place : place + min(most, self.room)]
             place += len(part)
             coming = AppendKind.STEP if is_single else AppendKind.TEXT
@@ -152,7 +152,7 @@ class TurnReader:
             self._read(last, AppendKind.TEXT, 0, self._resting)
         self.meter.note([self.cache], 0)
 
-    def rests_after(self, tokens: int) -> bool:
+    def is_within_after(self, tokens: int) -> bool:
         """Whether the cache is within its budget once the next pass has read so many tokens."""
         if self._tending is None:
             return tokens <= self.room and not self._is_judged(tokens)
@@ -165,17 +165,17 @@ class TurnReader:
             return False
         return self._bound.is_over(self.cache)
 
-    def tend(
+    def observer(
         self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
     ) -> Observer | None:
         """As `larder.engine.generate.ObserverFactory`, of the only row: makes room for a pass
         first.
         """
         del numbers
-        run_steps(self.making_room(len(rows[0].ids)))
+        run_steps(self.end_block_steps(len(rows[0].ids)))
         return self._observer(rows[0], steps[0], self._tending)
 
-    def tend_last(self, row: BatchSegment, said: int) -> Observer | None:
+    def last_observer(self, row: BatchSegment, said: int) -> Observer | None:
         """As `tend`, of the pass behind which the cache rests."""
         return self._observer(row, said, self._resting)
 

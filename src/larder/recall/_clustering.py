@@ -136,7 +136,7 @@ class ClusterPages:
         pages[head] = torch.arange(page, page + pages.shape[1])
         return self.contents(pages)[head]
 
-    def behind(self, head: int, page: int) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
+    def tail_pages(self, head: int, page: int) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
         """Entries of the pages from one on, in order, and how many each has."""
         firsts = self._firsts[head, page : int(self._counts[head])]
         edges = torch.cat([firsts, self._lengths[head : head + 1]])
@@ -167,7 +167,7 @@ class ClusterPages:
         """The page of each entry; 0 behind the last of a head."""
         pages = torch.zeros(len(self._counts), int(self._lengths.max()), dtype=torch.int64)
         for head, count in enumerate(self.counts):
-            order, fills = self.behind(head, 0)
+            order, fills = self.tail_pages(head, 0)
             pages[head, order] = torch.arange(count).repeat_interleave(fills)
         return pages
 

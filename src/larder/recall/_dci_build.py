@@ -164,7 +164,7 @@ class LevelAssigner:
     drawn: bool
     stream: tuple[int, ...]
 
-    def of_all(self, count: int, head: int) -> tuple[Array, int]:
+    def initial_levels(self, count: int, head: int) -> tuple[Array, int]:
         """Levels of the first entries of a head, and that of the next."""
         if not self.drawn:
             sizes = np.zeros(MAX_LEVELS, np.int64)
@@ -173,7 +173,7 @@ class LevelAssigner:
         _, targets = np.unique(self._draws(0, count, head), return_inverse=True)
         return targets, 0
 
-    def of_more(self, forest: DciForest, head: int, count: int) -> Array:
+    def next_levels(self, forest: DciForest, head: int, count: int) -> Array:
         """Levels of entries that come to a tree, which gets no higher by them."""
         levels = int(forest.levels[head])
         if self.drawn:

@@ -186,7 +186,7 @@ class DciIndex(RecallIndex):
 
     def _build(self, head: int, keys: Float[Tensor, "S D"]) -> None:
         square = MARGIN**2 * _largest(keys)
-        targets, upcoming = self._levels.of_all(len(keys), head)
+        targets, upcoming = self._levels.initial_levels(len(keys), head)
         shape = self._direction, self.page, PARENT_BEAM, self._mean_dim
         built = build_tree(keys, targets, upcoming, square, *shape)
         self.forest.replace(head, built)
@@ -195,7 +195,9 @@ class DciIndex(RecallIndex):
         forest = self.forest
         targets = np.full((len(coming), int(coming.max())), -1, np.int64)
         for head in np.nonzero(coming)[0].tolist():
-            targets[head, : coming[head]] = self._levels.of_more(forest, head, int(coming[head]))
+            targets[head, : coming[head]] = self._levels.next_levels(
+                forest, head, int(coming[head])
+            )
         cells = forest.counts[:, 1] + (targets > 0).sum(1)
         forest.reserve(forest.counts[:, 0] + coming, cells)
         beams = np.full(len(coming), PARENT_BEAM)

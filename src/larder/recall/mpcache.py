@@ -75,7 +75,7 @@ class MPCache(RecallPart):
         if not 0 <= self.slant <= 1:
             raise BadParameter(f"mpcache.slant must be in [0, 1], got {self.slant}.")
 
-    def leading(self, place: int) -> int:
+    def leader_of(self, place: int) -> int:
         return place if place < self.alone else place - (place - self.alone) % self.layers
 
     def index(self, layer: LayerSpec) -> RecallIndex:

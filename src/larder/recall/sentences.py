@@ -71,7 +71,7 @@ class Sentences(EntryRecall):
 class SentencesIndex(EntryIndex):
     """Holds the sentence of each entry, the sums of keys, and the mean query in float32."""
 
-    is_steady = False  # it remembers what was asked since the last punctuation
+    is_stateless = False  # it remembers what was asked since the last punctuation
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)

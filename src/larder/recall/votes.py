@@ -58,7 +58,7 @@ class Votes(EntryRecall):
 class VotesIndex(EntryIndex):
     """Holds the last choice, the queries that it was made for, and how many were asked for."""
 
-    is_steady = False  # it remembers what was asked last
+    is_stateless = False  # it remembers what was asked last
 
     def __init__(self, layer: LayerSpec, threshold: float) -> None:
         super().__init__(layer)
@@ -69,12 +69,12 @@ class VotesIndex(EntryIndex):
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         asked = queries.float().flatten()
-        if not self._stands(asked, count):
+        if not self._is_selection_valid(asked, count):
             self._asked, self._count = asked.clone(), count
             self._chosen = self.exact(queries, entries, count).pages
         return RecallResult(self._chosen)
 
-    def _stands(self, asked: Float[Tensor, " Q"], count: int) -> bool:
+    def _is_selection_valid(self, asked: Float[Tensor, " Q"], count: int) -> bool:
         """Whether the last choice will do."""
         if self._threshold >= 1 or count != self._count or not self._filled():
             return False

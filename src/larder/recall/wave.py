@@ -156,7 +156,7 @@ class WaveIndex(RecallIndex):
     def _average(self, head: int, stale: int, entries: Entries) -> None:
         most = self._paged.width
         self._keys, self._values = grow_table(self._keys, most), grow_table(self._values, most)
-        order, fills = self._paged.behind(head, stale)
+        order, fills = self._paged.tail_pages(head, stale)
         for table, rows in (
             (self._keys, entries.head_keys(head)),
             (self._values, entries.head_values(head)),

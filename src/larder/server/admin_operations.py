@@ -24,7 +24,7 @@ def idle_demand(sitting: SessionState) -> MemoryDemand:
     return (
         chat_turn_demand(rule, held.read, 0, 0, 1)
         if rule.is_chat
-        else rule.need(held, held.read, 0)
+        else rule.lossless_turn_demand(held, held.read, 0)
     )
 
 
@@ -49,7 +49,7 @@ class AdminOperations:
 
         def leave(_: Future[SavedCache] | None) -> None:
             sitting.is_answering = False
-            self._tiers.let_go(sitting)
+            self._tiers.evict(sitting)
             done.set_result(sitting)
 
         if saving is None:
@@ -66,8 +66,8 @@ class AdminOperations:
             Refusal: there is no room now.
         """
         done: Future[SessionState] = Future()
-        kept = None if sitting.is_in_memory else sitting.kept
-        is_parked = sitting.is_in_memory and sitting.active is None
+        kept = None if sitting.has_resident_cache else sitting.kept
+        is_parked = sitting.has_resident_cache and sitting.active is None
         if not is_parked and kept is None:
             done.set_result(sitting)
             return done
@@ -81,7 +81,7 @@ class AdminOperations:
         finally:
             sitting.is_running = False
         if kept is None:
-            self._tiers.revive(sitting)
+            self._tiers.restore_from_host(sitting)
             self._tiers.settle(sitting)
             done.set_result(sitting)
         elif room is None:

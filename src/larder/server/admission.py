@@ -38,7 +38,7 @@ def chat_turn_demand(
     if _has_second_cache(rule, prompt + new_tokens):
         device = _joined(device, rule.bytes_of(resting, whole, 0))
     built = rule.bytes_of(min(whole, _rebuild_entries(rule, length)), whole, 0)
-    passing = max(device.passing, built.passing) + _scratch_bytes(rule, whole)
+    passing = max(device.transient_bytes, built.transient_bytes) + _scratch_bytes(rule, whole)
     nbytes = max(device.bytes, built.bytes) + _source_bytes(rule, whole)
     return MemoryDemand(nbytes, passing, _host_bytes(rule, whole, resting, episodes))
 
@@ -73,11 +73,11 @@ def _has_second_cache(rule: ServingPolicy, tokens: int) -> bool:
     """Whether a turn of so many tokens has a second cache on the device: a copy, or a new
     episode's."""
     is_single = isinstance(rule.policy.session, Single)
-    return rule.tends or not is_single or tokens + END_OF_TURN_TOKENS > rule.block
+    return rule.evicts_while_decoding or not is_single or tokens + END_OF_TURN_TOKENS > rule.block
 
 
 def _joined(one: MemoryDemand, other: MemoryDemand) -> MemoryDemand:
-    return MemoryDemand(one.bytes + other.bytes, max(one.passing, other.passing))
+    return MemoryDemand(one.bytes + other.bytes, max(one.transient_bytes, other.transient_bytes))
 
 
 def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
@@ -123,4 +123,4 @@ def turn_demand(
     if rule.is_chat:
         prompt = length - sum(each.tokens for each in said)
         return chat_turn_demand(rule, length, prompt, new_tokens, 0)
-    return rule.need(CacheOccupancy(), length, new_tokens)
+    return rule.lossless_turn_demand(CacheOccupancy(), length, new_tokens)

@@ -105,7 +105,7 @@ class EngineCore:
         self.scheduler = Scheduler(*own, RequestQueue(waiting), rows)
         self._moving = AdminOperations(self.tiers, news, lambda: len(self.scheduler.queue))
         rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
-        self._keeper, self._looks, own = keeper, lookup is None, (rules, self._weighed)
+        self._keeper, self._looks, own = keeper, lookup is None, (rules, self._charged)
         self.recalling = SessionRestorer(decoder, self.sessions, lookup or keeper.recall, *own)
         self._refreshing = SessionRestorer(decoder, self.sessions, keeper.recall, *own)
         own = self.sessions, keeper, self.awaited, lambda act: act(), self._recall
@@ -164,7 +164,7 @@ class EngineCore:
             job = self._job(request, found, listener, asked)
             self._directory.claim(found.sitting)
         except BaseException:
-            if found.sitting.is_new:
+            if found.sitting.is_provisional:
                 self.forget(found.sitting)
             raise
         self.scheduler.enqueue(job)
@@ -182,7 +182,7 @@ class EngineCore:
         self._recall(tenant, name)
         sitting = self.sessions.open(tenant, name, self.rule)
         sitting.opening = tuple(turns)
-        return self._weighed(sitting)
+        return self._charged(sitting)
 
     def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
         """As `Hub.fork`."""
@@ -192,7 +192,7 @@ class EngineCore:
         made.epoch = source.epoch
         if made.said:
             self.sessions.remember(made)
-        return self._kept(self._weighed(made))
+        return self._kept(self._charged(made))
 
     def compact(self, tenant: str, name: str) -> Future[SessionState]:
         """As `Hub.compact`; done once it is."""
@@ -209,7 +209,7 @@ class EngineCore:
     def import_(self, tenant: str, name: str, told: TranscriptSnapshot) -> SessionState:
         """As `Hub.import_`, of what `Recalling.read` has read."""
         self._recall(tenant, name)
-        return self._kept(self._weighed(self.recalling.imported(tenant, name, told)))
+        return self._kept(self._charged(self.recalling.imported(tenant, name, told)))
 
     def find(self, tenant: str, name: str) -> SessionState:
         """A session, from where it is kept if need be.
@@ -247,7 +247,9 @@ class EngineCore:
         rule = self.rule_of(request)
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
         resolve = partial(self._resolve, request, rule)
-        return self._gathering.having(request, rule, resolve) if self._looks else resolve()
+        return (
+            self._gathering.resolve_resident(request, rule, resolve) if self._looks else resolve()
+        )
 
     def _resolve(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
         found = self.sessions.resolve(request, rule)
@@ -256,7 +258,7 @@ class EngineCore:
                 if not self._is_refreshed(found.sitting):
                     break
             except SessionUnreadableError as error:
-                self.recalling.begin_again(error, request)
+                self.recalling.restart_from_request(error, request)
             found = self.sessions.resolve(request, rule)
         return found
 
@@ -278,7 +280,7 @@ class EngineCore:
     def _kept(self, sitting: SessionState) -> SessionState:
         """Have what was made of another session outlive the process, too."""
         future = self._keeper.commit(sitting, sitting.said[-1]) if sitting.said else None
-        self.news.owe(sitting, future, partial(self.unwritten.note, sitting))
+        self.news.track_write(sitting, future, partial(self.unwritten.note, sitting))
         return sitting
 
     def _unload(self, sitting: SessionState) -> bool:
@@ -309,7 +311,7 @@ class EngineCore:
         manner = self._manners[found.sitting.rule.is_chat]
         return RequestState(*told, RequestTimes(asked), self._wake, manner)
 
-    def _weighed(self, sitting: SessionState) -> SessionState:
+    def _charged(self, sitting: SessionState) -> SessionState:
         if not self.tiers.weigh(sitting):
             self.forget(sitting)
             raise kv_budget_exceeded(
@@ -369,9 +371,9 @@ class IndexedSessionPersistence(SessionPersistence):
             self._sessions.remember(sitting)
         return self._keeper.commit(sitting, said)
 
-    def abandon(self, sitting: SessionState) -> None:
+    def discard_new(self, sitting: SessionState) -> None:
         self._forget(sitting)
-        self._keeper.abandon(sitting)
+        self._keeper.discard_new(sitting)
 
     def recall(self, tenant: str, name: str) -> StoredSession | None:
         return self._keeper.recall(tenant, name)

@@ -84,7 +84,7 @@ class LocalEngineClient(EngineClient):
         core, asked = self._core, self._core.clock()
         try:
             take = partial(self._taken, request, listener, asked)
-            return self._gathering.having(request, core.rule_of(request), take)
+            return self._gathering.resolve_resident(request, core.rule_of(request), take)
         except ApiError as error:
             core.refused.note(error.code)
             raise
@@ -100,11 +100,11 @@ class LocalEngineClient(EngineClient):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         engine = self._core.engine
-        wrong = [token for token in ids if not 0 <= token < engine.loaded.decoder.vocabulary]
+        wrong = [token for token in ids if not 0 <= token < engine.loaded.decoder.vocab_size]
         if wrong:
             raise invalid_request(
                 f"Token id {wrong[0]} is outside the vocabulary of "
-                f"{engine.loaded.decoder.vocabulary}: send ids of this model.",
+                f"{engine.loaded.decoder.vocab_size}: send ids of this model.",
                 "tokens",
             )
         return self._thread.call(lambda: engine.scribe.decode(ids))
@@ -112,7 +112,7 @@ class LocalEngineClient(EngineClient):
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
         here = self._thread.call(lambda: tuple(map(session_info, self._core.sessions.of(tenant))))
         names = {view.name for view in here}
-        kept = [view for view in self._keeper.views(tenant) if view.name not in names]
+        kept = [view for view in self._keeper.list_sessions(tenant) if view.name not in names]
         return tuple(sorted((*here, *kept), key=lambda view: -view.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTranscript:
@@ -267,7 +267,7 @@ class LocalEngineClient(EngineClient):
             sitting = self._core.find(tenant, name)
             before, sitting.is_pinned = sitting.is_pinned, is_pinned
             written = self._keeper.pin(sitting)
-            self._core.news.owe(sitting, written, lambda _: None)
+            self._core.news.track_write(sitting, written, lambda _: None)
             return sitting, before, written
 
         def undo() -> None:

@@ -67,7 +67,7 @@ class ModelRunner:
             return _mark_unrecoverable(job, plans, error)
         try:
             if _plans(job) != plans:  # entries are gone that the failed pass has judged
-                job.manner.read_again(job)
+                job.manner.restart_prefill(job)
                 return CONTINUES
             [token] = self._tokens([job], failures)
         except failures as own:
@@ -81,7 +81,7 @@ class ModelRunner:
         rows = [self._row(job) for job in jobs]
         observer = _observer(jobs, rows)
         ends = [stop - 1 for stop in accumulate(len(row.ids) for row in rows)]
-        logits = self._decoder.predict(rows, Mode.APPEND, ends, observer)
+        logits = self._decoder.forward_logits(rows, Mode.APPEND, ends, observer)
         tokens = list[int | Exception]()
         for job, own in zip(jobs, logits, strict=True):
             assert job.source is not None
@@ -112,7 +112,7 @@ class ModelRunner:
             reason = self._heard(job, token)
         except failures as error:
             return error
-        if reason and job.manner.goes_on(job, reason, self.closing(job)):
+        if reason and job.manner.needs_closing_pass(job, reason, self.closing(job)):
             return CONTINUES
         return reason
 
@@ -134,7 +134,7 @@ def _plans(job: RequestState) -> int:
 def _mark_unrecoverable(job: RequestState, plans: int, error: Exception) -> Exception:
     """The error; a cache that was changed for good halfway cannot be taken back."""
     if _plans(job) != plans:
-        job.sitting.settled = len(job.sitting.read) + 1
+        job.sitting.settled_tokens = len(job.sitting.read) + 1
     return error
 
 
@@ -142,10 +142,10 @@ def _observer(jobs: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Obs
     """Has each cache be tended by its own policy's part that acts while text is generated."""
     watching: dict[int, Observer] = {}
     for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
-        if job.drawer is None:
+        if job.active_turn is None:
             continue
-        turn, said = job.drawer.turn, len(job.ids)
-        own = turn.tend_last(row, said) if job.ended else turn.tend([0], [row], [said])
+        turn, said = job.active_turn.turn, len(job.ids)
+        own = turn.last_observer(row, said) if job.ended else turn.observer([0], [row], [said])
         if own is not None:
             watching[number] = own
     if not watching:

@@ -123,7 +123,7 @@ class CompletionQueue:
         self.in_flight += 1
         future.add_done_callback(lambda done: self._arrive(lambda: then(done)))
 
-    def owe(
+    def track_write(
         self,
         sitting: SessionState,
         future: Future[Any] | None,
@@ -133,10 +133,10 @@ class CompletionQueue:
         if future is None:
             then(None)
             return
-        sitting.owed += 1
+        sitting.pending_writes += 1
 
         def heard(done: Future[Any]) -> None:
-            sitting.owed -= 1
+            sitting.pending_writes -= 1
             then(done)
 
         self.hear(future, heard)

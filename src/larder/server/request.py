@@ -37,7 +37,7 @@ class Request:
         exact: answer from a cache that holds everything, or not at all.
         follows: the session whose newest state is continued by `turns`.
         raw_prompt: a text without a chat template, to be continued as it is.
-        lot: a word that the name of a session holds which has none of the client's.
+        routing_tag: a word that the name of a session holds which has none of the client's.
         steps: of a workflow until a session is asked again, by its name; by "" that of the request.
     """
 
@@ -50,7 +50,7 @@ class Request:
     exact: bool = False
     follows: str | None = None
     raw_prompt: str | None = None
-    lot: str = ""
+    routing_tag: str = ""
     steps: Mapping[str, int] = field(default_factory=dict)
 
     @property

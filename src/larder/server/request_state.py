@@ -80,14 +80,14 @@ class RequestState(Ticket):
         course: reads what must be read before the answer, a block at a time, where the session is
             held as a chat; `ahead` are the blocks that it has left, roughly, and `seconds` is what
             it took so far.
-        drawer: the cache of a chat that answers.
-        added: the part of the text that such a request adds to the caches of its session.
+        active_turn: the cache of a chat that answers.
+        new_ids: the part of the text that such a request adds to the caches of its session.
         asked: the end of the prompt, which the first pass of the answer reads.
         ended: why the answer has ended, where `tail`, the end of the turn, is yet to be read.
-        finished: the turn as it is to be kept, where the end of it was read apart; else the pass
-            that reads its last token finishes it.
-        filed: the chat behind the turn.
-        passed: blocks that others of its tenant have got since it had one.
+        completed_turn: the turn as it is to be kept, where the end of it was read apart; else the
+            pass that reads its last token finishes it.
+        turn_commit: the chat behind the turn.
+        passed_blocks: blocks that others of its tenant have got since it had one.
         durable: as in `Report`.
     """
 
@@ -108,19 +108,19 @@ class RequestState(Ticket):
     course: Generator[object, None, None] | None = None
     ahead: int = 0
     seconds: float = 0.0
-    drawer: ActiveTurn | None = None
-    added: tuple[int, ...] = ()
+    active_turn: ActiveTurn | None = None
+    new_ids: tuple[int, ...] = ()
     asked: tuple[int, ...] = ()
     ended: str = ""
     tail: tuple[int, ...] = ()
-    finished: CompletedTurn | None = None
-    filed: TurnCommit | None = None
+    completed_turn: CompletedTurn | None = None
+    turn_commit: TurnCommit | None = None
     stream: IncrementalDetokenizer | None = None
     source: torch.Generator | None = None
     ids: list[int] = field(default_factory=list)
     fetch: CacheLoad | None = None
     was_new: bool = False
-    passed: int = 0
+    passed_blocks: int = 0
     durable: bool | None = None
     is_cancelled: bool = False
 
@@ -129,14 +129,14 @@ class RequestState(Ticket):
         self.wake()
 
     @property
-    def is_read(self) -> bool:
+    def is_prefilled(self) -> bool:
         """Whether only the end of the prompt is left to be read, by the pass that answers."""
         return self.fetch is None and self.course is None and self.place == len(self.pieces)
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing is left to be read, not even by a pass that answers."""
-        return self.finished is not None and self.is_read
+        return self.completed_turn is not None and self.is_prefilled
 
     @property
     def left(self) -> int:
@@ -146,12 +146,12 @@ class RequestState(Ticket):
     @property
     def cache(self) -> SequenceCache:
         """What answers."""
-        cache = self.sitting.cache if self.drawer is None else self.drawer.cache
+        cache = self.sitting.cache if self.active_turn is None else self.active_turn.cache
         assert cache is not None
         return cache
 
     @property
-    def asks(self) -> bool:
+    def reads_prompt_tail(self) -> bool:
         """Whether the next pass reads the end of a prompt that may be as long as a block."""
         return not self.ids and len(self.unread) > 1
 

@@ -62,7 +62,7 @@ class Scheduler:
         self._keeper, self._news, self._unwritten = keeper, news, unwritten
         self._clock, self._rows, self._tasks = clock, rows, tasks
         self.running: list[RequestState] = []
-        self.ending: list[RequestState] = []  # answers that are complete, and are being written
+        self.finishing: list[RequestState] = []  # answers that are complete, and are being written
         self._served: dict[str, float] = defaultdict(float)
         self.steps = self.blocks = 0
         self.done: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class Scheduler:
         self._sweep()
         self._admit()
         ready = self._ready()
-        asks, answered = any(job.asks for job in ready), self._answer(ready)
+        asks, answered = any(job.reads_prompt_tail for job in ready), self._answer(ready)
         return heard or (not asks and self._read()) or answered  # a question is as long as a block
 
     def cancel_all(self) -> None:
@@ -110,7 +110,7 @@ class Scheduler:
             try:
                 self._start(job)
             except BudgetError as error:
-                if self.running or self.ending or self._tiers.is_leaving:
+                if self.running or self.finishing or self._tiers.is_leaving:
                     return
                 self.queue.remove(job)
                 self._fail(job, kv_budget_exceeded(error))
@@ -139,7 +139,7 @@ class Scheduler:
             job.manner.give_up(job)
             return
         try:
-            job.manner.arrive(job)
+            job.manner.on_loaded(job)
         except FAILURES as error:
             self.running.remove(job)
             job.manner.undo(job)
@@ -150,8 +150,8 @@ class Scheduler:
 
         Of those that begin by reading a part of their prompt there is one at most.
         """
-        ready = [job for job in self.running if job.is_read]
-        asking = [job for job in ready if job.asks]
+        ready = [job for job in self.running if job.is_prefilled]
+        asking = [job for job in ready if job.reads_prompt_tail]
         later = set(map(id, asking)) - {id(min(asking, key=self._turn))} if asking else set[int]()
         return [job for job in ready if id(job) not in later][: self._rows]
 
@@ -178,13 +178,13 @@ class Scheduler:
 
     def _read(self) -> bool:
         """One block of one prompt."""
-        left = [job for job in self.running if not job.is_read and job.fetch is None]
+        left = [job for job in self.running if not job.is_prefilled and job.fetch is None]
         if not left:
             return False
         job = min(left, key=self._turn)
         for each in left:
-            each.passed += each.sitting.tenant == job.sitting.tenant
-        job.passed = 0
+            each.passed_blocks += each.sitting.tenant == job.sitting.tenant
+        job.passed_blocks = 0
         self.blocks += 1
         try:
             self._served[job.sitting.tenant] += job.manner.read(job)
@@ -197,7 +197,7 @@ class Scheduler:
         return True
 
     def _turn(self, job: RequestState) -> tuple[float, int, int]:
-        return self._served[job.sitting.tenant], -(job.passed // MAX_PASSED_BLOCKS), job.left
+        return self._served[job.sitting.tenant], -(job.passed_blocks // MAX_PASSED_BLOCKS), job.left
 
     def _finish(self, job: RequestState, reason: str) -> None:
         """The answer is complete: keep the turn, then tell."""
@@ -212,19 +212,19 @@ class Scheduler:
         sitting.said.append(said)
         sitting.pause(job.times.asked)
         sitting.epoch += 1
-        job.was_new, sitting.is_new = sitting.is_new, False
+        job.was_new, sitting.is_provisional = sitting.is_provisional, False
         try:
             self._charge(sitting)
             written = self._keeper.commit(sitting, said)
         except FAILURES as error:
             self._take_back(job, error)
             return
-        self.ending.append(job)
+        self.finishing.append(job)
         if self._tiers.vault.durability is Durability.NONE:
-            self._news.owe(sitting, written, partial(self._unwritten.note, sitting))
+            self._news.track_write(sitting, written, partial(self._unwritten.note, sitting))
             self._told(job, reason)
         else:
-            self._news.owe(sitting, written, partial(self._written, job, reason))
+            self._news.track_write(sitting, written, partial(self._written, job, reason))
 
     def _charge(self, sitting: SessionState) -> None:
         """Take what was said into host memory before anybody is told that it is kept.
@@ -250,7 +250,7 @@ class Scheduler:
         if saving is None:
             then()
         else:
-            self._news.owe(job.sitting, saving, lambda _: self._saved(job, then))
+            self._news.track_write(job.sitting, saving, lambda _: self._saved(job, then))
 
     def _told(self, job: RequestState, reason: str) -> None:
         """Everything is kept that is to be."""
@@ -268,7 +268,7 @@ class Scheduler:
         """A turn that could not be kept was never said."""
         sitting = job.sitting
         sitting.said.pop()
-        sitting.epoch, sitting.is_new = sitting.epoch - 1, job.was_new
+        sitting.epoch, sitting.is_provisional = sitting.epoch - 1, job.was_new
         job.manner.undo(job)
         self._fail(job, error)
 
@@ -290,15 +290,15 @@ class Scheduler:
     def _rest(self, job: RequestState, now: float) -> None:
         """The request is over, however it went."""
         sitting = job.sitting
-        for held in (self.running, self.ending):
+        for held in (self.running, self.finishing):
             if job in held:
                 held.remove(job)
         sitting.is_answering = sitting.is_running = False
         sitting.last_used, sitting.uses = now, sitting.uses + 1
         sitting.steps = job.steps
         self._keeper.rest(sitting)
-        if sitting.is_new or sitting.is_stale:
-            self._keeper.abandon(sitting)
+        if sitting.is_provisional or sitting.is_superseded:
+            self._keeper.discard_new(sitting)
         else:
             self._tiers.weigh(sitting)
-            self._tiers.logs.tidy()
+            self._tiers.logs.unload_idle()

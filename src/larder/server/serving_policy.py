@@ -77,7 +77,7 @@ class ServingPolicy:
     def __post_init__(self) -> None:
         policy, is_single = self.policy, isinstance(self.policy.session, Single)
         require_prompts(
-            self._book, policy.scorer.wanted() - (frozenset() if is_single else {"episode"})
+            self._prompts, policy.scorer.wanted() - (frozenset() if is_single else {"episode"})
         )
         if self.is_limited:  # what is too small for the policy is refused now, not when asked
             check_recent_fits(policy, self.tokens)
@@ -137,7 +137,7 @@ class ServingPolicy:
         return block_tokens(self.policy)
 
     @cached_property
-    def can_take_back(self) -> bool:
+    def can_truncate(self) -> bool:
         """Whether the end of a text can be forgotten at any time: no layer slides a window."""
         spec = self.desk.decoder.spec
         return len(spec.managed) == len(spec.layers)
@@ -151,11 +151,13 @@ class ServingPolicy:
         return prefill_reader(self.desk, self.policy, max(length, self.tokens), PeakMemoryMeter())
 
     @property
-    def tends(self) -> bool:
+    def evicts_while_decoding(self) -> bool:
         """Whether entries go while text is generated."""
         return self.policy.timing.excess() is not None
 
-    def need(self, held: CacheOccupancy, length: int, new_tokens: int) -> MemoryDemand:
+    def lossless_turn_demand(
+        self, held: CacheOccupancy, length: int, new_tokens: int
+    ) -> MemoryDemand:
         """The most that a turn can bring a cache to that keeps everything.
 
         Args:
@@ -170,7 +172,7 @@ class ServingPolicy:
         if not self.is_limited:
             return True
         everything = self.heads * cache.next_position
-        finest = sum(sum(cache.finest_lengths()[each.index]) for each in self._layers)
+        finest = sum(sum(cache.full_precision_lengths()[each.index]) for each in self._layers)
         return self.policy.storage == Exact() and finest == everything
 
     def found(self, cache: SequenceCache) -> CacheOccupancy:
@@ -193,7 +195,7 @@ class ServingPolicy:
         return sum(layer.kv_heads for layer in self._layers)
 
     @cached_property
-    def _book(self) -> dict[str, tuple[int, ...]]:
+    def _prompts(self) -> dict[str, tuple[int, ...]]:
         return common_prompts(self.desk.scribe)
 
     def bytes_of(self, per_head: int, length: int, new_tokens: int) -> MemoryDemand:
@@ -225,6 +227,6 @@ class ServingPolicy:
         """Tokens that may be read behind the cache to judge it."""
         if not self.is_limited:
             return 0
-        names = self.policy.scorer.wanted() & self._book.keys()
-        wanted = [len(self._book[name]) for name in names]
+        names = self.policy.scorer.wanted() & self._prompts.keys()
+        wanted = [len(self._prompts[name]) for name in names]
         return self.block + sum(wanted) + REREAD_TOKENS

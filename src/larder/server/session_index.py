@@ -175,7 +175,7 @@ class SessionIndex:
         """
         key = prefix_key(sitting.tenant, wanted)
         told = [
-            (each.usable(wanted), each.is_in_memory, each.key, each)
+            (each.usable(wanted), each.has_resident_cache, each.key, each)
             for each in self._prefixes.get(key, {}).values()
             if each is not sitting
             and each.rule is sitting.rule
@@ -203,7 +203,7 @@ class SessionIndex:
 
     def _made(self, sitting: SessionState) -> SessionState:
         """A session that lasts only if its first turn does."""
-        sitting.is_new = True
+        sitting.is_provisional = True
         return sitting
 
     def _named(self, request: Request, rule: ServingPolicy) -> SessionState:
@@ -211,8 +211,8 @@ class SessionIndex:
         name = request.session
         if name is not None and (request.tenant, name) in self._sittings:
             return self._made(self.fork(self.find(request.tenant, name), None, rule, 0))
-        if name is None and request.lot:
-            name = f"s-{request.lot}-{secrets.token_hex(8)}"
+        if name is None and request.routing_tag:
+            name = f"s-{request.routing_tag}-{secrets.token_hex(8)}"
         return self._made(self.open(request.tenant, name, rule))
 
     def _following(self, request: Request, rule: ServingPolicy) -> ResolvedSession:

@@ -42,7 +42,7 @@ def session_info(sitting: SessionState) -> SessionInfo:
         epoch=sitting.epoch,
         made=sitting.made,
         last_used=sitting.last_used,
-        durable=sitting.written > 0 and sitting.logged == len(sitting.said),
+        durable=sitting.written > 0 and sitting.durable_turns == len(sitting.said),
         held_tokens=_max_cache_entries(sitting) // max(1, rule.heads),
         budget_tokens=rule.budget_tokens,
     )
@@ -50,9 +50,9 @@ def session_info(sitting: SessionState) -> SessionInfo:
 
 def _max_cache_entries(sitting: SessionState) -> int:
     """Entries of the fullest of a session's caches, over layers and heads."""
-    if sitting.cabinet is None:
+    if sitting.chat_cache is None:
         return sitting.held.entries
-    return max((held.entries for held in sitting.cabinet.shelf.holdings()), default=0)
+    return max((held.entries for held in sitting.chat_cache.caches.holdings()), default=0)
 
 
 def stored_session_info(record: Record, has_cache: bool) -> SessionInfo:
@@ -105,13 +105,13 @@ def cached_positions(sitting: SessionState) -> CachedPositions:
         return CachedPositions(0, (), episodes=_episodes(sitting), tier=tier)
     spots, tokens = sitting.spots.of(sitting.episode), cache.next_position
     layers = tuple(_positions(cache.entries(layer.index), spots) for layer in cache.spec.layers)
-    slow = {each.layer.index: each for each in cache.tiers if each.recalls}
+    slow = {each.layer.index: each for each in cache.tiers if each.has_offloaded}
     parked = tuple(
         _positions(slow[layer.index].parked(), spots) if layer.index in slow else ()
         for layer in cache.spec.layers
     )
-    if sitting.cabinet is not None:
-        tokens = max(tokens, sitting.cabinet.length)
+    if sitting.chat_cache is not None:
+        tokens = max(tokens, sitting.chat_cache.length)
     held = parked if slow else ()
     return CachedPositions(tokens, layers, parked=held, episodes=_episodes(sitting), tier=tier)
 
@@ -124,9 +124,9 @@ def _positions(held: Entries, spots: PositionMap) -> tuple[tuple[int, ...], ...]
 
 def _episodes(sitting: SessionState) -> tuple[EpisodeInfo, ...]:
     """The caches of a session that has one for each topic."""
-    if sitting.cabinet is None:
+    if sitting.chat_cache is None:
         return ()
-    shelf, router = sitting.cabinet.shelf, sitting.cabinet.state.memory.router
+    shelf, router = sitting.chat_cache.caches, sitting.chat_cache.state.memory.router
     about, segments = router.prompts(), router.segments()
     return tuple(
         EpisodeInfo(

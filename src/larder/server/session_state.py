@@ -127,7 +127,7 @@ class SavedCache:
 
     Args:
         tokens: that it has read; the session's text begins with them.
-        settled: as in `SessionState`.
+        settled_tokens: as in `SessionState`.
         entries: over all managed layers and heads.
         nbytes: that it takes in the store.
         cache_bytes: that it takes in memory.
@@ -137,7 +137,7 @@ class SavedCache:
     """
 
     tokens: int
-    settled: int
+    settled_tokens: int
     entries: int
     nbytes: int
     cache_bytes: int
@@ -155,24 +155,27 @@ class SessionState:
         opening: turns that were said before the first request.
         said: the log, which everything can be computed from again.
         cache, parked: the cache, in one of two places or in none.
-        cabinet: the caches, where the session is held as a chat; then the former two are none.
+        chat_cache: the caches, where the session is held as a chat; then the former two are none.
         episode: the number of the cache that answered last.
         base: exchanges that were said when the caches of a chat were last built anew.
         spots: where in the text the caches of a chat hold what they hold.
         found: what the cache of a chat that answered last gives access to.
         read: the tokens that the cache has read.
-        settled: how many of them stand in it for good: what came later can be taken back.
+        settled_tokens: how many of them stand in it for good: what came later can be taken back.
         origin: the session that it was forked from, until it has a cache of its own.
         kept: what the store has of its cache, of this state or of an earlier one.
         is_coded: the cache came back from a codec that loses something.
-        unkept: how many tokens the cache had read that the store did not take; -1 where it did.
+        failed_write_tokens: how many tokens the cache had read that the store did not take; -1
+            where it did.
         is_saving: its cache is being written, and nobody may write into those tensors.
-        owed: what is on its way to the store.
-        logged: how many exchanges are written there.
+        pending_writes: what is on its way to the store.
+        durable_turns: how many exchanges are written there.
         written: the epoch under which it outlives the process; 0 where it does not.
-        tried: the mark of states behind that one which may have been written unheard; or nothing.
-        is_new: a request has made it, and nothing was said in it yet: it goes with the request.
-        is_stale: somebody else has gone on with it: what is here is not used any more.
+        write_mark: the mark of states behind that one which may have been written unheard; or
+            nothing.
+        is_provisional: a request has made it, and nothing was said in it yet: it goes with the
+            request.
+        is_superseded: somebody else has gone on with it: what is here is not used any more.
         is_answering: a request is waiting for it, or running.
         is_running: its cache is in use and stays on the device.
         pauses: seconds between the latest answers and what followed them.
@@ -190,27 +193,27 @@ class SessionState:
     said: list[CompletedTurn] = field(default_factory=list)
     cache: SequenceCache | None = None
     parked: OffloadedCache | None = None
-    cabinet: ChatCache | None = None
+    chat_cache: ChatCache | None = None
     episode: int = 0
     base: int = 0
     spots: PositionMaps = field(default_factory=PositionMaps)
     found: CacheOccupancy = CacheOccupancy()
     read: array = field(default_factory=lambda: array(TOKEN_TYPECODE))
-    settled: int = 0
+    settled_tokens: int = 0
     is_lossless: bool = True
     origin: SessionState | None = None
     kept: SavedCache | None = None
     is_coded: bool = False
-    unkept: int = -1
+    failed_write_tokens: int = -1
     is_saving: bool = False
-    owed: int = 0
-    logged: int = 0
+    pending_writes: int = 0
+    durable_turns: int = 0
     clock: float = 0.0
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
     answered: float = 0.0
     steps: float = math.inf
-    is_new: bool = False
-    is_stale: bool = False
+    is_provisional: bool = False
+    is_superseded: bool = False
     is_answering: bool = False
     is_running: bool = False
     is_pinned: bool = False
@@ -218,7 +221,7 @@ class SessionState:
     uses: int = 0
     epoch: int = 0
     written: int = 0
-    tried: str = ""
+    write_mark: str = ""
     host: Reservation | None = None
     log: Reservation | None = None
 
@@ -245,14 +248,14 @@ class SessionState:
         """Where its cache is."""
         if self.active is not None:
             return "device"
-        if self.parked is not None or self.cabinet is not None:
+        if self.parked is not None or self.chat_cache is not None:
             return "host"
         return "none" if self.kept is None else "disk"
 
     @property
-    def is_in_memory(self) -> bool:
+    def has_resident_cache(self) -> bool:
         """Whether its cache is on the device or in host memory."""
-        return any(each is not None for each in (self.cache, self.parked, self.cabinet))
+        return any(each is not None for each in (self.cache, self.parked, self.chat_cache))
 
     @property
     def is_saved(self) -> bool:
@@ -260,20 +263,22 @@ class SessionState:
         return self.kept is not None and self.kept.tokens == len(self.read)
 
     @property
-    def is_safe(self) -> bool:
+    def can_leave_memory(self) -> bool:
         """Whether nothing is lost if it leaves memory: all that was said is in the store."""
-        is_idle = not (self.is_answering or self.is_running or self.is_saving or self.owed)
-        return is_idle and self.written > 0 and self.logged == len(self.said) > 0
+        is_idle = not (
+            self.is_answering or self.is_running or self.is_saving or self.pending_writes
+        )
+        return is_idle and self.written > 0 and self.durable_turns == len(self.said) > 0
 
     @property
     def active(self) -> SequenceCache | None:
         """Its cache that answers, if it is on the device."""
-        return self.cache if self.cabinet is None else self.cabinet.shelf.active_cache
+        return self.cache if self.chat_cache is None else self.chat_cache.caches.active_cache
 
     @property
     def device_bytes(self) -> int:
         """Of its caches, on the device."""
-        return 0 if self.active is None else self.active.fast_nbytes
+        return 0 if self.active is None else self.active.device_nbytes
 
     @property
     def host_bytes(self) -> int:
@@ -281,14 +286,14 @@ class SessionState:
         return self.nbytes - self.device_bytes
 
     @property
-    def log_bytes(self) -> int:
+    def transcript_bytes(self) -> int:
         """What it takes in memory beside its cache."""
         return OVERHEAD_BYTES + sum(each.nbytes for each in self.said)
 
     @property
     def held(self) -> CacheOccupancy:
         """What its cache holds, wherever it is."""
-        if self.cabinet is not None:
+        if self.chat_cache is not None:
             return self.found
         if self.cache is not None:
             return CacheOccupancy(self.cache.managed_entries, self.cache.next_position)
@@ -304,15 +309,15 @@ class SessionState:
         """How many tokens of a text its cache can answer for; the last is always read anew."""
         if self.rule.is_chat:  # it goes on by turns, not by tokens
             return 0
-        read, settled = self.read, self.settled
-        if not self.is_in_memory:
+        read, settled = self.read, self.settled_tokens
+        if not self.has_resident_cache:
             if self.kept is None:
                 return 0
-            read, settled = self.ids[: self.kept.tokens], self.kept.settled
+            read, settled = self.ids[: self.kept.tokens], self.kept.settled_tokens
         common = min(common_prefix_len(read, wanted), len(wanted) - 1)
         if common == len(read):
             return common
-        return common if self.rule.can_take_back and common >= settled else 0
+        return common if self.rule.can_truncate and common >= settled else 0
 
     def pause(self, asked: float) -> None:
         """A turn was asked for at that time."""
@@ -329,8 +334,8 @@ class SessionState:
     @property
     def nbytes(self) -> int:
         """Of its caches, wherever they are."""
-        if self.cabinet is not None:
-            return self.cabinet.shelf.nbytes
+        if self.chat_cache is not None:
+            return self.chat_cache.caches.nbytes
         if self.cache is not None:
             return self.cache.nbytes
         if self.parked is not None:

@@ -39,7 +39,7 @@ def collect_stats(
         | vault.budget_by_tier(),
         peak_bytes={Tier.DEVICE.value: purse.peak},
         budget_violations=purse.violations,
-        running=len(scheduler.running) + len(scheduler.ending),
+        running=len(scheduler.running) + len(scheduler.finishing),
         waiting=len(scheduler.queue),
         done=dict(scheduler.done),
         refused=refused,

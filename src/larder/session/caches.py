@@ -27,7 +27,7 @@ class OffloadedCache:
     entries: int
     next_position: int
     finest: int
-    in_use: int
+    fast_tier_bytes: int
     paged: int
     layers: tuple[int, ...]
 
@@ -35,7 +35,7 @@ class OffloadedCache:
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
 
-    def revived(self, spec: ModelSpec) -> SequenceCache:
+    def restore(self, spec: ModelSpec) -> SequenceCache:
         """The cache on the device again; nobody may use this any more."""
         return SequenceCache.adopt(spec, self.state, self.meta)
 
@@ -58,17 +58,17 @@ class CacheUsage:
         nbytes: bytes of every tensor.
         next_position: tokens it has truly read.
         finest: those of the entries that are held at full precision.
-        in_use: bytes in the model's memory when it answers: all, or those of the fast tier and of
-            the pages that a step fetches.
+        fast_tier_bytes: bytes in the model's memory when it answers: all, or those of the fast tier
+            and of the pages that a step fetches.
         paged: entries that there are slots for, over all layers and heads, once any are parked.
-        layers: bytes of `in_use` by layer.
+        layers: bytes of `fast_tier_bytes` by layer.
     """
 
     entries: int
     nbytes: int
     next_position: int
     finest: int
-    in_use: int
+    fast_tier_bytes: int
     paged: int
     layers: tuple[int, ...]
 
@@ -101,7 +101,7 @@ class SessionCaches:
         self.rest()
         parked = self._parked[number]
         is_lent = self._lent.get(number) is parked
-        restored = (parked.copied if is_lent else parked.revived)(self._spec)
+        restored = (parked.copied if is_lent else parked.restore)(self._spec)
         self._active = (number, restored)
         del self._parked[number]
         return restored
@@ -117,7 +117,7 @@ class SessionCaches:
                 parked = self._parked[number]
                 yield SequenceCache.restore(spec, parked.state, parked.meta)
 
-    def lend(self) -> tuple[SequenceCache, ...]:
+    def lend_views(self) -> tuple[SequenceCache, ...]:
         """Each cache by number, to be looked at by another thread until it is `returned`.
 
         Those at rest are not copied, unless they are wanted meanwhile; the active one is.
@@ -130,7 +130,7 @@ class SessionCaches:
             caches[number] = SequenceCache.restore(resting, cache.state(), cache.meta())
         return tuple(caches[number] for number in sorted(caches))
 
-    def returned(self) -> None:
+    def end_lending(self) -> None:
         """Nobody looks at its caches any more."""
         self._lent = {}
 
@@ -142,7 +142,7 @@ class SessionCaches:
         self._parked[number] = offload(cache)
         self._active = None
 
-    def holding(self, number: int, cache: SequenceCache) -> SessionCaches:
+    def with_cache(self, number: int, cache: SequenceCache) -> SessionCaches:
         """A shelf with this cache under that number, new and parked, or in the place of another.
 
         In the place of the active one it is active, and nothing of it is copied. All other caches
@@ -157,7 +157,7 @@ class SessionCaches:
         shelf._active = self._active
         return shelf
 
-    def reinstate(self, cache: SequenceCache) -> None:
+    def replace_active(self, cache: SequenceCache) -> None:
         """Have another cache be the active one, in place of the one that is lost for it."""
         assert self._active is not None
         self._active = (self._active[0], cache)
@@ -178,7 +178,7 @@ class SessionCaches:
         return self.parked_bytes + (0 if self._active is None else self._active[1].nbytes)
 
     @property
-    def in_use_bytes(self) -> int:
+    def fast_tier_bytes(self) -> int:
         """Bytes of the active cache in the model's memory, as `Holding.in_use`; 0 without one."""
         return 0 if self._active is None else _fast_tier_bytes(self._active[1])
 
@@ -197,7 +197,7 @@ class SessionCaches:
                 parked.nbytes,
                 parked.next_position,
                 parked.finest,
-                parked.in_use,
+                parked.fast_tier_bytes,
                 parked.paged,
                 parked.layers,
             )
@@ -222,7 +222,7 @@ def offload(cache: SequenceCache) -> OffloadedCache:
     """Take a cache over into host memory; it is empty afterwards."""
     held = cache.managed_entries, cache.next_position, full_precision_entries(cache)
     slots, paged, meta = _slot_bytes(cache), recall_slot_entries(cache), cache.meta()
-    state = cache.surrender(torch.device("cpu"))
+    state = cache.release_state(torch.device("cpu"))
     layers, fast = slots, sum(slots)
     for name, tensor in state.items():
         if is_slow_tier_tensor(name):
@@ -236,12 +236,12 @@ def offload(cache: SequenceCache) -> OffloadedCache:
 
 def _fast_tier_bytes(cache: SequenceCache) -> int:
     """Bytes in the model's memory, slots for pages included even if none was fetched yet."""
-    return cache.fast_nbytes + sum(tier.foreseen_bytes for tier in cache.tiers)
+    return cache.device_nbytes + sum(tier.foreseen_bytes for tier in cache.tiers)
 
 
 def _fast_tier_bytes_by_layer(cache: SequenceCache) -> list[int]:
     """The same by layer."""
-    layers = [store.fast_nbytes for store in cache.stores]
+    layers = [store.device_nbytes for store in cache.stores]
     for tier in cache.tiers:
         layers[tier.layer.index] += tier.foreseen_bytes
     return layers

@@ -97,7 +97,7 @@ def entry_bound(policy: Policy, spec: ModelSpec) -> EntryCapacity | None:
     resting = heads * (entries + policy.lag)
     if recall is not None:
         resting += sum(recall.sets(layer) for layer in layers) * (recall.tokens or 0)
-    if not policy.staying.codecs:
+    if not policy.resident_storage.codecs:
         return EntryCapacity(resting, heads, block)
     size = spec.dtype.itemsize
     rooms = [layer.kv_heads * policy.storage.finest(entries, layer, size) for layer in spec.managed]
@@ -182,9 +182,9 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
     Raises:
         BudgetError, UsageError: as `entries_per_head`.
     """
-    form = _cache_form(policy, policy.timing.reading_tokens(entries_per_head(policy, spec)))
+    form = _cache_form(policy, policy.timing.prefill_tokens(entries_per_head(policy, spec)))
     ledger = Ledger() if form is CacheForm.DENSE else policy.planner.ledger
-    storage = policy.staying
+    storage = policy.resident_storage
     kept = ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding
     return SequenceCache(spec, form, *kept)
 

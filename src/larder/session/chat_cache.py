@@ -54,16 +54,16 @@ class ChatCache:
     def __init__(
         self, desk: ModelRuntime, state: ChatState, progress: Progress = no_progress
     ) -> None:
-        self._desk, self._progress = desk, progress
+        self._runtime, self._progress = desk, progress
         self.state = state
         self._undo: deque[TurnUndo] = deque(maxlen=MAX_UNDO_TURNS)
         self.peak_bytes = self.state.memory.figures.peak_kv_bytes
         self.peak_entries = self.state.memory.figures.peak_entries
-        self.building = PeakMemoryMeter()  # of the latest refresh
+        self.refresh_meter = PeakMemoryMeter()  # of the latest refresh
 
     @property
-    def shelf(self) -> SessionCaches:
-        return self.state.memory.shelf
+    def caches(self) -> SessionCaches:
+        return self.state.memory.caches
 
     @property
     def length(self) -> int:
@@ -99,9 +99,9 @@ class ChatCache:
 
     def ahead(self, drawer: ActiveTurn, ids: tuple[int, ...]) -> Steps[ActiveTurn]:
         """The same question over a copy that has read the beginning of its message as a context."""
-        policy, saved = self.state.memory.policy, self.shelf.activate(drawer.number)
+        policy, saved = self.state.memory.policy, self.caches.activate(drawer.number)
         cache, book = drawer.cache if drawer.is_copy else saved.fork(), self.book(drawer.number)
-        reader = prefill_reader(self._desk, policy, drawer.mark + len(ids), PeakMemoryMeter())
+        reader = prefill_reader(self._runtime, policy, drawer.mark + len(ids), PeakMemoryMeter())
         yield from policy.schedule.steps(reader, [PrefillSequence(cache, book)], ids)
         copied = self._drawn(drawer.number, cache, drawer.match, saved)
         return replace(copied, mark=drawer.mark)
@@ -109,7 +109,7 @@ class ChatCache:
     def book(self, number: int) -> Prompts:
         """The prompts that judge a cache."""
         memory = self.state.memory
-        return prompts_per_cache(self._desk, memory.router, memory.prompts)[number]
+        return prompts_per_cache(self._runtime, memory.router, memory.prompts)[number]
 
     def file(self, drawer: ActiveTurn, exchange: ChatTurn) -> TurnCommit:
         """The state once a finished turn is filed. Nothing changes before `accept`.
@@ -119,18 +119,18 @@ class ChatCache:
         """
         state, memory = self.state, self.state.memory
         filing = memory.router.file(exchange.text, drawer.number)
-        shelf, opened, uncut = memory.shelf, state.opened, uncut_entries(self.state)
+        shelf, opened, uncut = memory.caches, state.opened, uncut_entries(self.state)
         added = drawer.cache.next_position - drawer.mark
         if filing.number != drawer.number:
-            books = prompts_per_cache(self._desk, filing.router, memory.prompts)
-            shelf = shelf.holding(filing.number, self._opened(drawer, books[filing.number]))
+            books = prompts_per_cache(self._runtime, filing.router, memory.prompts)
+            shelf = shelf.with_cache(filing.number, self._opened(drawer, books[filing.number]))
             opened += 1
             uncut.append(shared_prefix_len(memory) + added)
         else:
             uncut[drawer.number] += added
             if drawer.is_copy:
-                shelf = shelf.holding(drawer.number, drawer.cache)
-        memory = replace(memory, shelf=shelf, router=filing.router)
+                shelf = shelf.with_cache(drawer.number, drawer.cache)
+        memory = replace(memory, caches=shelf, router=filing.router)
         told = state.log.plus(exchange), state.refreshes, opened, tuple(uncut)
         return TurnCommit(ChatState(memory, *told), filing.number)
 
@@ -140,13 +140,13 @@ class ChatCache:
         if filed.number != drawer.number:
             self._undo.clear()
             self.undo(drawer)
-        elif drawer.is_cut:
+        elif drawer.is_planned:
             self._undo.clear()
         else:
             self._undo.append(TurnUndo(self.state, drawer.number, drawer.mark))
         self.state = filed.state
         if drawer.is_copy:
-            self.shelf.activate(drawer.number)
+            self.caches.activate(drawer.number)
 
     def settling(self, drawer: ActiveTurn, filed: TurnCommit) -> Steps[None]:
         """Bring the cache that has read an accepted turn back to its budget.
@@ -162,7 +162,7 @@ class ChatCache:
             self._lose(self.state.log)
             raise
         self.note(drawer.turn.meter.peak_entries)
-        if drawer.is_cut:
+        if drawer.is_planned:
             self._undo.clear()
 
     def undo(self, drawer: ActiveTurn) -> None:
@@ -174,7 +174,7 @@ class ChatCache:
             drawer.cache.compact()
         else:
             drawer.turn.saved.compact()
-            self.shelf.reinstate(drawer.turn.saved)
+            self.caches.replace_active(drawer.turn.saved)
 
     def before(self, exchanges: int) -> ChatCache | None:
         """A second memory, as when so many exchanges were said; None where that must be read anew.
@@ -182,16 +182,16 @@ class ChatCache:
         Its caches are in host memory.
         """
         undone = len(self.state.log.exchanges) - exchanges
-        spec, state = self._desk.decoder.spec, self.state
+        spec, state = self._runtime.decoder.spec, self.state
         slides = len(spec.managed) < len(spec.layers)
         if not 0 <= undone <= (0 if slides else len(self._undo)):
             return None
-        caches = list(self.shelf.copies())
+        caches = list(self.caches.copies())
         for undo in list(self._undo)[::-1][:undone]:
             caches[undo.number].truncate(undo.mark)
             state = undo.state
-        memory = replace(state.memory, shelf=SessionCaches(spec, caches))
-        return ChatCache(self._desk, replace(state, memory=memory), self._progress)
+        memory = replace(state.memory, caches=SessionCaches(spec, caches))
+        return ChatCache(self._runtime, replace(state, memory=memory), self._progress)
 
     def roll_back(self, log: ChatLog) -> None:
         """Be as when no more than this beginning of the log was said.
@@ -210,26 +210,28 @@ class ChatCache:
         Where a chat has become long enough for more episodes than it has, all are formed anew.
         Interrupted, the old caches stay, and the next turn refreshes first.
         """
-        run_steps(self.refreshing(), self._progress)
+        run_steps(self.refresh_steps(), self._progress)
 
-    def refreshing(self) -> Steps[None]:
+    def refresh_steps(self) -> Steps[None]:
         """As `refresh`, in steps."""
-        spec = self._desk.decoder.spec
-        if not len(self.shelf):
-            self.building = PeakMemoryMeter()
-            self.state = yield from prefill_again_steps(self._desk, self.state, self.building)
+        spec = self._runtime.decoder.spec
+        if not len(self.caches):
+            self.refresh_meter = PeakMemoryMeter()
+            self.state = yield from prefill_again_steps(
+                self._runtime, self.state, self.refresh_meter
+            )
             self._note_peaks()
         while overdue := overdue_caches(self.state, spec):
             self._undo.clear()
-            self.shelf.rest()
-            self.building = PeakMemoryMeter(self.shelf.nbytes)
-            told = self._desk, self.state, overdue[0], self.building
+            self.caches.rest()
+            self.refresh_meter = PeakMemoryMeter(self.caches.nbytes)
+            told = self._runtime, self.state, overdue[0], self.refresh_meter
             self.state = yield from rebuild_steps(*told)
             self._note_peaks()
 
     def note(self, entries: int, copied_bytes: int = 0) -> None:
         """Remember the highest bytes and entries; a copy stands beside the shelf."""
-        self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes + copied_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.caches.nbytes + copied_bytes)
         self.peak_entries = max(self.peak_entries, entries)
 
     def _take_back(self) -> bool:
@@ -237,14 +239,14 @@ class ChatCache:
 
         A sliding window has dropped for it what it cannot bring back.
         """
-        spec = self._desk.decoder.spec
+        spec = self._runtime.decoder.spec
         if not self._undo or len(spec.managed) < len(spec.layers):
             return False
-        undo, shelf = self._undo.pop(), self.shelf
+        undo, shelf = self._undo.pop(), self.caches
         cache = shelf.activate(undo.number)
         cache.truncate(undo.mark)
         cache.compact()
-        self.state = replace(undo.state, memory=replace(undo.state.memory, shelf=shelf))
+        self.state = replace(undo.state, memory=replace(undo.state.memory, caches=shelf))
         return True
 
     def _drawn(
@@ -255,7 +257,7 @@ class ChatCache:
         saved: SequenceCache | None = None,
     ) -> ActiveTurn:
         policy, mark = self.state.memory.policy, cache.next_position
-        turn = turn_reader(self._desk, policy, cache, self.book(number), saved)
+        turn = turn_reader(self._runtime, policy, cache, self.book(number), saved)
         return ActiveTurn(number, cache, match, mark, turn, cache.plans, saved is not None)
 
     def _opened(self, drawer: ActiveTurn, book: Prompts) -> SequenceCache:
@@ -265,23 +267,23 @@ class ChatCache:
         protected first tokens.
         """
         cache = drawer.cache.fork()
-        self.peak_bytes = max(self.peak_bytes, self.shelf.nbytes + cache.nbytes)
+        self.peak_bytes = max(self.peak_bytes, self.caches.nbytes + cache.nbytes)
         beginning = shared_prefix_len(self.state.memory)
         cache.forget(beginning, drawer.mark)  # sliding-window layers hold their window
-        told = self._desk, self.state.memory.policy, cache, book, None, drawer.turn.open_ids
+        told = self._runtime, self.state.memory.policy, cache, book, None, drawer.turn.open_ids
         turn = turn_reader(*told)
         if turn.is_over:
             run_steps(turn.settling())
         return cache
 
     def _note_peaks(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.building.peak_bytes)
-        self.peak_entries = max(self.peak_entries, self.building.peak_entries)
+        self.peak_bytes = max(self.peak_bytes, self.refresh_meter.peak_bytes)
+        self.peak_entries = max(self.peak_entries, self.refresh_meter.peak_entries)
 
     def _lose(self, log: ChatLog) -> None:
         """Have no caches, for they are of another text than this log, or incomplete."""
         self._undo.clear()
-        memory = replace(self.state.memory, shelf=SessionCaches(self._desk.decoder.spec, ()))
+        memory = replace(self.state.memory, caches=SessionCaches(self._runtime.decoder.spec, ()))
         self.state = replace(self.state, memory=memory, log=log)
 
 
@@ -296,9 +298,9 @@ def overdue_caches(state: ChatState, spec: ModelSpec) -> list[int]:
     if bound is None:
         return []
     most = budget_tokens(memory.policy) + block_tokens(memory.policy)
-    grown = uncut_entries(state) if memory.router.writes else []
+    grown = uncut_entries(state) if memory.router.prompt_names else []
     numbers = {number for number, count in enumerate(grown) if count > most}
-    for number, held in enumerate(memory.shelf.holdings()):
+    for number, held in enumerate(memory.caches.holdings()):
         if bound.exceeded(held.entries + held.paged, held.finest):
             numbers.add(number)
     return sorted(numbers)
@@ -307,7 +309,7 @@ def overdue_caches(state: ChatState, spec: ModelSpec) -> list[int]:
 def uncut_entries(state: ChatState) -> list[int]:
     """As `State.uncut`, of every cache."""
     most, known = budget_tokens(state.memory.policy), state.uncut
-    holdings = state.memory.shelf.holdings()
+    holdings = state.memory.caches.holdings()
     return [*known, *(min(most, held.next_position) for held in holdings[len(known) :])]
 
 
@@ -326,7 +328,7 @@ def rebuild_steps(
 ) -> Steps[ChatState]:
     """Read all that was said into a new cache, or into new ones for all episodes."""
     memory = state.memory
-    reform = memory.router.reform(number)
+    reform = memory.router.refresh(number)
     books = prompts_per_cache(desk, reform.router, memory.prompts)
     wanted = [books[each] for each in reform.rebuilt]
     ids = state.log.source(memory.transcript).ids
@@ -335,9 +337,9 @@ def rebuild_steps(
     if len(built) == len(books):
         shelf, uncut = built, list[int]()
     else:
-        shelf = memory.shelf.holding(number, built.activate(0))
+        shelf = memory.caches.with_cache(number, built.activate(0))
         uncut[number] = min(budget_tokens(memory.policy), len(ids))
-    memory = replace(memory, shelf=shelf, router=reform.router)
+    memory = replace(memory, caches=shelf, router=reform.router)
     return ChatState(memory, state.log, state.refreshes + 1, state.opened, tuple(uncut))
 
 

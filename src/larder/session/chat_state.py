@@ -76,7 +76,7 @@ def restore_chat_state(
         log = replace(log, exchanges=log.exchanges[: known["turns"]])
         refreshes, opened = map(int, known["counts"])
         uncut = tuple(map(int, known.get("uncut", ())))
-        router = policy.session.rearranged(known["router"], desk.embedder)
+        router = policy.session.restore_router(known["router"], desk.embedder)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"The saved state of the chat cannot be used ({error}).") from error
     transcript = log.transcript(desk.scribe)
@@ -84,13 +84,13 @@ def restore_chat_state(
         raise Damaged("The saved state of the chat does not fit its log or its caches.")
     shelf, context = SessionCaches(desk.decoder.spec, caches), len(ids)
     held, spec = shelf.holdings(), desk.decoder.spec
-    answering = max(held, key=lambda holding: holding.in_use)
+    answering = max(held, key=lambda holding: holding.fast_tier_bytes)
     figures = CacheFigures(
         context_tokens=context,
         budget_tokens=min(budget_tokens(policy), context),
         full_kv_bytes=spec.full_bytes(context),
         kv_bytes=shelf.nbytes,
-        active_kv_bytes=answering.in_use,
+        active_kv_bytes=answering.fast_tier_bytes,
         peak_kv_bytes=shelf.nbytes,
         peak_entries=max(each.entries for each in held),
         prefill_seconds=seconds,
@@ -134,7 +134,7 @@ class ActiveTurn:
     is_copy: bool = False
 
     @property
-    def is_cut(self) -> bool:
+    def is_planned(self) -> bool:
         """Whether the turn can no longer be cut off the cache."""
         return self.is_copy or self.cache.plans != self.plans
 
@@ -146,7 +146,7 @@ class ActiveTurn:
     @property
     def can_be_undone(self) -> bool:
         """Whether the cache can be had as it was before the turn."""
-        return not self.is_cut or self.is_copy or self.turn.saved is not None
+        return not self.is_planned or self.is_copy or self.turn.saved is not None
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class ConversationMemory:
     policy: Policy
     conversation: Conversation
     transcript: Transcript
-    shelf: SessionCaches
+    caches: SessionCaches
     router: Router
     figures: CacheFigures
     prompts: Prompts = field(default_factory=dict[str, tuple[int, ...]])
@@ -107,4 +107,4 @@ class ConversationMemory:
     def recall(self, question: str) -> tuple[SequenceCache, EpisodeMatch | None]:
         """Make the cache for a bare question active and return it with the match."""
         match = self.router.route(question)
-        return self.shelf.activate(0 if match is None else match.episode), match
+        return self.caches.activate(0 if match is None else match.episode), match

@@ -173,12 +173,12 @@ class Policy:
             self.values,
             self.unit,
             self.timing,
-            self.staying,
+            self.resident_storage,
             frozenset() if self.recall is None else self.recall.tallies,
         )
 
     @property
-    def staying(self) -> Storage:
+    def resident_storage(self) -> Storage:
         """How what stays in the fast tier is held; what is parked may be held in fewer bits."""
         return self.storage if self.recall is None else Exact()
 

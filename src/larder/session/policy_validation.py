@@ -45,7 +45,7 @@ def check_query_positions(scorer: Scorer, storage: Storage) -> None:
 
 def check_weights(scorer: Scorer, values: ValueRule) -> None:
     """Raises: SpellingError: values ask for attention weights, which a scorer does not look at."""
-    if values.wants_weights and scorer.published() is None:
+    if values.wants_weights and scorer.default_reduction() is None:
         raise SpellingError(
             f"{spell(values)} asks how much attention entries hold, but {spell(scorer)} looks at "
             "none: leave its mass out, or take a scorer by attention such as snapkv."
@@ -63,7 +63,7 @@ def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
 
 def check_heads(budget: Budget, compensation: Compensation) -> None:
     """Raises: SpellingError: streaming heads lose what they reject, but they look alike."""
-    if compensation.splits and not isinstance(budget, RetrievalHeads):
+    if compensation.separates_streaming_heads and not isinstance(budget, RetrievalHeads):
         raise SpellingError(
             f"{spell(compensation)} parks for retrieval heads only, but {spell(budget)} does not "
             "tell these from streaming heads: take retrieval_heads(), or another cut."

@@ -87,18 +87,18 @@ class PrefillInput:
 
     Args:
         said: question and answer of each later turn, a text each.
-        said_ids: the tokens of those turns, one after the other.
+        turn_ids: the tokens of those turns, one after the other.
     """
 
     conversation: Conversation
     transcript: Transcript
     said: tuple[str, ...] = ()
-    said_ids: tuple[int, ...] = ()
+    turn_ids: tuple[int, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
         """All tokens, in the order they were said."""
-        return self.transcript.ids + self.said_ids
+        return self.transcript.ids + self.turn_ids
 
 
 def prefill_conversation(
@@ -155,19 +155,19 @@ def prefill_memory_steps(
     setting_up = time.perf_counter()
     warm_up(desk, policy)
     started = time.perf_counter()
-    router = policy.session.arrange(
+    router = policy.session.build_router(
         source.conversation, desk.embedder, desk.scribe.length, source.said
     )
     spec, context = desk.decoder.spec, len(source.ids)
     books = prompts_per_cache(desk, router, prompts)
     shelf = yield from build_caches_steps(desk, policy, source.ids, books, meter)
-    answering = max(shelf.holdings(), key=lambda holding: holding.in_use)
+    answering = max(shelf.holdings(), key=lambda holding: holding.fast_tier_bytes)
     figures = CacheFigures(
         context_tokens=context,
         budget_tokens=min(budget_tokens(policy), context),
         full_kv_bytes=spec.full_bytes(context),
         kv_bytes=shelf.nbytes,
-        active_kv_bytes=answering.in_use,
+        active_kv_bytes=answering.fast_tier_bytes,
         peak_kv_bytes=meter.peak_bytes,
         peak_entries=meter.peak_entries,
         prefill_seconds=time.perf_counter() - started,
@@ -191,7 +191,7 @@ def prompts_per_cache(desk: ModelRuntime, router: Router, prompts: Prompts) -> l
     shown = router.prompts()
     if not shown:
         # A chat that starts from nothing has no episodes yet, and nothing to judge by them.
-        return [{**common, **dict.fromkeys(router.writes, ())}]
+        return [{**common, **dict.fromkeys(router.prompt_names, ())}]
     return [{**common, "episode": episode_prompt(desk.scribe, texts)} for texts in shown]
 
 
@@ -233,7 +233,7 @@ def prefill_reader(
     desk: ModelRuntime, policy: Policy, context: int, meter: PeakMemoryMeter
 ) -> PrefillReader:
     """What reads a text of so many tokens under a policy."""
-    tokens = policy.timing.reading_tokens(entries_per_head(policy, desk.decoder.spec))
+    tokens = policy.timing.prefill_tokens(entries_per_head(policy, desk.decoder.spec))
     planner, quotas = planner_with_quotas(desk, policy, tokens, context)
     return PrefillReader(desk.decoder, planner, tokens, quotas, meter, prefill_allowance(policy))
 
@@ -276,7 +276,7 @@ def decode_planner(
         return None
     starts = tuple(cache.next_position for cache in caches)
     tokens = entries_per_head(policy, desk.decoder.spec)
-    reading = policy.timing.reading_tokens(tokens)
+    reading = policy.timing.prefill_tokens(tokens)
     # Generated text goes on filling layers, so the context so far does not limit them.
     ready = [planner_with_quotas(desk, policy, reading, max(start, tokens)) for start in starts]
     quotas = tuple(own for _, own in ready)

@@ -71,28 +71,28 @@ class StoreComponents:
     ) -> None:
         self.place = CountingFileSystem(open_file_system(url) if isinstance(url, str) else url)
         self.refusals, self.unwritten = FailureCounter(), FailureCounter()
-        self.rates, self.ledger = ThroughputEstimates(), ByteLedger(budgets)
+        self.throughput, self.ledger = ThroughputEstimates(), ByteLedger(budgets)
         self.clock, self.kept_epochs = clock, kept_epochs
         self.secret = store_secret(home) if secret is None else secret
-        self.guard = DeadlineExecutor("disk", patience)
-        self.sealing = open_encryption(self.place, self.guard, key)
-        self.records = EncryptedFileSystem(self.place, self.sealing)
-        self.blobs = BlobStore(self.place, self.guard, clock)
-        self.vault = TenantBlobs(self.blobs, self.sealing)
+        self.executor = DeadlineExecutor("disk", patience)
+        self.encryption = open_encryption(self.place, self.executor, key)
+        self.records = EncryptedFileSystem(self.place, self.encryption)
+        self.blobs = BlobStore(self.place, self.executor, clock)
+        self.vault = TenantBlobs(self.blobs, self.encryption)
         waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
-        self._patience = CallLimits(waits[0], failures=1, rest_seconds=waits[1])
+        self._patience = CallLimits(waits[0], max_failures=1, rest_seconds=waits[1])
         self.manifest = self._index(home)
-        own = self.records, self.guard, self.manifest, self.secret
+        own = self.records, self.executor, self.manifest, self.secret
         self.heads = SessionEpochs(*own, self._damaged)
-        self.chunks = ChunkIndex(*own, self.sealing)
-        self.families = BranchNotes(self.records, self.guard, self.secret)
+        self.chunks = ChunkIndex(*own, self.encryption)
+        self.branches = BranchNotes(self.records, self.executor, self.secret)
         self._catch_up()
-        told = self.vault, self.place, self.guard, self.manifest, self.ledger
-        self.shelves = BudgetedBlobs(*told, written_bytes)
-        DiskEviction(eviction, self.manifest, self.heads, self.chunks, self.shelves)
-        self.dropping = GarbageCollection(self.chunks, self.shelves)
-        self.writer = CacheWriter(self.shelves, self.chunks)
-        self.reader = CacheReader(self.vault, self.ledger, self.rates)
+        told = self.vault, self.place, self.executor, self.manifest, self.ledger
+        self.budgeted_blobs = BudgetedBlobs(*told, written_bytes)
+        DiskEviction(eviction, self.manifest, self.heads, self.chunks, self.budgeted_blobs)
+        self.garbage = GarbageCollection(self.chunks, self.budgeted_blobs)
+        self.writer = CacheWriter(self.budgeted_blobs, self.chunks)
+        self.reader = CacheReader(self.vault, self.ledger, self.throughput)
 
     def tenant(self, principal: str) -> str:
         """What a principal is called in keys and paths."""
@@ -117,7 +117,7 @@ class StoreComponents:
         return self._manifest(home / f"manifest-{number:08x}.sqlite")
 
     def _manifest(self, path: Path) -> Manifest:
-        own = path, self.secret, self.clock, self.sealing, self._patience
+        own = path, self.secret, self.clock, self.encryption, self._patience
         try:
             return Manifest(*own)
         except Damaged as error:
@@ -128,7 +128,7 @@ class StoreComponents:
     def _catch_up(self) -> None:
         """Index what lies beside the blobs; what a slow disk does not tell, at the next start."""
         try:
-            self.heads.catch_up()
+            self.heads.sync_manifest()
             if not self.manifest.is_built:
                 self.chunks.rebuild()
                 self.manifest.mark_built()

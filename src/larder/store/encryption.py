@@ -32,10 +32,10 @@ MAX_CACHED_TENANTS = 4096  # whose keys are remembered
 class Encryption(ABC):
     """Hides bytes and shows them again. Safe from threads.
 
-    `is_sealed` tells whether it does: whether nobody without the key can make what opens.
+    `is_encrypted` tells whether it does: whether nobody without the key can make what opens.
     """
 
-    is_sealed: ClassVar[bool]
+    is_encrypted: ClassVar[bool]
 
     @abstractmethod
     def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
@@ -50,7 +50,7 @@ class Encryption(ABC):
         """
 
     @abstractmethod
-    def tagged(self, tenant: str, digest: str) -> str:
+    def tag(self, tenant: str, digest: str) -> str:
         """A digest of content as it may stand in the open."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Encryption(ABC):
 class NoEncryption(Encryption):
     """Hides nothing."""
 
-    is_sealed = False
+    is_encrypted = False
 
     def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
         return data
@@ -74,7 +74,7 @@ class NoEncryption(Encryption):
     def opened(self, tenant: str, data: bytes, place: str = "") -> bytes:
         return data
 
-    def tagged(self, tenant: str, digest: str) -> str:
+    def tag(self, tenant: str, digest: str) -> str:
         return digest
 
     def masked(self, tenant: str, before: str, tokens: bytes) -> bytes:
@@ -92,7 +92,7 @@ class AesGcmEncryption(Encryption):
         DependencyError: the package `cryptography` is missing.
     """
 
-    is_sealed = True
+    is_encrypted = True
 
     def __init__(self, key: bytes, salt: bytes) -> None:
         _ciphers()
@@ -117,7 +117,7 @@ class AesGcmEncryption(Encryption):
             "written with another key."
         )
 
-    def tagged(self, tenant: str, digest: str) -> str:
+    def tag(self, tenant: str, digest: str) -> str:
         return mac_of(self._keys(tenant)[2], digest)
 
     def masked(self, tenant: str, before: str, tokens: bytes) -> bytes:

@@ -48,7 +48,7 @@ class FailureCounter:
         return self.note(failure_reason(error), str(error))
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def suppressed(self) -> Iterator[None]:
         """A block whose errors are one more each, and stop nobody."""
         try:
             yield

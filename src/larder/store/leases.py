@@ -71,7 +71,7 @@ class SessionLeases:
         self._holder = secrets.token_hex(32)
         self._alive_until = 0.0
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that this process is alive.
 
         Raises:
@@ -90,7 +90,7 @@ class SessionLeases:
             StoreError: nothing can be written.
         """
         if self._alive_until <= self._parts.clock():
-            self.beat()
+            self.heartbeat()
         tenant = self._parts.tenant(principal)
         folder = f"{LEASES_FOLDER}/{tenant}/{session_key(tenant, name)}"
         terms = self._terms(folder)
@@ -132,7 +132,7 @@ class SessionLeases:
         old = [
             entry.path
             for folder in (HOLDERS_FOLDER, LEASES_FOLDER)
-            for entry in self._call(lambda folder=folder: list(parts.place.listing(folder)))
+            for entry in self._call(lambda folder=folder: list(parts.place.list_files(folder)))
             if entry.modified < before and not self._is_alive(entry.path)
         ]
         for path in old:
@@ -166,7 +166,7 @@ class SessionLeases:
             raise LeaseConflict(left)
 
     def _terms(self, folder: str) -> list[int]:
-        found = self._call(lambda: [entry.path for entry in self._parts.place.listing(folder)])
+        found = self._call(lambda: [entry.path for entry in self._parts.place.list_files(folder)])
         words = (path.rpartition("/")[2].removesuffix(".json") for path in found)
         return sorted(int(word) for word in words if word.isascii() and word.isdecimal())
 
@@ -187,7 +187,7 @@ class SessionLeases:
         return parse_json(text) if is_ours else {}
 
     def _call(self, function: Any, *given: Any) -> Any:
-        return self._parts.guard.call(function, *given)
+        return self._parts.executor.call(function, *given)
 
     def _beside(self, holder: str) -> str:
         return f"{HOLDERS_FOLDER}/{mac_of(self._parts.secret, holder)}.json"

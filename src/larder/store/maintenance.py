@@ -55,30 +55,30 @@ class StoreMaintenance:
             the bytes of blobs that were freed.
         """
         parts = self._parts
-        for own, newest in _newest_records(parts.heads.all_written()).items():
+        for own, newest in _newest_records(parts.heads.all_records()).items():
             kept = 1 if self._is_over(newest) else parts.kept_epochs
-            parts.dropping.states(parts.heads.prune(*own, kept))
-        written = parts.heads.all_written()
-        self._ask_for({(r.tenant, r.session) for r in written})
+            parts.garbage.states(parts.heads.prune(*own, kept))
+        written = parts.heads.all_records()
+        self._sync_removed({(r.tenant, r.session) for r in written})
         live = {ref.digest for record in written for ref in record.refs}
         before = parts.clock() - grace_seconds
-        live |= parts.dropping.sweep(live, before)
+        live |= parts.garbage.sweep(live, before)
         there = [record for record in written if not record.removed]
-        parts.families.sweep({(r.tenant, r.session) for r in there}, before)
-        parts.families.note_all(there)
+        parts.branches.sweep({(r.tenant, r.session) for r in there}, before)
+        parts.branches.note_all(there)
         live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
         for record in _newest_records(written).values():
             if record.removed and record.made <= before:
                 parts.heads.forget(record)
-        for path in parts.guard.call(self._aside, before):
-            parts.guard.call(parts.place.remove, path)
-        return parts.shelves.sweep(live, grace_seconds)
+        for path in parts.executor.call(self._quarantined, before):
+            parts.executor.call(parts.place.remove, path)
+        return parts.budgeted_blobs.sweep(live, grace_seconds)
 
     def note_branches(self) -> None:
         """Note branches that were written before that was done, of which the index knows."""
         parts = self._parts
         tenants = {tenant for tenant, _ in parts.manifest.sessions()}
-        parts.families.note_all(r for each in tenants for r in parts.heads.of(each))
+        parts.branches.note_all(r for each in tenants for r in parts.heads.of(each))
 
     def forget_removed(self, grace_seconds: float = TOMBSTONE_SECONDS) -> int:
         """Drop what says of sessions that they were removed; how many. Cheap, unlike a sweep."""
@@ -86,10 +86,10 @@ class StoreMaintenance:
         gone = parts.manifest.removed(parts.clock() - grace_seconds)
         for record in gone:
             parts.heads.forget(record)
-        parts.shelves.settle()
+        parts.budgeted_blobs.settle()
         return len(gone)
 
-    def _ask_for(self, written: Collection[tuple[str, str]]) -> None:
+    def _sync_removed(self, written: Collection[tuple[str, str]]) -> None:
         """Have the index learn of sessions that another machine has removed."""
         for own in self._parts.manifest.sessions():
             if own not in written:
@@ -131,17 +131,17 @@ class StoreMaintenance:
     def _mended(self, record: Record) -> list[str]:
         parts = self._parts
         try:
-            data = parts.guard.call(parts.records.read, record.path)
+            data = parts.executor.call(parts.records.read, record.path)
             if decode_record(data, parts.secret) == record:
                 return []
         except (FileNotFoundError, LarderError):
             pass
-        parts.guard.call(parts.records.replace, record.path, encode_record(record, parts.secret))
+        parts.executor.call(parts.records.replace, record.path, encode_record(record, parts.secret))
         return ["Its record beside the blobs was damaged and is written again."]
 
-    def _aside(self, before: float) -> list[str]:
+    def _quarantined(self, before: float) -> list[str]:
         return [
-            e.path for e in self._parts.place.listing(QUARANTINE_FOLDER) if e.modified <= before
+            e.path for e in self._parts.place.list_files(QUARANTINE_FOLDER) if e.modified <= before
         ]
 
 

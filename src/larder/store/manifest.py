@@ -48,7 +48,7 @@ class Manifest:
         secret: bytes,
         clock: Callable[[], float] = time.time,
         sealing: Encryption = NoEncryption(),  # noqa: B008, without state
-        patience: CallLimits = CallLimits(BUSY_SECONDS, failures=1, rest_seconds=BUSY_SECONDS),  # noqa: B008
+        patience: CallLimits = CallLimits(BUSY_SECONDS, max_failures=1, rest_seconds=BUSY_SECONDS),  # noqa: B008
     ) -> None:
         self.path, self.clock, self._patience = path, clock, patience
         self._breaker = CircuitBreaker(patience)
@@ -142,7 +142,7 @@ class Manifest:
                 (*own, record.epoch, record.made),
             )
 
-    def step_back(self, tenant: str, session: str, epoch: int) -> None:
+    def roll_back_head(self, tenant: str, session: str, epoch: int) -> None:
         """Have an earlier state be the head, when those behind it are lost."""
         with self.writing() as rows:
             for table in ("epochs", "spans"):
@@ -273,7 +273,7 @@ class Manifest:
         try:
             with translate_errors(self.path, self._patience.seconds):
                 yield
-            self._breaker.succeeded()
+            self._breaker.record_success()
         except StoreSlow:
             self._breaker.failed()
             raise

@@ -72,11 +72,11 @@ class ModelIdentity:
     @property
     def key(self) -> str:
         """One digest of all that counts; equal identities have equal ones."""
-        return key_of("identity", canonical_json(self._counting()))
+        return key_of("identity", canonical_json(self._compared_fields()))
 
     def differences(self, other: ModelIdentity) -> list[str]:
         """The names of what differs and counts; empty where one's cache is good for the other."""
-        own, others = self._counting(), other._counting()
+        own, others = self._compared_fields(), other._compared_fields()
         return [name for name, value in own.items() if others[name] != value]
 
     def told(self) -> dict[str, str]:
@@ -88,7 +88,7 @@ class ModelIdentity:
         """What `told` told; what a larder of another time left out is empty, and so differs."""
         return ModelIdentity(**{f.name: str(told.get(f.name, "")) for f in fields(ModelIdentity)})
 
-    def _counting(self) -> dict[str, str]:
+    def _compared_fields(self) -> dict[str, str]:
         counting = {
             name: value for name, value in asdict(self).items() if name not in INFORMATIONAL_FIELDS
         }

@@ -26,7 +26,7 @@ class Store:
         self.sessions = SessionStore(self.parts)
         self.turns = TurnStore(self.parts)
         self.prefixes = PrefixStore(self.parts)
-        self.upkeep = StoreMaintenance(self.parts)
+        self.maintenance = StoreMaintenance(self.parts)
         self.exchange = SessionExporter(self.parts)
 
     def close(self) -> None:

@@ -64,19 +64,19 @@ class ThroughputEstimates:
         with self._lock:
             return _seconds(self._loading.get(tier, _Rate()), count)
 
-    def read_seconds(self, tokens: int) -> float | None:
+    def prefill_seconds(self, tokens: int) -> float | None:
         """How long reading would take; None where nothing is known."""
         with self._lock:
             return _seconds(self._reading, tokens)
 
-    def quicker(self, tier: Tier, count: int, tokens: int) -> RestorePath:
+    def choose(self, tier: Tier, count: int, tokens: int) -> RestorePath:
         """Which way is quicker.
 
         Args:
             count: bytes to be loaded.
             tokens: to be read otherwise.
         """
-        load, read = self.load_seconds(tier, count), self.read_seconds(tokens)
+        load, read = self.load_seconds(tier, count), self.prefill_seconds(tokens)
         if load is None or read is None or load <= read:
             return RestorePath.LOAD
         with self._lock:

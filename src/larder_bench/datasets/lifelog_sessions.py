@@ -64,22 +64,24 @@ class LifeLog:
     messages: list[Message] = field(default_factory=list)
     first: dict[FactSubject, LifeLogFact] = field(default_factory=dict)
     latest: dict[FactSubject, LifeLogFact] = field(default_factory=dict)
-    untold: list[FactSubject] = field(default_factory=list)
+    remaining_subjects: list[FactSubject] = field(default_factory=list)
     sessions: int = 0
     facts: tuple[int, int] = FACTS_PER_SESSION
 
     def __post_init__(self) -> None:
-        self.untold = [
+        self.remaining_subjects = [
             FactSubject(topic, entity, attribute)
             for topic in self.grammar.topics
             for entity in topic.entities
             for attribute in topic.attributes
         ]
-        self.random.shuffle(self.untold)
+        self.random.shuffle(self.remaining_subjects)
 
     def next_session(self) -> LifeLogSession | None:
         """A session that could come next, or None if everything is told. `keep` makes it so."""
-        topics = [t for t in self.grammar.topics if any(s.topic == t for s in self.untold)]
+        topics = [
+            t for t in self.grammar.topics if any(s.topic == t for s in self.remaining_subjects)
+        ]
         if not topics:
             return None
         random = self.random
@@ -103,7 +105,9 @@ class LifeLog:
         for fact in session.facts:
             self.first.setdefault(fact.subject, fact)
             self.latest[fact.subject] = fact
-        self.untold = [subject for subject in self.untold if subject not in self.first]
+        self.remaining_subjects = [
+            subject for subject in self.remaining_subjects if subject not in self.first
+        ]
 
     def depth(self, place: int) -> float:
         """Where a message starts: the share of all letters that stand before it."""
@@ -118,7 +122,9 @@ class LifeLog:
 
     def _subjects(self, topic: Topic, count: int) -> list[FactSubject]:
         """New subjects of a topic, and sometimes an old one whose value changes."""
-        subjects = [subject for subject in self.untold if subject.topic == topic][:count]
+        subjects = [subject for subject in self.remaining_subjects if subject.topic == topic][
+            :count
+        ]
         told = [subject for subject in self.latest if subject.topic == topic]
         if told and self.random.random() < UPDATE_CHANCE:
             subjects.append(self.random.choice(told))
@@ -162,7 +168,7 @@ def write_lifelog(
         log.keep(session)
     if not log.sessions:
         raise TooLittle(f"lifelog.tokens must hold a session, got {tokens}: take 400 or more.")
-    if left > 0 and not log.untold:
+    if left > 0 and not log.remaining_subjects:
         raise BadParameter(
             f"lifelog.tokens is {tokens}, but all there is to tell is {tokens - left}: take less."
         )

@@ -41,7 +41,7 @@ class MeasuredCells:
         """The seed that a cell's first guess comes from; None where there is none."""
         return self._guesses[cell.place][0] if cell.place in self._guesses else None
 
-    def same(self, cell: Cell) -> Row | None:
+    def shared_row(self, cell: Cell) -> Row | None:
         """What the cell comes to, where one that differs in what is held equal has told."""
         if not cell.is_alike:
             return None

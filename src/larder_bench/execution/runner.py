@@ -89,14 +89,14 @@ class StudyRunner:
         out: the file of its results.
         open: gives the workbench of a model.
         threads: that torch computes with.
-        through: how cells are gone through.
+        execution: how cells are gone through.
     """
 
     study: Study
     out: Path
     open: ContextLoader
     threads: int
-    through: ExecutionStrategy = run_locally
+    execution: ExecutionStrategy = run_locally
     _told: dict[str, Row] = field(default_factory=dict[str, Row], init=False, compare=False)
 
     def go(self, tell: ProgressCallback = ignore_progress) -> None:
@@ -179,7 +179,7 @@ class StudyRunner:
             def head(cell: Cell, told: Row = told | {"environment": surroundings["id"]}) -> Row:
                 return cell.head(told)
 
-            each = self.through(model, rows, self._tell_surroundings)
+            each = self.execution(model, rows, self._tell_surroundings)
             told_of = self._cells[model], head, cell_key, measure, self.out, {}, each
             yield bench, surroundings, ResumableRun(*told_of)
 
@@ -227,7 +227,7 @@ def _check_texts(bench: ModelContext, left: Sequence[Cell], rows: Sequence[Row],
 
 def measure_cell(bench: ModelContext, known: MeasuredCells, cell: Cell) -> Row:
     """What a cell comes to."""
-    row = known.same(cell) or _measure_uncached(bench, cell, known.guess(cell))
+    row = known.shared_row(cell) or _measure_uncached(bench, cell, known.guess(cell))
     known.learn(cell, row)
     return row
 
@@ -272,6 +272,6 @@ def _cells_of_model(study: Study, model: str) -> list[Cell]:
     for cell in cells_of(study, model):
         own, amount = measures[cell.measure], cell.amount
         is_alike = amount is not None and own.is_alike(amount)
-        one = replace(cell, measure=short_spelling(own), is_indifferent=is_alike)
+        one = replace(cell, measure=short_spelling(own), ignores_matching=is_alike)
         found.setdefault((*one.place, one.seed, one.measure), one)
     return list(found.values())

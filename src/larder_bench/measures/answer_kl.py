@@ -66,7 +66,7 @@ class _KlScorer:
         return [items[place] for place in range(len(posed))]
 
     def _item(self, posed: NumberedQuestion, found: AnswerLogits) -> Row:
-        true, forced = self.true[posed.number], found.forced(posed.question)
+        true, forced = self.true[posed.number], found.likelihood(posed.question)
         same = true.argmax(-1) == found.logits.argmax(-1)
         return posed.item() | {
             "exact": forced.exact,

@@ -222,8 +222,8 @@ class _StepRunner:
             if self._tending is not None:
                 observer = self._tending.observer(numbers, rows, said)
             if spent is not None:
-                observer = spent.watched(observer)
-            self._decoder.predict(rows, Mode.APPEND, numbers, observer).cpu()  # waits
+                observer = spent.wrap_observer(observer)
+            self._decoder.forward_logits(rows, Mode.APPEND, numbers, observer).cpu()  # waits
             self._said += 1
 
         return step
@@ -237,7 +237,7 @@ def sized_policy(bench: ModelContext, cell: Cell) -> Policy:
     """
     if not isinstance(cell.subject, PolicyMethod):
         raise UsageError(f"{cell.subject.name} has no cache to decode over: leave it out.")
-    policy = cell.subject.case.policy
+    policy = cell.subject.variant.policy
     spec, asked = bench.engine.loaded.decoder.spec, None
     if cell.amount is not None:
         asked = str(_tokens(bench, cell, policy))

@@ -46,7 +46,7 @@ class Fidelity(Measure):
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy = _policy(cell)
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        truth = bench.truth(conversation, self.following)
+        truth = bench.reference(conversation, self.following)
         spec, context = bench.engine.loaded.decoder.spec, len(truth.passage.source.ids)
 
         def read(tokens: int | None) -> ConversationMemory:
@@ -74,7 +74,7 @@ def _policy(cell: Cell) -> Policy:
         raise UsageError(
             f"{cell.subject.name} needs a question, and fidelity asks none: leave it out."
         )
-    return cell.subject.case.policy
+    return cell.subject.variant.policy
 
 
 def fidelity_items(truth: FullCacheReference, memory: ConversationMemory) -> list[Row]:
@@ -87,7 +87,7 @@ def fidelity_items(truth: FullCacheReference, memory: ConversationMemory) -> lis
         kl_divergence(truth.logits, logits)[:-1].tolist(),
         same.tolist(),
         likelihoods.tolist(),
-        truth.kept_mass(cache)[:-1].tolist(),
+        truth.attention_mass_kept(cache)[:-1].tolist(),
         strict=True,
     )
     return [

@@ -114,5 +114,5 @@ def generate_timed(engine: Engine, memory: ConversationMemory, question: Questio
     between = tuple(later - sooner for sooner, later in zip(stamps, stamps[1:], strict=False))
     # Without a policy at work `Engine.ask` needs no copy: the fork stands for the cache itself.
     spared = cache.nbytes if tending is None else fork.shared_nbytes
-    held = memory.shelf.nbytes + fork.nbytes - spared
+    held = memory.caches.nbytes + fork.nbytes - spared
     return TimedAnswer(text, stamps[0] - started if stamps else None, between, held)

@@ -152,7 +152,7 @@ class _PromptReader:
 def _policy(cell: Cell) -> Policy:
     """Raises: UsageError: it has no prompt to replace, or questions stand behind each other."""
     subject = cell.subject
-    if not isinstance(subject, PolicyMethod) or not subject.case.asks_first:
+    if not isinstance(subject, PolicyMethod) or not subject.variant.needs_question:
         raise UsageError(
             f"{subject.name} does not judge by the question, so no other prompt can stand in its "
             'place: take one with patched(prompt="question"), and --control none.'
@@ -162,7 +162,7 @@ def _policy(cell: Cell) -> Policy:
             f"Questions of {name_of(type(cell.task))} stand behind each other, and prompts has a "
             "reading for each: take a task whose questions stand alone."
         )
-    return subject.case.policy
+    return subject.variant.policy
 
 
 Part = PromptsMeasure

@@ -53,10 +53,10 @@ class Reading(Measure):
         started = time.perf_counter()
         shelf = build_caches(desk, policy, ids, [book] * self.caches, meter)
         seconds = time.perf_counter() - started
-        active = max(holding.in_use for holding in shelf.holdings())
+        active = max(holding.fast_tier_bytes for holding in shelf.holdings())
         full = decoder.spec.full_bytes(cell.tokens)
-        parts = {MODEL: seconds - clocked.judging - clocked.scratch}
-        parts |= {PROMPTS: clocked.scratch, POLICY: clocked.judging}
+        parts = {MODEL: seconds - clocked.observer_seconds - clocked.scratch}
+        parts |= {PROMPTS: clocked.scratch, POLICY: clocked.observer_seconds}
         assert policy.budget.tokens is not None  # filled in
         return {
             "context_tokens": cell.tokens,

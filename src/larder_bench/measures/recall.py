@@ -114,7 +114,7 @@ class _RecallTally:
     ) -> None:
         """Look at what a layer has just fetched, if it has."""
         tier = cache.stores[layer]
-        if layer < self.first or not isinstance(tier, TieredLayer) or not tier.recalls:
+        if layer < self.first or not isinstance(tier, TieredLayer) or not tier.has_offloaded:
             return
         choice = tier.finder.choice or (tier.leader and tier.leader.finder.choice)
         if choice:
@@ -153,7 +153,7 @@ def _of_kv_heads(
         finder = tier.leader.finder
     else:  # the choice is cut to what query heads share
         pages = finder.look(queries[:, None], tier.parked()).pages
-    return finder.learned.index.contents(interleaved(pages, heads, recall.pages))
+    return finder.shared_index.index.contents(interleaved(pages, heads, recall.pages))
 
 
 def _layer_recall(
@@ -198,11 +198,11 @@ def _exhibit(
 
 def _index_figures(tiers: Sequence[TieredLayer]) -> Row:
     """What the indexes take beside each key, and how full their pages are."""
-    used = [tier for tier in tiers if tier.recalls and tier.finder.learned.is_used]
+    used = [tier for tier in tiers if tier.has_offloaded and tier.finder.shared_index.is_used]
     keys = sum(sum(tier.parked().lengths) for tier in used)
     if not keys:
         return {}
-    indexes = [tier.finder.learned.index for tier in used]
+    indexes = [tier.finder.shared_index.index for tier in used]
     room = sum(sum(index.counts) * index.page for index in indexes)
     nbytes = sum(tensor.nbytes for index in indexes for tensor in index.tensors())
     return {"index_bytes_per_key": round(nbytes / keys, 2), "page_fill": round(keys / room, 4)}
@@ -210,12 +210,12 @@ def _index_figures(tiers: Sequence[TieredLayer]) -> Row:
 
 def _check(cell: Cell, first: int) -> None:
     """Raises: UsageError: nothing is parked, or not in all the layers that count."""
-    if not isinstance(cell.subject, PolicyMethod) or cell.subject.case.policy.recall is None:
+    if not isinstance(cell.subject, PolicyMethod) or cell.subject.variant.policy.recall is None:
         raise UsageError(
             f"{cell.subject.name} parks nothing, so nothing is recalled: take a policy with "
             "park(), such as icecache, and --control none."
         )
-    dense = cell.subject.case.policy.recall.dense
+    dense = cell.subject.variant.policy.recall.dense
     if dense > first:
         raise UsageError(
             f"{cell.subject.name} leaves its first {dense} layers dense, but recall counts from "

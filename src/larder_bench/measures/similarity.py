@@ -44,7 +44,7 @@ class SimilarityMeasure(Measure):
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         subject, decoder = cell.subject, bench.engine.loaded.decoder
-        if not isinstance(subject, PolicyMethod) or not subject.case.is_full:
+        if not isinstance(subject, PolicyMethod) or not subject.variant.is_full:
             raise UsageError(
                 f"similarity is a profile of the model, which {subject.name} does not change: "
                 "take --control full alone."

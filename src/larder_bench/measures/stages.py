@@ -135,7 +135,7 @@ def _time_clustering(engine: Engine, memory: ConversationMemory) -> Row:
 
     desk = replace(engine.desk, embedder=clocked)
     _, seconds = _time_call(
-        lambda: memory.policy.session.arrange(
+        lambda: memory.policy.session.build_router(
             memory.conversation, desk.embedder, desk.scribe.length
         )
     )
@@ -159,7 +159,7 @@ def _time_turn(engine: Engine, memory: ConversationMemory, question: Question, a
         for said in range(answer):
             row = Tokens(fork, given)
             observer = None if tending is None else tending.observer([0], [row], [said])
-            logits = decoder.predict([row], Mode.APPEND, [len(given) - 1], observer)
+            logits = decoder.forward_logits([row], Mode.APPEND, [len(given) - 1], observer)
             given = (int(logits.argmax()),)
 
     return {"match": match, "decode": _time_call(decode)[1]}
@@ -167,7 +167,7 @@ def _time_turn(engine: Engine, memory: ConversationMemory, question: Question, a
 
 def _time_cache_fetch(memory: ConversationMemory) -> float:
     """Seconds of writing one cache back and making another active; 0 of the only one."""
-    shelf = memory.shelf
+    shelf = memory.caches
     if len(shelf) < 2:
         return 0.0
     shelf.activate(0)

@@ -48,12 +48,12 @@ class LinePanel:
     """Lines that share their axes.
 
     Args:
-        across: levels that do not depend on x, as lines from side to side.
+        levels: levels that do not depend on x, as lines from side to side.
     """
 
     title: str
     lines: tuple[Line, ...]
-    across: tuple[tuple[str, float], ...] = ()
+    levels: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def draw_panels(
 def _single_panel(
     panel: LinePanel, looks: dict[str, PolicyStyle], x: Axis, y: Axis, left: float, height: float
 ) -> Any:
-    ends = [(line.ys[-1], looks[line.name]) for line in panel.lines if looks[line.name].is_told]
-    ends += [(level, looks[name]) for name, level in panel.across]
+    ends = [(line.ys[-1], looks[line.name]) for line in panel.lines if looks[line.name].is_labeled]
+    ends += [(level, looks[name]) for name, level in panel.levels]
     names = max((text_width(look.name, SMALL) for _, look in ends), default=0.0)
     # A title may run on above the names.
     title = wrap_text(panel.title, COLUMN - left - 0.05, TITLE, 2)
@@ -151,7 +151,9 @@ def _panel_row(
 ) -> Any:
     levels = _named_levels(panels, looks)
     drawn = {line.name for panel in panels for line in panel.lines}
-    told = [look for name, look in looks.items() if look.is_told and (name in drawn or not levels)]
+    told = [
+        look for name, look in looks.items() if look.is_labeled and (name in drawn or not levels)
+    ]
     legend = legend_lines(told, PAGE - left)
     columns = min(PANELS_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
@@ -175,7 +177,7 @@ def _panel_row(
         if sheet.is_bottom(number, len(panels)):
             axes.set_xlabel(x.label)
         if levels:
-            label_ends(figure, axes, [(level, looks[name]) for name, level in panel.across])
+            label_ends(figure, axes, [(level, looks[name]) for name, level in panel.levels])
     return figure
 
 
@@ -184,20 +186,20 @@ def _named_levels(panels: Sequence[LinePanel], looks: dict[str, PolicyStyle]) ->
 
     Dashes alone do not, where there are more than two.
     """
-    if max(len(panel.across) for panel in panels) < 3:
+    if max(len(panel.levels) for panel in panels) < 3:
         return 0.0
-    names = {looks[name].name for panel in panels for name, _ in panel.across}
+    names = {looks[name].name for panel in panels for name, _ in panel.levels}
     return 0.13 + max(text_width(name, SMALL) for name in names)
 
 
 def _draw(axes: Any, panel: LinePanel, looks: dict[str, PolicyStyle]) -> None:
-    for name, level in panel.across:
+    for name, level in panel.levels:
         look = looks[name]
         axes.axhline(level, color=look.color, linestyle=look.dashes, linewidth=0.9, label=name)
     # Pale lines first, controls next: what is compared lies on top.
     for line in sorted(panel.lines, key=lambda line: _rank(looks[line.name])):
         look, rank = looks[line.name], 2 + _rank(looks[line.name])
-        if line.lows and look.is_told and not look.is_control:
+        if line.lows and look.is_labeled and not look.is_control:
             axes.vlines(
                 line.xs, line.lows, line.highs, color=look.color, linewidth=0.7, zorder=rank
             )
@@ -206,7 +208,7 @@ def _draw(axes: Any, panel: LinePanel, looks: dict[str, PolicyStyle]) -> None:
             line.ys,
             color=look.color,
             linestyle=look.dashes,
-            linewidth=1.3 if look.dashes == SOLID and look.is_told else 0.9,
+            linewidth=1.3 if look.dashes == SOLID and look.is_labeled else 0.9,
             # A control at one place is a dash.
             marker=look.marker or ("_" if len(line.xs) == 1 else None),
             zorder=rank,
@@ -242,8 +244,8 @@ def _fitting(ticks: Sequence[tuple[float, str]], width: float) -> Sequence[tuple
 
 
 def _rank(look: PolicyStyle) -> int:
-    return 0 if not look.is_told else 1 if look.is_control else 2
+    return 0 if not look.is_labeled else 1 if look.is_control else 2
 
 
 def _names(panel: LinePanel) -> list[str]:
-    return [line.name for line in panel.lines] + [name for name, _ in panel.across]
+    return [line.name for line in panel.lines] + [name for name, _ in panel.levels]

@@ -53,7 +53,7 @@ class PolicyStyle:
         dark: of words.
         marker: empty for a control, which has dashes instead.
         dashes: off and on, as matplotlib takes them.
-        is_told: whether it has a label; there are more policies than colors otherwise.
+        is_labeled: whether it has a label; there are more policies than colors otherwise.
     """
 
     name: str
@@ -61,11 +61,11 @@ class PolicyStyle:
     dark: str
     marker: str
     dashes: Dashes
-    is_told: bool = True
+    is_labeled: bool = True
 
     @property
     def is_control(self) -> bool:
-        return not self.marker and self.is_told
+        return not self.marker and self.is_labeled
 
 
 def assign_styles(policies: Iterable[str]) -> dict[str, PolicyStyle]:
@@ -80,7 +80,9 @@ def assign_styles(policies: Iterable[str]) -> dict[str, PolicyStyle]:
             found[policy] = PolicyStyle(short_label(policy), color, dark, MARKERS[colored], SOLID)
             colored += 1
         else:
-            found[policy] = PolicyStyle(short_label(policy), PALE, SOFT, "", SOLID, is_told=False)
+            found[policy] = PolicyStyle(
+                short_label(policy), PALE, SOFT, "", SOLID, is_labeled=False
+            )
     return found
 
 
@@ -96,7 +98,7 @@ def styles_for(
     free = [
         (*colors, m) for colors, m in zip(COLORS, MARKERS, strict=True) if colors[0] not in used
     ]
-    pale = [name for name, look in found.items() if not look.is_told]
+    pale = [name for name, look in found.items() if not look.is_labeled]
     for name, (color, dark, marker) in zip(pale, free, strict=False):
         found[name] = PolicyStyle(short_label(name), color, dark, marker, SOLID)
     return found

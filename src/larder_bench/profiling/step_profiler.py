@@ -64,7 +64,7 @@ class StepProfiler:
 
         return run
 
-    def watched(self, observer: Observer | None) -> Observer | None:
+    def wrap_observer(self, observer: Observer | None) -> Observer | None:
         """An observer whose time is the policy's."""
         return None if observer is None else self.timed(observer, POLICY)
 

@@ -46,12 +46,12 @@ class SyntheticCache:
     def fast_bytes(self) -> int:
         """In the model's memory, slots for recalled pages included even if none is there yet."""
         foreseen = sum(tier.foreseen_bytes for tier in self.cache.tiers)
-        return self.cache.fast_nbytes + foreseen
+        return self.cache.device_nbytes + foreseen
 
     @property
     def slow_bytes(self) -> int:
         """In host memory: what was parked, and the index over it."""
-        return self.cache.nbytes - self.cache.fast_nbytes
+        return self.cache.nbytes - self.cache.device_nbytes
 
 
 def build_synthetic_cache(
@@ -101,7 +101,7 @@ def append_random_entries(decoder: Decoder, caches: Sequence[SequenceCache], tok
 
 def random_ids(decoder: Decoder, count: int) -> tuple[int, ...]:
     """Tokens by chance, the same every time, out of those that the bundled tokenizer has, too."""
-    source, words = random.Random(0), min(decoder.vocabulary, WORDS)
+    source, words = random.Random(0), min(decoder.vocab_size, WORDS)
     return tuple(source.randrange(FIRST_TOKEN_ID, words) for _ in range(count))
 
 
@@ -113,7 +113,7 @@ def replace_decoder(desk: ModelRuntime, decoder: Decoder) -> ModelRuntime:
 
     def measured(names: frozenset[str]) -> Calibration:
         source = random.Random(0)
-        grains = {name: MEASUREMENTS.load(name).grain for name in sorted(names)}
+        grains = {name: MEASUREMENTS.load(name).granularity for name in sorted(names)}
         counts = {name: sum(map(grain.count, layers)) for name, grain in grains.items()}
         return {name: tuple(source.random() for _ in range(n)) for name, n in counts.items()}
 

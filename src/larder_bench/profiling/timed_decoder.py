@@ -41,14 +41,14 @@ class TimedObserver:
 class TimedDecoder(Decoder):
     """The same decoder, which adds up what observers and scratch passes take while it reads.
 
-    `judging` is seconds in observers, `scratch` those of passes read behind a cache, to judge it
-    by, without observers.
+    `observer_seconds` is seconds in observers, `scratch` those of passes read behind a cache, to
+    judge it by, without observers.
     """
 
     def __init__(self, decoder: Decoder, clock: Clock) -> None:
         vars(self).update(vars(decoder))  # which goes on holding the model
         self.clock = clock
-        self.judging = self.scratch = 0.0
+        self.observer_seconds = self.scratch = 0.0
 
     def read(
         self,
@@ -71,7 +71,7 @@ class TimedDecoder(Decoder):
         self._count(mode, watch, started)
         return surprises
 
-    def predict(
+    def forward_logits(
         self,
         rows: Sequence[BatchSegment],
         mode: Mode,
@@ -79,7 +79,7 @@ class TimedDecoder(Decoder):
         observer: Observer | None = None,
     ) -> torch.Tensor:
         watch, started = self._watch(observer), self.clock()
-        logits = super().predict(rows, mode, wanted, watch)
+        logits = super().forward_logits(rows, mode, wanted, watch)
         self._count(mode, watch, started)
         return logits
 
@@ -87,7 +87,7 @@ class TimedDecoder(Decoder):
         return TimedObserver(self.clock, _ignore if observer is None else observer)
 
     def _count(self, mode: Mode, watch: TimedObserver, started: float) -> None:
-        self.judging += watch.seconds
+        self.observer_seconds += watch.seconds
         if mode is not Mode.APPEND:
             self.scratch += self.clock() - started - watch.seconds
 

@@ -29,13 +29,13 @@ class PaperComparison:
 
     Args:
         refused: models under which the policy refused.
-        likely: the log-likelihood of the same answers, where ours is exact match.
+        log_likelihoods: the log-likelihood of the same answers, where ours is exact match.
     """
 
     reported: ReportedValue
     ours: Mapping[str, Interval]
     refused: Collection[str] = ()
-    likely: Mapping[str, Interval] = field(default_factory=dict[str, Interval])
+    log_likelihoods: Mapping[str, Interval] = field(default_factory=dict[str, Interval])
 
     def cells(
         self, models: Sequence[str], likely: Sequence[str], names: Mapping[str, str]
@@ -50,9 +50,10 @@ class PaperComparison:
         place = policy, paper_budget(self.reported.budget), self.told(), self.over(names)
         sign = "+" if self.reported.above else ""
         beside = [
-            _format_interval(self.likely[m], 2, sign) if m in self.likely else "" for m in likely
+            _format_interval(self.log_likelihoods[m], 2, sign) if m in self.log_likelihoods else ""
+            for m in likely
         ]
-        return [*place, *(self.here(model, names) for model in models), *beside]
+        return [*place, *(self.measured_text(model, names) for model in models), *beside]
 
     def told(self) -> str:
         """What the paper reports."""
@@ -70,7 +71,7 @@ class PaperComparison:
         parts = [part for part in (one.task, length, one.kind) if part]
         return f"{one.on.title}{times}; {', '.join(parts) or 'all tasks'}"
 
-    def here(self, model: str, names: Mapping[str, str]) -> str:
+    def measured_text(self, model: str, names: Mapping[str, str]) -> str:
         """Ours with its interval, which one number alone has not."""
         one = self.reported
         if model not in self.ours:
@@ -100,7 +101,7 @@ def comparison_table(
     lines: Sequence[PaperComparison], models: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
     """The head of a table and its cells, line by line."""
-    likely = [model for model in models if any(model in one.likely for one in lines)]
+    likely = [model for model in models if any(model in one.log_likelihoods for one in lines)]
     head = [*HEAD, *map(HERE.format, models), *map(LIKELY.format, likely)]
     return head, [one.cells(models, likely, names) for one in lines]
 

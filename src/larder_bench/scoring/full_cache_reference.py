@@ -35,7 +35,7 @@ class ContextContinuation:
     following: tuple[int, ...]
 
     @property
-    def cue(self) -> str:
+    def last_utterance(self) -> str:
         """What was said last, by which an episode is found."""
         message = self.source.conversation.messages[-1]
         return message.utterance or message.content
@@ -93,24 +93,24 @@ class FullCacheReference:
             del row
             recorded[layer] = own
 
-        cache, _ = memory.recall(cut.cue)
+        cache, _ = memory.recall(cut.last_utterance)
         rows, wanted = [Tokens(cache, cut.following)], range(len(cut.following))
-        logits = engine.loaded.decoder.predict(rows, Mode.SCRATCH, wanted, note)
+        logits = engine.loaded.decoder.forward_logits(rows, Mode.SCRATCH, wanted, note)
         return FullCacheReference(engine, cut, memory, logits, recorded)
 
     def expected(self, memory: ConversationMemory) -> tuple[Float[Tensor, "N V"], SequenceCache]:
         """What another cache expects, and the cache."""
-        cache, _ = memory.recall(self.passage.cue)
+        cache, _ = memory.recall(self.passage.last_utterance)
         rows = [Tokens(cache, self.passage.following)]
         wanted = range(len(self.passage.following))
-        return self.engine.loaded.decoder.predict(rows, Mode.SCRATCH, wanted), cache
+        return self.engine.loaded.decoder.forward_logits(rows, Mode.SCRATCH, wanted), cache
 
-    def kept_mass(self, other: SequenceCache) -> Float[Tensor, " N"]:
+    def attention_mass_kept(self, other: SequenceCache) -> Float[Tensor, " N"]:
         """Of the attention of each token, the share on entries that the other cache holds.
 
         A mean over managed layers and query heads.
         """
-        own, _ = self.memory.recall(self.passage.cue)
+        own, _ = self.memory.recall(self.passage.last_utterance)
         layers = own.spec.managed
         shares = [self._of_layer(layer, own, other) for layer in layers]
         return torch.stack(shares).mean(0)

@@ -91,7 +91,7 @@ class AnswerLogits:
     logits: Float[Tensor, "N V"]
     episode: int | None
 
-    def forced(self, question: Question) -> AnswerLikelihood:
+    def likelihood(self, question: Question) -> AnswerLikelihood:
         """How the answer fared."""
         expected = torch.tensor(self.answer, device=self.logits.device)
         likelihoods = self.logits.log_softmax(-1).gather(1, expected[:, None])[:, 0]
@@ -133,7 +133,7 @@ def answer_logits(
     matches = [memory.router.route(question.question) for question in questions]
     episodes = [None if match is None else match.episode for match in matches]
     for episode in sorted(set(episodes), key=lambda number: number or 0):
-        cache = memory.shelf.activate(episode or 0)
+        cache = memory.caches.activate(episode or 0)
         sections = [
             _PackedAnswer(
                 place,
@@ -163,7 +163,9 @@ def answer_logits_stepwise(
         answer = _answer_ids(engine, question.answer)
         for token in answer:
             row = BatchSegment(fork, given)
-            rows.append(engine.loaded.decoder.predict([row], Mode.APPEND, [len(given) - 1])[0])
+            rows.append(
+                engine.loaded.decoder.forward_logits([row], Mode.APPEND, [len(given) - 1])[0]
+            )
             given = (token,)
         episode = None if match is None else match.episode
         yield AnswerLogits(place, answer, torch.stack(rows), episode)
@@ -172,7 +174,7 @@ def answer_logits_stepwise(
 def _in_order(
     questions: Sequence[Question], found: Iterator[AnswerLogits]
 ) -> list[AnswerLikelihood]:
-    results = {one.place: one.forced(questions[one.place]) for one in found}
+    results = {one.place: one.likelihood(questions[one.place]) for one in found}
     return [results[place] for place in range(len(questions))]
 
 
@@ -202,6 +204,6 @@ def _forward_group(
         stop = first + len(section)
         wanted += range(stop - len(section.answer), stop)
         first = stop
-    logits = engine.loaded.decoder.predict([row], Mode.SCRATCH, wanted)
+    logits = engine.loaded.decoder.forward_logits([row], Mode.SCRATCH, wanted)
     parts = logits.split([len(section.answer) for section in group])
     yield from zip(group, parts, strict=True)

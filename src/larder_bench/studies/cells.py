@@ -34,7 +34,7 @@ class Cell:
         measure: as it is spelled.
         budget: an amount, or `1/1` where nothing is dropped, or `own` where a spelling says it.
         is_shown: whether its row comes with exhibits of how the conversation was kept.
-        is_indifferent: whether its measure takes the budget alike, whatever is held equal.
+        ignores_matching: whether its measure takes the budget alike, whatever is held equal.
     """
 
     study: str
@@ -47,7 +47,7 @@ class Cell:
     matched: MatchedQuantity
     measure: str
     is_shown: bool = False
-    is_indifferent: bool = False
+    ignores_matching: bool = False
 
     @property
     def amount(self) -> MemoryBudget | None:
@@ -64,7 +64,7 @@ class Cell:
     def is_alike(self) -> bool:
         """Whether it comes to the same whatever is held equal."""
         kinds = {self.subject.matched(one) for one in MatchedQuantity}
-        return self.amount is None or self.is_indifferent or len(kinds) == 1
+        return self.amount is None or self.ignores_matching or len(kinds) == 1
 
     def head(self, told: Row) -> Row:
         """What its row starts with.

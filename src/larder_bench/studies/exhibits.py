@@ -41,9 +41,9 @@ def budget_rows(memory: ConversationMemory) -> list[Row]:
     The shelf's caches are made active one after the other, and then the one that was so before.
     """
     count = max(1, len(memory.router.prompts()))
-    before, rows = memory.shelf.active, list[Row]()
+    before, rows = memory.caches.active, list[Row]()
     for number in range(count):
-        cache = memory.shelf.activate(number)
+        cache = memory.caches.activate(number)
         sliding = [layer.index for layer in cache.spec.layers if layer.sliding_window is not None]
         data = {
             "row": "budgets",
@@ -55,9 +55,9 @@ def budget_rows(memory: ConversationMemory) -> list[Row]:
         }
         rows.append(data)
     if before is None:
-        memory.shelf.rest()
+        memory.caches.rest()
     else:
-        memory.shelf.activate(before)
+        memory.caches.activate(before)
     return rows
 
 

@@ -108,24 +108,24 @@ class PolicyMethod(ComparedMethod):
         rereads: when a policy that must know its question reads anew.
     """
 
-    case: PolicyVariant
+    variant: PolicyVariant
     rereads: QuestionScope = QuestionScope.FIRST
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ORACLE if self.rereads is QuestionScope.EACH else self.case.name
+        return ORACLE if self.rereads is QuestionScope.EACH else self.variant.name
 
     @property
     def spelling(self) -> str:
-        shown = str(self.case.policy)
+        shown = str(self.variant.policy)
         return f"{ORACLE}: {shown}" if self.rereads is QuestionScope.EACH else shown
 
     @property
     def scope(self) -> QuestionScope:
-        return self.rereads if self.case.asks_first else QuestionScope.CONTEXT
+        return self.rereads if self.variant.needs_question else QuestionScope.CONTEXT
 
     def budgets(self, wanted: Sequence[str]) -> Sequence[str]:
-        budget = self.case.policy.budget
+        budget = self.variant.policy.budget
         if budget.tokens == WITHOUT_LIMIT:
             return (WHOLE,)
         return wanted if budget.tokens is None and budget.kept is None else (OWN,)
@@ -137,8 +137,8 @@ class PolicyMethod(ComparedMethod):
         tokens: int | None,
         question: Question,
     ) -> ConversationMemory:
-        under = bench.engine.under(self.case.policy, None if tokens is None else str(tokens))
-        prompts = {"question": question.question} if self.case.asks_first else {}
+        under = bench.engine.under(self.variant.policy, None if tokens is None else str(tokens))
+        prompts = {"question": question.question} if self.variant.needs_question else {}
         return under.read(conversation, prompts)
 
 
@@ -238,7 +238,7 @@ class PolicyVariant:
     policy: Policy
 
     @property
-    def asks_first(self) -> bool:
+    def needs_question(self) -> bool:
         """Whether it must know the question before it reads."""
         return "question" in self.policy.scorer.wanted()
 

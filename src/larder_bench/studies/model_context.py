@@ -37,14 +37,14 @@ class ModelContext:
     sources: TaskSources
     passages: Callable[[Conversation, str, int], SegmentIndex] = field(init=False)
     conversation: Callable[[Task, int, int], Conversation] = field(init=False)
-    truth: Callable[[Conversation, int], FullCacheReference] = field(init=False)
+    reference: Callable[[Conversation, int], FullCacheReference] = field(init=False)
     expected: Callable[[Conversation], dict[int, Logits]] = field(init=False)
 
     def __post_init__(self) -> None:
         keep = lru_cache(maxsize=CACHED_CONVERSATIONS)
         object.__setattr__(self, "passages", keep(self._cut))
         object.__setattr__(self, "conversation", keep(self._made))
-        object.__setattr__(self, "truth", lru_cache(maxsize=1)(self._read))
+        object.__setattr__(self, "reference", lru_cache(maxsize=1)(self._read))
         object.__setattr__(self, "expected", lru_cache(maxsize=1)(self._asked))
 
     def told(self) -> Row:

@@ -156,9 +156,9 @@ def _ask_in_turns(
 
 def fork_memory(engine: Engine, memory: ConversationMemory) -> ConversationMemory:
     """The same memory on caches of its own."""
-    numbers = range(len(memory.shelf))
-    caches = [memory.shelf.activate(number).fork() for number in numbers]
-    return replace(memory, shelf=SessionCaches(engine.loaded.decoder.spec, caches))
+    numbers = range(len(memory.caches))
+    caches = [memory.caches.activate(number).fork() for number in numbers]
+    return replace(memory, caches=SessionCaches(engine.loaded.decoder.spec, caches))
 
 
 def _append_turns(

@@ -179,7 +179,7 @@ class Trace:
         return tuple(event for event in self.events if isinstance(event, ReadEvent))
 
     @cached_property
-    def everything_bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Of all that nothing replaces: what a tier has to hold to never compute anything again."""
         replaced = {piece.replaces for piece in self.pieces}
         return sum(p.bytes for place, p in enumerate(self.pieces) if place not in replaced)

@@ -116,7 +116,7 @@ def test_what_names_a_session_names_its_forks() -> None:
         Request("a", (ChatMessage("system", "S"), user("Hi"), ChatMessage("assistant", "H")))
     )
     other, _ = route(Request("a", (ChatMessage("system", "S"), user("Hi"))))
-    assert lot == other == sent.lot == routing_key("a", f"s-{lot}-00ff")
+    assert lot == other == sent.routing_tag == routing_key("a", f"s-{lot}-00ff")
     assert route(Request("b", (ChatMessage("system", "S"), user("Hi"))))[0] != lot
     assert route(Request("a", raw_prompt="Hi"))[0] != lot
     assert route(Request("a", (user("Hi"),), follows="x~2"))[0] == routing_key("a", "x")

@@ -161,7 +161,7 @@ def test_3_a_server_that_is_killed_loses_nothing_it_has_told(
                 known[talk.name] = expected(loaded, talk.turns, fresh, talk.name)
             assert answers == known.get(talk.name, [])[: len(answers)], (kill, talk.name)
     store = store_in(tmp_path)
-    checked = store.upkeep.verify(store.sessions.heads())
+    checked = store.maintenance.verify(store.sessions.heads())
     assert checked and all(not each.problems for each in checked)
     store.close()
     with capsys.disabled():

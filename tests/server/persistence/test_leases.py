@@ -107,7 +107,7 @@ def test_who_says_that_it_is_alive_is(two: Two, clock: Clock) -> None:
     first.served.submit(told(1), "x")
     for _ in range(4):
         clock.now += 2
-        first.claims.beat()
+        first.claims.heartbeat()
     with pytest.raises(ApiError, match="another server"):
         second.served.submit(told(1), "x")
     first.claims.close()
@@ -172,7 +172,7 @@ def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) 
     first.served.submit(told(1), "x")
     second.served.submit(told(1), "y")
     clock.now += 7200
-    second.claims.beat()
+    second.claims.heartbeat()
     for file in (tmp_path / "blobs").rglob("*.json"):
         os.utime(file, (clock.now - 7100, clock.now - 7100))
     assert second.claims.sweep() == 2

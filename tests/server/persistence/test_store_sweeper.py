@@ -25,8 +25,8 @@ def test_a_store_is_swept_until_the_end_and_a_slow_disk_does_not_stop_that(
             enough.set()
 
     store = Store(str(tmp_path / "store"), tmp_path)
-    monkeypatch.setattr(store.upkeep, "forget_removed", forget_removed)
-    monkeypatch.setattr(store.upkeep, "sweep", lambda: asked.append("sweep"))
+    monkeypatch.setattr(store.maintenance, "forget_removed", forget_removed)
+    monkeypatch.setattr(store.maintenance, "sweep", lambda: asked.append("sweep"))
     with StoreSweeper(store, seconds=0.001, sweep_seconds=0.0):
         assert enough.wait(20)
     assert asked[:4] == ["removed", "sweep", "removed", "sweep"]

@@ -114,12 +114,12 @@ def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, metho
             saving = stored.core.tiers.save(sitting)
             assert saving is not None and saving.exception(30) is not None
             stored.run()
-            sitting.unkept = -1
+            sitting.failed_write_tokens = -1
     saving = stored.core.tiers.save(sitting)
     assert saving is not None and saving.exception(30) is None
     stored.run()
     assert sitting.is_saved
-    [view] = stored.keeper.views("a")
+    [view] = stored.keeper.list_sessions("a")
     assert view.tier == "disk" and view.pinned == (method == "label")
 
 
@@ -132,7 +132,7 @@ def test_21_a_session_that_is_deleted_does_not_come_back(
         served.ask(text, "x")
     [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
-    assert keeper.views("a") == [] and keeper.recall("a", "x") is None
+    assert keeper.list_sessions("a") == [] and keeper.recall("a", "x") is None
     assert keeper.names("a", told(1)) == []
     assert served.ask(told(1), "x").told.session == "x"
     assert len(said_in(tmp_path, small)) == 1
@@ -170,7 +170,7 @@ def test_21_a_session_stays_deleted_whose_writing_goes_on(
     place.go_on()
     for home in ("home", "another"):
         found = StoreSessionPersistence(Store(place, tmp_path / home), small.decoder.spec)
-        assert found.recall("a", "x") is None and found.views("a") == []
+        assert found.recall("a", "x") is None and found.list_sessions("a") == []
 
 
 @pytest.mark.parametrize("error", [SLOW, StoreFull("No room: make some.")])
@@ -196,7 +196,7 @@ def test_who_deletes_what_the_store_may_have_hears_that_it_is_slow(
         assert gone.exception(30) is SLOW
     [gone] = served.core.remove("a", "x")  # from where it is kept
     assert gone.result(30) is None
-    assert keeper.views("a") == []
+    assert keeper.list_sessions("a") == []
 
 
 def test_20_what_another_has_gone_back_to_supersedes(

@@ -112,13 +112,13 @@ def test_26_reading_where_loading_is_slower(
     first = Stored(small, tmp_path)
     turns = talk(first)
     first.close()
-    monkeypatch.setattr(ThroughputEstimates, "quicker", lambda *told: RestorePath.RECOMPUTE)
+    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *told: RestorePath.RECOMPUTE)
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
     assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
     assert again.vault.rejected() == {"slower": 1}
-    monkeypatch.setattr(ThroughputEstimates, "quicker", lambda *told: RestorePath.LOAD)
-    again.core.tiers.let_go(again.core.find("a", "x"))
+    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *told: RestorePath.LOAD)
+    again.core.tiers.evict(again.core.find("a", "x"))
     assert again.tier() == "disk"
 
 
@@ -219,7 +219,7 @@ def test_22_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path
         turns[name] = answered(said, stored.ask(said, name), "Why?")
         held.append(len(stored.core.sessions))
     assert max(held) <= 12  # those that come later take no more
-    assert len(stored.keeper.views("a")) == 24
+    assert len(stored.keeper.list_sessions("a")) == 24
     for name in ("n0", "n11", "n23"):
         assert stored.ask(turns[name], name).told.session == name
     anonymous = stored.ask(turns["n5"])  # found by what was said
@@ -233,7 +233,7 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     stored.run()
     assert done.result().tier == "disk" == stored.tier()
     assert not stored.core.sessions.has("a", "x")
-    [view] = stored.keeper.views("a")
+    [view] = stored.keeper.list_sessions("a")
     assert view.turns == 4 and view.epoch == 2 and view.tier_bytes["disk"] > 0
     assert view.kept_tokens + view.evicted_tokens > view.kept_tokens > 0 and not view.lossless
     back = stored.core.prefetch("a", "x")
@@ -266,7 +266,10 @@ def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
         assert hub.pin("a", "x").pinned and not hub.fork("a", "x", "y").pinned
     first.store.close()
     second = Stored(small, tmp_path)
-    assert {view.name: view.pinned for view in second.keeper.views("a")} == {"x": True, "y": False}
+    assert {view.name: view.pinned for view in second.keeper.list_sessions("a")} == {
+        "x": True,
+        "y": False,
+    }
     second.ask(turns, "x")
     assert second.core.find("a", "x").is_pinned
     second.close()
@@ -274,7 +277,7 @@ def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
     with closing(hub_over(small, third)) as hub:
         assert hub.session("a", "x").view.pinned and not hub.unpin("a", "x").pinned
     third.store.close()
-    [x] = [view for view in Stored(small, tmp_path).keeper.views("a") if view.name == "x"]
+    [x] = [view for view in Stored(small, tmp_path).keeper.list_sessions("a") if view.name == "x"]
     assert not x.pinned and x.turns == 6
 
 

@@ -61,11 +61,11 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     first, never = stored(deep, tmp_path, kind), unstored(deep, kind)
     turns = talk(first)
     assert talk(never) == turns
-    caches = first.core.find("a", "x").cabinet
+    caches = first.core.find("a", "x").chat_cache
     first.close()
     again = stored(deep, tmp_path, kind)
     assert again.tier() == "disk"
-    assert again.core.find("a", "x").kept.caches == len(caches.shelf)  # pyright: ignore
+    assert again.core.find("a", "x").kept.caches == len(caches.caches)  # pyright: ignore
     last, expected = blocks(again.served, turns), blocks(never, turns)
     assert last == expected  # no block more than without the restart
     more = answered(turns, again.served.ask(turns, "x"), "And?")

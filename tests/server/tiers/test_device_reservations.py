@@ -46,7 +46,7 @@ def test_23_what_is_spoken_for_is_never_more_than_the_budget(
             else:
                 held[key] = move
                 assert purse.fits(tenant, move) or missing == 0
-        passing = max((need.passing for need in held.values()), default=0)
+        passing = max((need.transient_bytes for need in held.values()), default=0)
         spoken = sum(need.bytes for need in held.values()) + passing
         assert ledger.used(Tier.DEVICE) == spoken <= ledger.limit(Tier.DEVICE)
         for owner in "ab":

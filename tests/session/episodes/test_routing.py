@@ -43,7 +43,7 @@ def talk(*contents: str) -> Conversation:
 
 def arranged(history: Conversation, *said: str, **options: object) -> NearestEpisodeRouter:
     part = Episodes(**{"count": 2, "segment": 1, **options})  # pyright: ignore
-    router = part.arrange(history, topics, words, said)
+    router = part.build_router(history, topics, words, said)
     assert isinstance(router, NearestEpisodeRouter)
     return router
 
@@ -89,7 +89,7 @@ def test_tau_is_calibrated_once_on_what_the_episodes_were_formed_of() -> None:
     second = first.file("a strange dog", 0).router
     assert isinstance(first, NearestEpisodeRouter) and isinstance(second, NearestEpisodeRouter)
     rows = router.embedder.embed_segments(_texts(DOGS_AND_CARS))
-    assert router.former.tau(rows, rows, _places(rows), 2) == first.tau
+    assert router.clusterer.tau(rows, rows, _places(rows), 2) == first.tau
     assert second.tau == first.tau
 
 
@@ -111,7 +111,7 @@ def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
 
 def test_a_refresh_gives_one_episode_a_new_centroid_and_new_representatives() -> None:
     router = arranged(DOGS_AND_CARS, representatives=2).file("a dog barks", 0).router
-    reform = router.reform(0)
+    reform = router.refresh(0)
     after = reform.router
     assert isinstance(router, NearestEpisodeRouter) and isinstance(after, NearestEpisodeRouter)
     assert reform.rebuilt == (0,)
@@ -128,7 +128,7 @@ def test_a_new_segment_can_come_to_stand_for_its_episode() -> None:
     number = router.route("dog").episode  # pyright: ignore
     for text in ("dog dog", "dog a dog", "a dog dog"):
         router = router.file(text, number).router
-    assert router.reform(number).router.prompts()[number][0] in (
+    assert router.refresh(number).router.prompts()[number][0] in (
         "dog dog",
         "dog a dog",
         "a dog dog",
@@ -139,7 +139,7 @@ def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns(
     router = arranged(talk())
     for text in ("my dog", "the car", "a dog barks", "a car stops"):
         router = router.file(text, 0).router
-    reform = router.reform(0)
+    reform = router.refresh(0)
     after = reform.router
     assert isinstance(after, NearestEpisodeRouter)
     assert reform.rebuilt == (0, 1)
@@ -152,8 +152,8 @@ def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns(
 
 def test_too_few_segments_are_not_divided() -> None:
     router = arranged(talk()).file("my dog", 0).router.file("the car", 0).router
-    assert router.reform(0).rebuilt == (0,)
-    assert router.reform(0).router.segments() == [2]
+    assert router.refresh(0).rebuilt == (0,)
+    assert router.refresh(0).router.segments() == [2]
 
 
 def test_segments_keep_their_order_through_new_episodes_and_refreshes() -> None:
@@ -161,7 +161,7 @@ def test_segments_keep_their_order_through_new_episodes_and_refreshes() -> None:
     said = ["a dog barks", "the star shines", "a car stops"]
     for text, number in zip(said, (0, 0, 1), strict=True):
         router = router.file(text, number).router
-    router = router.reform(0).router
+    router = router.refresh(0).router
     assert isinstance(router, NearestEpisodeRouter)
     assert router._rows()[0] == (*_texts(DOGS_AND_CARS), *said)
 
@@ -177,9 +177,9 @@ def test_a_short_chat_comes_back_as_one_episode() -> None:
 
 
 def test_one_cache_files_everything_where_it_is() -> None:
-    router = Single().arrange(talk("a"), topics, words, ("b",))
+    router = Single().build_router(talk("a"), topics, words, ("b",))
     assert router.file("anything", 0).number == 0
-    assert router.reform(0).rebuilt == (0,)
+    assert router.refresh(0).rebuilt == (0,)
 
 
 def test_nobody_answers_before_there_are_episodes() -> None:
@@ -214,7 +214,7 @@ def test_too_many_episodes_are_formed_anew() -> None:
     row = router.episodes[0].rows[0]
     extra = [Episode(row, row[None], (f"alone {n}",), (0,), (100 + n,)) for n in range(3)]
     crowded = replace(router, episodes=(*router.episodes, *extra))
-    reform = crowded.reform(0)
+    reform = crowded.refresh(0)
     assert isinstance(reform.router, NearestEpisodeRouter)
     assert len(reform.router.episodes) == 2 and reform.rebuilt == (0, 1)
     assert sum(len(episode.texts) for episode in reform.router.episodes) == 15
@@ -229,18 +229,18 @@ def test_tau_and_refresh_follow_the_number_of_episodes_that_silhouette_chose() -
     filed = router.file("dog", 0).router
     assert isinstance(filed, NearestEpisodeRouter)
     rows = TopicEmbedder().embed_segments(_texts(FOUR_TOPICS))
-    assert filed.tau == router.former.tau(rows, rows, _places(rows), 4)
-    assert filed.tau != router.former.tau(rows, rows, _places(rows), 2)
+    assert filed.tau == router.clusterer.tau(rows, rows, _places(rows), 4)
+    assert filed.tau != router.clusterer.tau(rows, rows, _places(rows), 2)
     row = router.episodes[0].rows[0]
     extra = Episode(row, row[None], ("alone",), (0,), (100,))
     crowded = replace(router, episodes=(*router.episodes, extra))
-    assert crowded.reform(0).rebuilt == (0,), "five of four formed are not too many"
+    assert crowded.refresh(0).rebuilt == (0,), "five of four formed are not too many"
 
 
 def test_fewer_topics_than_asked_for_are_not_formed_anew_at_every_refresh() -> None:
     router = arranged(talk(*["dog", "car"] * 8), count=4)
     assert len(router.episodes) == 2
-    assert router.reform(0).rebuilt == (0,)
+    assert router.refresh(0).rebuilt == (0,)
 
 
 class CountingEmbedder(TopicEmbedder):
@@ -265,7 +265,7 @@ def test_tau_is_calibrated_on_exchanges_and_embeds_them_in_one_call() -> None:
     )
     embedder = CountingEmbedder()
     part = Episodes(count=2, segment=4)
-    router = part.arrange(history, lambda name: embedder, words)
+    router = part.build_router(history, lambda name: embedder, words)
     assert len(embedder.calls) == 1, "reading does not pay for a chat"
     router.file("my dog", 0).router.file("my car", 0)
     [_, first, exchanges, second] = embedder.calls

@@ -45,7 +45,7 @@ class CompositeLayer(CacheLayer):
         self._finest.compact()
 
     @property
-    def viewed_bytes(self) -> int:
+    def entries_copy_bytes(self) -> int:
         if not self._is_mixed:
             return 0
         numbers = 2 * self.layer.head_dim * self._finest.entries().keys.itemsize
@@ -53,7 +53,7 @@ class CompositeLayer(CacheLayer):
         return sum(self.lengths) * (numbers + POSITION_BYTES + GRADE_BYTES + remembered)
 
     @property
-    def finest_lengths(self) -> tuple[int, ...]:
+    def full_precision_lengths(self) -> tuple[int, ...]:
         return self._finest.lengths
 
     @property
@@ -81,8 +81,8 @@ class RecoverableLayer(CacheLayer):
         self._fast.append(keys, values, positions)
         self.replaced_bytes = self._fast.replaced_bytes
 
-    def listen(self) -> None:
-        self._fast.listen()
+    def record_logits(self) -> None:
+        self._fast.record_logits()
 
     def heard(self) -> Float[Tensor, "R C"] | None:
         return self._fast.heard()

@@ -175,7 +175,7 @@ class GradedTiers:
                 members = rows + self.places.starts[grade]
             else:
                 members = torch.cat([rows + self.places.starts[grade], pool])
-                tier = concat_tiers([tier.keeping(rows), *self._encoded(tier, pool, weights)])
+                tier = concat_tiers([tier.select(rows), *self._encoded(tier, pool, weights)])
             if columns or len(pool):
                 tier = replace(tier, columns=held[:, members.to(held.device)])
             tiers.append(tier)
@@ -247,7 +247,7 @@ def _rows_to_reencode(
     owners = tier.rows.lengths[:, 0].long()
     groups = tier.rows.groups_of(rows)
     counts = torch.bincount(groups, minlength=len(owners))
-    small = (counts > 0) & (counts < tier.codec.fewest)
+    small = (counts > 0) & (counts < tier.codec.min_group_entries)
     coming = torch.bincount(torch.cat([owners[small], incoming]), minlength=heads)
     return (small & (coming[owners] > 1))[groups]
 
@@ -365,7 +365,7 @@ class LazyEntries(Entries):
     def like(self) -> Float[Tensor, "0 D"]:
         return self._like
 
-    def remembering(self, columns: Mapping[str, Float[Tensor, " T"]]) -> LazyEntries:
+    def with_columns(self, columns: Mapping[str, Float[Tensor, " T"]]) -> LazyEntries:
         entries = object.__new__(LazyEntries)
         vars(entries).update(vars(self), columns={**self.columns, **columns})
         return entries

@@ -95,7 +95,7 @@ class SharedEntries:
         key, value = self.norms[side][:, rows].unsqueeze(-1)
         return self.keys[rows].float() * key, self.values[rows].float() * value
 
-    def attended(
+    def attend(
         self, side: int, queries: Queries, kv_heads: int, scaling: float, column: int | None
     ) -> AttentionState:
         """Attention of a layer's queries to the rows that it holds, a kv head at a time.
@@ -114,7 +114,7 @@ class SharedEntries:
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)
 
-    def keeping(
+    def select(
         self, side: int, rows: Int64[Tensor, " N"], columns: Float[Tensor, "n N"]
     ) -> SharedEntries:
         """What is left when a layer holds these rows only, with these columns."""
@@ -208,7 +208,7 @@ class LayerPair:
         self.pairing = pairing
         self.halves: dict[int, PairMember] = {}
 
-    def meet(self, change: PlanApplier) -> None:
+    def share_requested(self, change: PlanApplier) -> None:
         """Share what both layers would."""
         if len(self.halves) < 2:
             return

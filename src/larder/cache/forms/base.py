@@ -66,7 +66,7 @@ class CacheLayer(ABC):
         """
         if queries.shape[1] == 1:
             self.append(keys, values, positions)
-            return self.attend_held(queries, positions).to(queries.dtype)
+            return self.attend_cached(queries, positions).to(queries.dtype)
         out = self.attend(queries, keys, values, positions, (queries.shape[1],))
         self.append(keys, values, positions)
         return out
@@ -90,7 +90,7 @@ class CacheLayer(ABC):
         before = causal_attention(queries, keys, values, *told)[0].to(queries.dtype)
         return torch.cat([before, answer()], 1)
 
-    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
+    def attend_cached(self, queries: Queries, positions: Positions) -> Queries:
         """Attention of queries to everything held, themselves included, in float32."""
         return self._attention(queries, positions, queries.shape[1], 0)[0]
 
@@ -110,7 +110,7 @@ class CacheLayer(ABC):
             shift: as `attend`.
         """
 
-    def listen(self) -> None:
+    def record_logits(self) -> None:
         """Keep what attention makes of the next token for who looks at it, where this form can.
 
         Its logits, for `heard`; or a copy of the entries, for `entries`, which hands it out once.
@@ -186,12 +186,12 @@ class CacheLayer(ABC):
         """What is held, as views; a copy where entries are not stored as numbers."""
 
     @property
-    def viewed_bytes(self) -> int:
+    def entries_copy_bytes(self) -> int:
         """Bytes that `entries` would copy; 0 where it hands out views."""
         return 0
 
     @property
-    def attended_bytes(self) -> int:
+    def attention_copy_bytes(self) -> int:
         """Bytes of what attention copies of what is held; 0 where it reads it as it is."""
         return 0
 
@@ -223,7 +223,7 @@ class CacheLayer(ABC):
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     @property
-    def fast_nbytes(self) -> int:
+    def device_nbytes(self) -> int:
         """Bytes of them in the model's memory; the rest is in a slower one."""
         return self.nbytes
 
@@ -233,7 +233,7 @@ class CacheLayer(ABC):
         """Entries of each kv head."""
 
     @property
-    def finest_lengths(self) -> tuple[int, ...]:
+    def full_precision_lengths(self) -> tuple[int, ...]:
         """Entries of each kv head that are held at full precision."""
         return self.lengths
 

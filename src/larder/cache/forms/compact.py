@@ -67,14 +67,14 @@ class CompactLayer(CacheLayer):
         self._listens = False
         self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
 
-    def attend_held(self, queries: Queries, positions: Positions) -> Queries:
+    def attend_cached(self, queries: Queries, positions: Positions) -> Queries:
         self._kept = ()
         held, count = self.entries(), queries.shape[1]
         if self._listens and count == 1:
             self._listens, self._kept = False, (held.keys, held.places)
         return self._attended(held, queries, positions, count, 0)[0]
 
-    def listen(self) -> None:
+    def record_logits(self) -> None:
         self._listens = True
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
@@ -111,13 +111,13 @@ class CompactLayer(CacheLayer):
         return replace(held, keys=turned, places=places)
 
     @property
-    def viewed_bytes(self) -> int:
+    def entries_copy_bytes(self) -> int:
         keys = self._unturned.entries().keys
         return keys.nbytes + len(keys) * POSITION_BYTES
 
     @property
-    def attended_bytes(self) -> int:
-        return self.viewed_bytes
+    def attention_copy_bytes(self) -> int:
+        return self.entries_copy_bytes
 
     def state(self) -> dict[str, Tensor]:
         return self._unturned.state()

@@ -70,7 +70,7 @@ class CorrectedLayer(TieredLayer):
         """The tokens that are to be read once more with the next one."""
         return tuple(self._ids[: len(self._past)].tolist())
 
-    def read_on(self, ids: Sequence[int]) -> None:
+    def record_ids(self, ids: Sequence[int]) -> None:
         """Say which tokens have been read last."""
         told = torch.cat([self._ids, torch.tensor(ids, dtype=torch.int64)])
         self._ids = told[len(told) - len(self._past) :]
@@ -173,8 +173,8 @@ class CorrectedLayer(TieredLayer):
             self._latest = PastAnswer(int(positions[0]), out, lse, used, parked)
         return out, lse
 
-    def _of_parked(self, queries: Queries, own: int) -> list[AttentionState]:
-        parts = super()._of_parked(queries, own)
+    def _attend_offloaded(self, queries: Queries, own: int) -> list[AttentionState]:
+        parts = super()._attend_offloaded(queries, own)
         taken = self._choice_for(self._slow.entries())
         self._used = self.finder.choice if taken is None else taken
         return parts

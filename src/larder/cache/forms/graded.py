@@ -162,7 +162,7 @@ class GradedLayer(CompositeLayer):
         told, column = (queries, self.layer.kv_heads, self.layer.scaling), self._bias_column
         for tier in self._coded:
             if len(tier):
-                yield tier.attended(*told, None if column is None else tier.columns[column])
+                yield tier.attend(*told, None if column is None else tier.columns[column])
 
     def _planned(
         self, plan: Plan

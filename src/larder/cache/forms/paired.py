@@ -91,7 +91,7 @@ class PairedLayer(CompositeLayer):
         self._finest.note_packed(held[:, : order.own])
         shared = self._pair.shared
         rows = shared.rows(self.side)
-        self._pair.shared = shared.keeping(self.side, rows, held[:, order.own :])
+        self._pair.shared = shared.select(self.side, rows, held[:, order.own :])
 
     def truncate(self, length: int) -> None:
         self.wished = SharingRequest.none()
@@ -99,7 +99,7 @@ class PairedLayer(CompositeLayer):
         shared = self._pair.shared
         rows = shared.rows(self.side)
         rows = rows[shared.positions[rows] < length]
-        self._pair.shared = shared.keeping(self.side, rows, shared.columns[self.side][:, rows])
+        self._pair.shared = shared.select(self.side, rows, shared.columns[self.side][:, rows])
 
     def entries(self) -> Entries:
         own = self._finest.entries()
@@ -187,7 +187,7 @@ class PairedLayer(CompositeLayer):
     def _attended(self, queries: Queries) -> Iterator[AttentionState]:
         if self._is_mixed:
             told = queries, self.layer.kv_heads, self.layer.scaling, self._bias_column
-            yield self._pair.shared.attended(self.side, *told)
+            yield self._pair.shared.attend(self.side, *told)
 
     def _order(self) -> PairedOrder:
         own, shared = self._finest.entries(), self._pair.shared
@@ -272,7 +272,7 @@ class PairedLayer(CompositeLayer):
         )
         columns = self._columns(plan.columns, order, kept)
         rows = shared.rows(self.side)[(kept[~mine] - order.own).to(shared.held.device)]
-        left = shared.keeping(self.side, rows, columns[:, kept[~mine]])
+        left = shared.select(self.side, rows, columns[:, kept[~mine]])
         arrivals = self._arrivals(sums, order, columns)
         change(self._finest, rest, sums.among(kept[stays]), arrivals)
         self.replaced_bytes = self._finest.replaced_bytes + shared.nbytes
@@ -281,7 +281,7 @@ class PairedLayer(CompositeLayer):
         places = kept[mine][wished]
         self.wished = SharingRequest(wished, (order.heads[places] << 32) + order.positions[places])
         if self.side == UPPER:
-            self._pair.meet(change)
+            self._pair.share_requested(change)
 
 
 def link_pairs(stores: Sequence[CacheLayer]) -> None:

@@ -60,7 +60,7 @@ class RaggedLayer(CacheLayer):
         self._listens = False
         self._heard: Tensor | None = None
 
-    def listen(self) -> None:
+    def record_logits(self) -> None:
         self._listens = True
 
     def heard(self) -> Float[Tensor, "R C"] | None:

@@ -127,7 +127,7 @@ class RecomputedLayer(RecoverableLayer):
         return self._source
 
     @property
-    def attended_bytes(self) -> int:
+    def attention_copy_bytes(self) -> int:
         block = min(BLOCK_TOKENS, self.wanted)
         return 2 * self.layer.kv_heads * block * self.layer.head_dim * self.entries().keys.itemsize
 

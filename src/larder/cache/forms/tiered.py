@@ -102,18 +102,18 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     def truncate(self, length: int) -> None:
         """As every store's; pages that held what is forgotten are found anew."""
-        rest = self._slow.without(length)
+        rest = self._slow.without_range(length)
         self._fast.truncate(length)
-        self._go_on_with(rest)
+        self._replace_slow_tier(rest)
 
     def forget(self, start: int, stop: int) -> None:
         """As every store's, in both tiers."""
-        rest = self._slow.without(start, stop)
+        rest = self._slow.without_range(start, stop)
         self._fast.forget(start, stop)
         self.replaced_bytes = self._fast.replaced_bytes
-        self._go_on_with(rest)
+        self._replace_slow_tier(rest)
 
-    def _go_on_with(self, rest: SlowTier | None) -> None:
+    def _replace_slow_tier(self, rest: SlowTier | None) -> None:
         """Have another slow tier, if there is one, and find everything in it anew."""
         if rest is not None:
             self._slow, like = rest, self.finder.like
@@ -128,8 +128,8 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self._learn()
         told = self._fast.state() | {PARKING: offload_spec_tensor(self.parking)}
         told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
-        if self.finder.learned.is_used:
-            own = self.finder.learned.index.state()
+        if self.finder.shared_index.is_used:
+            own = self.finder.shared_index.index.state()
             told |= {INDEX + name: tensor for name, tensor in own.items()}
         return told | {OBSERVED: self._observed.clone()}
 
@@ -143,7 +143,9 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         store._slow.adopt(with_prefix(SLOW, state))
         if own := with_prefix(INDEX, state):
             index = parking.recall.adopt(layer, own)
-            store.finder.learned = SharedIndex(parking.recall, layer, index, store._slow.lengths)
+            store.finder.shared_index = SharedIndex(
+                parking.recall, layer, index, store._slow.lengths
+            )
         store._observed = state[OBSERVED]
         return store
 
@@ -154,13 +156,13 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         like, ledger = fast.entries().keys, fast.ledger
         copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
         copy._fast, copy._slow = fast, self._slow.fork()
-        copy.finder.learned, copy._observed = self.finder.learned.fork(), self._observed
+        copy.finder.shared_index, copy._observed = self.finder.shared_index.fork(), self._observed
         copy.finder.fetches_ahead = self.finder.fetches_ahead
         return copy
 
     def tensors(self) -> tuple[Tensor, ...]:
         held = *self._fast.tensors(), *self._slow.tensors(), self._observed
-        return *held, *self.finder.learned.index.tensors(), *self.finder.slots()
+        return *held, *self.finder.shared_index.index.tensors(), *self.finder.slots()
 
     def join(self, room: HostMemoryBudget) -> None:
         """Share what host memory may be taken with other layers of the sequence."""
@@ -169,24 +171,24 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def host_nbytes(self) -> int:
-        return self._slow.nbytes + self.finder.learned.nbytes
+        return self._slow.nbytes + self.finder.shared_index.nbytes
 
     @property
-    def fast_nbytes(self) -> int:
+    def device_nbytes(self) -> int:
         """Bytes of the fast tier: the ragged part and the slots for pages."""
         return self._fast.nbytes + sum(t.untyped_storage().nbytes() for t in self.finder.slots())
 
     @property
     def foreseen_bytes(self) -> int:
         """Bytes of the fast tier that the pages of a first step will need."""
-        if not self.recalls or self.finder.slots():
+        if not self.has_offloaded or self.finder.slots():
             return 0
         return self.finder.foreseen_bytes(self._slow.lengths)
 
     @property
     def shared_nbytes(self) -> int:
         """Bytes of what a store that it was forked from, or a fork of it, holds as well."""
-        return self._slow.shared_nbytes + self.finder.learned.shared_nbytes
+        return self._slow.shared_nbytes + self.finder.shared_index.shared_nbytes
 
     @property
     def pages(self) -> tuple[int, int]:
@@ -194,7 +196,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return self.finder.pages
 
     @property
-    def recalls(self) -> bool:
+    def has_offloaded(self) -> bool:
         """Whether anything is parked."""
         return bool(len(self._slow))
 
@@ -213,18 +215,18 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         del positions, shift
         parts = [self._fast.attention(queries, own)]
         if len(self._slow):
-            parts += self._of_parked(queries, own)
+            parts += self._attend_offloaded(queries, own)
         return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
 
-    def _of_parked(self, queries: Queries, own: int) -> list[AttentionState]:
+    def _attend_offloaded(self, queries: Queries, own: int) -> list[AttentionState]:
         """Attention to what a step or a question finds of the slow tier, or to all of it."""
         held, look = self._slow.entries(), self._search(queries, own)
         if look is None:
-            return self._slow.attended(queries)
+            return self._slow.attend(queries)
         if (choice := self._choice_for(held)) is not None:
-            return self.finder.taken_over(queries, held, choice)
+            return self.finder.attend_selection(queries, held, choice)
         parts = look(queries, held, self._observed)
-        return self._slow.attended(queries) if parts is None else parts
+        return self._slow.attend(queries) if parts is None else parts
 
     def _search(self, queries: Queries, own: int) -> RecallAttention | None:
         """What finds entries for a step, a question or a block; None where all are attended to."""
@@ -237,7 +239,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         if not self._appends:
             return None
         if self._coming is AppendKind.QUESTION and recall.union is not None:
-            return finder.united
+            return finder.attend_union
         return finder.block if recall.prefill is PrefillRecall.RECALLED else None
 
     def _choice_for(self, held: Entries) -> PageSelection | None:
@@ -255,7 +257,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     @property
     def _searches(self) -> bool:
         """Whether its index is asked, or may be; else another layer's is."""
-        return self.leader is None or self.finder.learned.is_used
+        return self.leader is None or self.finder.shared_index.is_used
 
     def fetch(self, queries: Queries) -> None:
         """Find and move pages for queries [H, 1, D] before they are asked, on whatever thread."""
@@ -281,14 +283,18 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         try:
             change(plan)
         except BaseException:
-            self._slow.take_back(sheaf.lengths)
+            self._slow.undo_add(sheaf.lengths)
             raise
         self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
 
     def _index_bytes(self, coming: int) -> int:
         """What the index will grow by with so many more entries; 0 where nobody limits it."""
         counts = self._slow.room.limit is not None and self._searches
-        return self.finder.learned.foreseen_nbytes(len(self._slow) + coming) if counts else 0
+        return (
+            self.finder.shared_index.growth_estimate_bytes(len(self._slow) + coming)
+            if counts
+            else 0
+        )
 
 
 def tiered_layers(stores: Sequence[CacheLayer]) -> list[TieredLayer]:

@@ -47,7 +47,7 @@ class PageFetcher:
         self, layer: LayerSpec, recall: RecallPart, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layer, self.recall, self.like = layer, recall, (dtype, device)
-        self.learned = SharedIndex(recall, layer)
+        self.shared_index = SharedIndex(recall, layer)
         self.fetches_ahead = recall.fetch is not FetchMode.IN_TURN
         self.agreement = 0, 0  # pages found in turn, and how many of them were fetched ahead
         self.choice: PageSelection | None = None  # of the latest step that was searched for
@@ -55,7 +55,7 @@ class PageFetcher:
         self._arrived: Callable[[], bool] | None = None
         self._fetched: RecallResult | None = None
 
-    def taken_over(
+    def attend_selection(
         self, queries: Queries, entries: Entries, choice: PageSelection
     ) -> list[AttentionState]:
         """Attention to what another layer has found for one query per head."""
@@ -71,13 +71,13 @@ class PageFetcher:
             stays: as `Index.follow` has them.
         """
         self.learn(entries, observed)
-        self.learned.index.follow(queries[:, 0].detach().float().cpu(), stays)
+        self.shared_index.index.follow(queries[:, 0].detach().float().cpu(), stays)
 
     def recalled(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionState] | None:
         """Attention to what the index finds for one query per head; None for everything."""
-        found = self._foreseen(queries, entries, observed)
+        found = self._take_prefetched(queries, entries, observed)
         if found is None:
             found = self._found(queries, entries, observed)
         if found.is_whole:
@@ -90,7 +90,7 @@ class PageFetcher:
             parts.append(attend_mean(parts[0], found.share, found.mean, self.layer))
         return parts
 
-    def united(
+    def attend_union(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionState]:
         """Attention of several queries to the pages that they find together, and nothing else."""
@@ -110,7 +110,7 @@ class PageFetcher:
         """Attention of a block of queries to the pages that their mean finds, and nothing else."""
         self.learn(entries, observed)
         mean = queries.detach().float().mean(1).cpu()
-        found = self.learned.index.exact(mean, entries, self.recall.pages)
+        found = self.shared_index.index.exact(mean, entries, self.recall.pages)
         self.choice = self._chosen(found.pages, self.recall.pages, entries)
         return [self._loaded_once(self.choice, entries).attend(queries)]
 
@@ -129,7 +129,7 @@ class PageFetcher:
     def learn(self, entries: Entries, observed: ObservedQueries) -> None:
         """Have the index take in what was parked since it last looked."""
         try:
-            self.learned.learn(entries, observed if observed.shape[1] else None)
+            self.shared_index.learn(entries, observed if observed.shape[1] else None)
         except BaseException:  # it starts anew, and so do its pages
             self._pool = None
             raise
@@ -140,7 +140,7 @@ class PageFetcher:
 
     def foreseen_bytes(self, parked: tuple[int, ...]) -> int:
         """Bytes of the slots that a look at so many parked entries of each head needs, at most."""
-        there = self.learned.index.counts if self.learned.known == parked else parked
+        there = self.shared_index.index.counts if self.shared_index.known == parked else parked
         pages = min(self.recall.pages, max(there)) * self.recall.sets(self.layer)
         rows = pages * self.recall.page
         return PagePool.foreseen_bytes(self.layer, rows, self.like[0].itemsize)
@@ -150,7 +150,7 @@ class PageFetcher:
         """Pages that were asked for so far, and how many of them had to be moved."""
         return (0, 0) if self._pool is None else (self._pool.asked, self._pool.moved)
 
-    def _foreseen(
+    def _take_prefetched(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> RecallResult | None:
         """What was fetched ahead; None where nothing was."""
@@ -184,13 +184,13 @@ class PageFetcher:
         a set for each. Where these are fewer than a page for each, the query heads look at the same
         pages: the best of each in turn.
         """
-        room, index = slots * self.recall.sets(self.layer), self.learned.index
+        room, index = slots * self.recall.sets(self.layer), self.shared_index.index
         if room < len(pages):
             pages = interleaved(pages, self.layer.kv_heads, slots)
         there = int((pages >= 0).sum(1).max())
         pages = pages[:, : min(there, room // len(pages))].contiguous()
         members = index.contents(pages)
-        versions = entries.stamped(index.versions(pages), members)
+        versions = entries.page_versions(index.versions(pages), members)
         return PageSelection(pages, versions, members, entries.lengths)
 
     def _loaded_once(self, choice: PageSelection, entries: Entries) -> PagePool:
@@ -212,7 +212,7 @@ class PageFetcher:
 
     def look(self, queries: Queries, entries: Entries) -> RecallResult:
         """What the index finds of the entries that it knows, for one query per head."""
-        index, asked = self.learned.index, queries[:, 0].detach().float().cpu()
+        index, asked = self.shared_index.index, queries[:, 0].detach().float().cpu()
         look = index.exact if self.recall.search is SearchMode.EXACT else index.find
         return look(asked, entries, self.recall.pages)
 
@@ -312,7 +312,7 @@ class SharedIndex:
 
     def fork(self) -> SharedIndex:
         """One that answers alike and goes its own way."""
-        is_steady = self.index.is_steady
+        is_steady = self.index.is_stateless
         index = self.index if is_steady else self._copied()
         copy = SharedIndex(self._recall, self._layer, index, self.known)
         if is_steady:
@@ -330,7 +330,7 @@ class SharedIndex:
         """Bytes of the index."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.index.tensors())
 
-    def foreseen_nbytes(self, entries: int) -> int:
+    def growth_estimate_bytes(self, entries: int) -> int:
         """About what the index will have grown by when it knows so many entries of all heads."""
         known = sum(self.known)
         if known < SAMPLE_ENTRIES * len(self.known):

@@ -108,7 +108,7 @@ class DequantizedEntries(Entries):
         keys.copy_(self._numbers.decoded(heads, rows - starts[heads], KVSide.KEYS))
         values.copy_(self._numbers.decoded(heads, rows - starts[heads], KVSide.VALUES))
 
-    def stamped(
+    def page_versions(
         self, versions: Int64[Tensor, "N P"], members: Int64[Tensor, "N P S"]
     ) -> Int64[Tensor, "N P"]:
         """A page is another one once more of its entries are held in few bits."""
@@ -226,14 +226,14 @@ class QuantizedSlowTier(SlowTier):
         super().add(replace(sheaf, **none), index_bytes + int(each * len(sheaf.keys)))
         self._former, self._numbers = self._numbers, numbers
 
-    def take_back(self, lengths: Int64[Tensor, " K"]) -> None:
-        super().take_back(lengths)
+    def undo_add(self, lengths: Int64[Tensor, " K"]) -> None:
+        super().undo_add(lengths)
         self._numbers = self._former
 
     def entries(self) -> Entries:
         return DequantizedEntries(super().entries(), self._keys.dtype, self._numbers)
 
-    def attended(self, queries: Queries) -> list[AttentionState]:
+    def attend(self, queries: Queries) -> list[AttentionState]:
         layer, parts = self._whole, list[AttentionState]()
         for piece in self._numbers.pieces:
             if queries.device.type == "cpu":
@@ -248,7 +248,7 @@ class QuantizedSlowTier(SlowTier):
             parts.append(ragged_attention(queries, keys, values, *layout))
         return parts
 
-    def without(self, start: int, stop: int | None = None) -> SlowTier | None:
+    def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
         stays = self._staying(start, stop)
         if bool(stays.all()):
             return None

@@ -88,7 +88,7 @@ class SlowTier:
         self._positions = torch.empty(0, dtype=torch.int32)
         self._columns = torch.empty(len(columns), 0)
         self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
-        self._lengths, self._rooms = self._starts.clone(), self._starts.clone()
+        self._lengths, self._slack = self._starts.clone(), self._starts.clone()
         self._owners = StorageOwners(self, self.lengths)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class SlowTier:
         """
         self.replaced_bytes = 0
         more = self._lengths + sheaf.lengths
-        ends, is_full = tuple(more.tolist()), bool((sheaf.lengths > self._rooms).any())
+        ends, is_full = tuple(more.tolist()), bool((sheaf.lengths > self._slack).any())
         if is_full or not self._owners.claim(self, ends):
             self._grow(sheaf.lengths, index_bytes)
             self._owners.claim(self, ends)
@@ -117,11 +117,11 @@ class SlowTier:
         self._positions[rows] = sheaf.positions.to("cpu", torch.int32)
         self._columns[:, rows] = sheaf.columns.to("cpu")
         self._lengths = more
-        self._rooms = self._rooms - sheaf.lengths
+        self._slack = self._slack - sheaf.lengths
 
-    def take_back(self, lengths: Int64[Tensor, " K"]) -> None:
+    def undo_add(self, lengths: Int64[Tensor, " K"]) -> None:
         """Forget the entries that came last, so many of each head."""
-        self._lengths, self._rooms = self._lengths - lengths, self._rooms + lengths
+        self._lengths, self._slack = self._lengths - lengths, self._slack + lengths
 
     def entries(self) -> Entries:
         """What is held, as views, in the order of the numbers."""
@@ -134,7 +134,7 @@ class SlowTier:
             dict(zip(self._names, self._columns, strict=True)),
         )
 
-    def without(self, start: int, stop: int | None = None) -> SlowTier | None:
+    def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
         """All entries but those at positions [start, stop), in a tier of their own.
 
         None where these are all there are; else they have new numbers, in the same order.
@@ -159,12 +159,12 @@ class SlowTier:
         copy = self._like()
         copy._keys, copy._values = self._keys, self._values
         copy._positions, copy._columns = self._positions, self._columns
-        copy._starts, copy._lengths, copy._rooms = self._starts, self._lengths, self._rooms
+        copy._starts, copy._lengths, copy._slack = self._starts, self._lengths, self._slack
         copy._owners = self._owners
         copy._owners.join(copy, copy.lengths)
         return copy
 
-    def attended(self, queries: Queries) -> list[AttentionState]:
+    def attend(self, queries: Queries) -> list[AttentionState]:
         """Attention of several queries to all of it."""
         return attend_all(queries, self.entries(), self.layer)
 
@@ -181,9 +181,9 @@ class SlowTier:
     def compact(self) -> None:
         """Give room back down to what is laid out for growth, if that is worth a copy."""
         spare = self._lengths // GROWTH_SHARE
-        if int(self._rooms.sum()) > SPARE_SHARES * int(spare.sum()):
+        if int(self._slack.sum()) > SPARE_SHARES * int(spare.sum()):
             rows = packed_rows(self._starts, self._lengths)
-            self._lay_out(rows, self._lengths, torch.minimum(self._rooms, spare))
+            self._lay_out(rows, self._lengths, torch.minimum(self._slack, spare))
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to restore, without room."""
@@ -198,14 +198,14 @@ class SlowTier:
         self._positions, self._columns = state["positions"], state["columns"]
         self._lengths = state["lengths"]
         self._starts = starts_of(self._lengths)
-        self._rooms = torch.zeros_like(self._lengths)
+        self._slack = torch.zeros_like(self._lengths)
         self._owners.leave(self)
         self._owners = StorageOwners(self, self.lengths)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor held, room and metadata included."""
         own = self._keys, self._values, self._positions, self._columns
-        return *own, self._starts, self._lengths, self._rooms
+        return *own, self._starts, self._lengths, self._slack
 
     @property
     def nbytes(self) -> int:
@@ -215,7 +215,7 @@ class SlowTier:
     @property
     def shared_nbytes(self) -> int:
         """Bytes of what a tier that it was forked from, or a fork of it, holds as well."""
-        return self.nbytes if self._owners.are_several else 0
+        return self.nbytes if self._owners.is_shared else 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -251,7 +251,7 @@ class SlowTier:
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = fresh
         self._columns = columns
-        self._starts, self._lengths, self._rooms = starts, lengths.clone(), rooms.clone()
+        self._starts, self._lengths, self._slack = starts, lengths.clone(), rooms.clone()
         self._owners.leave(self)
         self._owners = StorageOwners(self, self.lengths)
 
@@ -291,7 +291,7 @@ class StorageOwners:
             return True
 
     @property
-    def are_several(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether anybody shares the storage."""
         return len(self._lengths) > 1
 

@@ -40,7 +40,7 @@ class RepeatedText(Measurement):
 
     tokens: int = 500
     times: int = 4
-    grain = Granularity.KV_HEAD
+    granularity = Granularity.KV_HEAD
     ahead: ClassVar[int]  # how far behind its own place in an earlier reading a token looks
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class SampleText:
 class Measurement(ABC):
     """A frozen dataclass; a file that was measured with other parameters is measured anew."""
 
-    grain: ClassVar[Granularity]
+    granularity: ClassVar[Granularity]
 
     @abstractmethod
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ class EvictionErrorMeasurement(Measurement):
     kept: int = 128
     window: int = 8
     following: int = 256
-    grain = Granularity.LAYER
+    granularity = Granularity.LAYER
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept <= self.context or self.following < 1:

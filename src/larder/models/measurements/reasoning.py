@@ -63,7 +63,7 @@ class Reasoning(Measurement):
 
     lengths: tuple[int, ...] = (256, 512)
     depths: tuple[float, ...] = (0.1, 0.4, 0.7)
-    grain = Granularity.QUERY_HEAD
+    granularity = Granularity.QUERY_HEAD
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
@@ -72,7 +72,7 @@ class Reasoning(Measurement):
             raise BadParameter(f"reasoning.depths must be in [0, 1], got {self.depths}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        runs = [run_prompt(decoder, riddle) for riddle in self.riddles(sample)]
+        runs = [run_prompt(decoder, riddle) for riddle in self.prompts(sample)]
         counted = [is_right for is_right, _ in runs]
         if not any(counted):
             counted = [True] * len(runs)
@@ -83,7 +83,7 @@ class Reasoning(Measurement):
         means = {layer: (own / len(runs)).tolist() for layer, own in sums.items()}
         return flatten_layers(decoder, means)
 
-    def riddles(self, sample: SampleText) -> list[ReasoningPrompt]:
+    def prompts(self, sample: SampleText) -> list[ReasoningPrompt]:
         """One per length and depth; people are drawn alike for the same text."""
         source = torch.Generator().manual_seed(SEED)
         order = torch.randperm(len(sample.words), generator=source).tolist()
@@ -133,7 +133,9 @@ def run_prompt(
     said: list[int] = []
     fed = riddle.ids
     while len(said) < len(riddle.answer):
-        logits = decoder.predict([BatchSegment(cache, fed)], Mode.APPEND, [len(fed) - 1], watch)
+        logits = decoder.forward_logits(
+            [BatchSegment(cache, fed)], Mode.APPEND, [len(fed) - 1], watch
+        )
         said.append(int(logits[0].argmax()))
         fed = (said[-1],)
     return f1(said, riddle.answer) > RIGHT_F1, scores

@@ -40,7 +40,7 @@ class Reconstruction(Measurement):
 
     tokens: int = 1024
     sinks: int = 4
-    grain = Granularity.KV_HEAD
+    granularity = Granularity.KV_HEAD
 
     def __post_init__(self) -> None:
         if not 0 <= self.sinks < self.tokens:

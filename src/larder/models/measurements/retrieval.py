@@ -37,7 +37,7 @@ class RetrievalMeasurement(Measurement):
     """
 
     needles: NeedleSettings = NeedleSettings()
-    grain = Granularity.QUERY_HEAD
+    granularity = Granularity.QUERY_HEAD
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         passage = self.needles.passage(sample)

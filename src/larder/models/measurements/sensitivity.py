@@ -152,7 +152,7 @@ class SensitivityMeasurement(Measurement):
     """
 
     profile: SensitivityProfile = SensitivityProfile()
-    grain = Granularity.LAYER
+    granularity = Granularity.LAYER
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         return layer_similarities(decoder, sample.ids(self.profile.tokens), self.profile)

@@ -34,7 +34,7 @@ class SqueezeMeasurement(Measurement):
     """
 
     tokens: int = 1024
-    grain = Granularity.LAYER
+    granularity = Granularity.LAYER
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

@@ -42,7 +42,7 @@ class StreamingError(Measurement):
     sinks: int = 16
     recent: int = 64
     needles: NeedleSettings = NeedleSettings()
-    grain = Granularity.KV_HEAD
+    granularity = Granularity.KV_HEAD
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.recent < 1:

@@ -18,7 +18,7 @@ class Aggregation(ABC):
 
     # Whether what an entry gets depends on the weights of other entries, so that those that are
     # not judged must not be among them.
-    mixes: ClassVar[bool] = False
+    depends_on_other_entries: ClassVar[bool] = False
     # Whether it depends on how many entries a query sees, so that heads must be shown apart.
     counts: ClassVar[bool] = False
 

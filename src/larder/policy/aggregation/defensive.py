@@ -32,7 +32,7 @@ class Defensive(Max):
     """
 
     kernel: int = 5
-    mixes = True
+    depends_on_other_entries = True
 
     def __post_init__(self) -> None:
         if self.kernel < 1 or self.kernel % 2 == 0:

@@ -33,7 +33,7 @@ class Budget(ABC):
     # Whether a protected share is one of each layer's own entries, not of the average.
     protects_own_share: ClassVar[bool] = False
     # Whether `choose` is asked again about layers that have been cut, as more layers go by.
-    recuts: ClassVar[bool] = False
+    replans: ClassVar[bool] = False
 
     def needs(self) -> frozenset[Need]:
         """What `measure` has to see beside queries, keys and entries; nothing by default."""
@@ -75,7 +75,7 @@ class Budget(ABC):
         del facts
         return ()
 
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         """Whether a plan is due while generating.
 
         Args:
@@ -124,7 +124,7 @@ class CrossLayerBudget(Budget):
     def __post_init__(self) -> None:
         check_size(name_of(type(self)), self.tokens, self.kept)
 
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return exceeds_total(held, allowed)
 
     def choose(

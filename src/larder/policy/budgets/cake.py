@@ -61,7 +61,7 @@ class Cake(Budget):
     tau1: float = 1.0
     tau2: float = 1.0
     ledger = Ledger(scalars=(SHARE,))
-    recuts = True
+    replans = True
 
     def __post_init__(self) -> None:
         check_size("cake", self.tokens, self.kept)
@@ -71,12 +71,12 @@ class Cake(Budget):
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """The layer's preference; nothing where its share stands already."""
-        if seen.stage is Phase.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
+        if seen.stage is Phase.DECODE and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         entropy, variance = _dispersion(seen, self.window)
         return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
 
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return exceeds_total(held, allowed)
 
     def choose(

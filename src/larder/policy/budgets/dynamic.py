@@ -47,7 +47,7 @@ class Dynamic(Budget):
     most: float = 10.0
     least: float = 0.1
     every: int = 4
-    recuts = True
+    replans = True
 
     def __post_init__(self) -> None:
         check_size("dynamic", self.tokens, self.kept)
@@ -58,7 +58,7 @@ class Dynamic(Budget):
         if self.every < 1:
             raise BadParameter(f"dynamic.every must be at least 1 layer, got {self.every}.")
 
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return exceeds_total(held, allowed)
 
     def choose(

@@ -107,7 +107,7 @@ class InverseVariance(Budget):
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """F of the layer; nothing where its share stands already."""
-        if seen.stage is Phase.GENERATING and not bool(seen.entries.scalars[SHARE].isnan().any()):
+        if seen.stage is Phase.DECODE and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         if self.variant is Variant.CODE:
             return (_within_query_heads(seen),)
@@ -121,7 +121,7 @@ class InverseVariance(Budget):
         heads = torch.split(mass, lengths)
         return (float(torch.stack([_variance(head) for head in heads]).mean()),)
 
-    def due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         return exceeds_total(held, allowed)
 
     def choose(

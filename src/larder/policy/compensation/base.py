@@ -22,7 +22,7 @@ class Compensation(ABC):
         """What it, with these parameters, has the cache remember."""
         return self.ledger
 
-    def tallied(self) -> frozenset[str]:
+    def required_tallies(self) -> frozenset[str]:
         """Names of the tallies whose columns it, with these parameters, reads."""
         return self.tallies
 
@@ -32,7 +32,7 @@ class Compensation(ABC):
         return False
 
     @property
-    def splits(self) -> bool:
+    def separates_streaming_heads(self) -> bool:
         """Whether it does with retrieval heads other than with streaming heads."""
         return False
 

@@ -77,7 +77,7 @@ class Cam(Compensation):
             raise BadParameter(f"cam.window must be at least 1, got {self.window}.")
 
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        if scored.stage is not Phase.GENERATING:
+        if scored.stage is not Phase.DECODE:
             return plan
         gone = rejected_indices(plan, entries)
         if not len(gone) or not len(plan.kept):

@@ -118,7 +118,7 @@ class FoldEma(Compensation):
     def remembered(self) -> Ledger:
         return replace(self.ledger, columns=(LOG_COUNT,)) if self._counts else self.ledger
 
-    def tallied(self) -> frozenset[str]:
+    def required_tallies(self) -> frozenset[str]:
         return frozenset({"mass"}) if self._weighs is Weights.ATTENTION else frozenset()
 
     @property

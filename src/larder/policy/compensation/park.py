@@ -90,13 +90,13 @@ class Park(Compensation):
         return replace(self, tokens=tokens)
 
     @property
-    def splits(self) -> bool:
+    def separates_streaming_heads(self) -> bool:
         return self.cut is Cut.STREAMING
 
     def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        if self.splits:
+        if self.separates_streaming_heads:
             return self._without_streams(plan, entries, scored)
-        if not self.once or scored.stage is not Phase.READING or not entries.lengths:
+        if not self.once or scored.stage is not Phase.PREFILL or not entries.lengths:
             return plan
         stays = max(self.remaining(max(entries.lengths)), *plan.lengths, 0)
         kept = mask_of(plan.kept, sum(entries.lengths))

@@ -118,7 +118,7 @@ class AttentionModuleAdapter:
 
     @property
     def _places(self) -> Int[Tensor, " Q"]:
-        return self.seen.turned_to[self.kv_heads[0]]
+        return self.seen.effective_rope_positions[self.kv_heads[0]]
 
     @cached_property
     def _order(self) -> list[int]:

@@ -52,7 +52,7 @@ class Scorer(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} looks at no attention.")
 
-    def published(self) -> tuple[str, str] | None:
+    def default_reduction(self) -> tuple[str, str] | None:
         """The aggregation and head rule of its paper; None where it looks at no attention."""
         return None
 
@@ -101,7 +101,7 @@ class AttentionScorer(Scorer):
     """
 
     @abstractmethod
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         """Names of the aggregation and of the head rule that its paper takes."""
 
     @abstractmethod
@@ -124,11 +124,11 @@ class AttentionScorer(Scorer):
 
     @cached_property
     def _plain_joining(self) -> AttentionReduction:
-        return AttentionReduction.named("mean", "group_mean")
+        return AttentionReduction.from_names("mean", "group_mean")
 
     @cached_property
     def _own_joining(self) -> AttentionReduction:
-        return AttentionReduction.named(*self.published())
+        return AttentionReduction.from_names(*self.default_reduction())
 
 
 def with_pass_keys(seen: Observation, entries: Entries) -> Entries:

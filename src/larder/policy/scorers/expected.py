@@ -61,7 +61,7 @@ class Expected(Scorer):
 
     def score(self, seen: Observation) -> Packed:
         radians = _radians(seen)
-        unturned = rotate_per_head(seen.queries.float(), -seen.turned_to, radians)
+        unturned = rotate_per_head(seen.queries.float(), -seen.effective_rope_positions, radians)
         counting = seen.query_positions >= self.sinks
         if bool(counting.any()):
             unturned = unturned[:, counting]
@@ -76,7 +76,10 @@ class Expected(Scorer):
         radians: Float[Tensor, " half"],
     ) -> Float[Tensor, " S"]:
         entries = seen.entries
-        ahead = torch.arange(1, self.future + 1, device=queries.device) + seen.turned_to[head, -1]
+        ahead = (
+            torch.arange(1, self.future + 1, device=queries.device)
+            + seen.effective_rope_positions[head, -1]
+        )
         keys = unrotate_by_mean(entries.head_keys(head), ahead, radians) * seen.layer.scaling
         is_sink = entries.head_positions(head) < self.sinks
         logits = _expected_logits(queries, keys).masked_fill(is_sink, -torch.inf)

@@ -55,7 +55,7 @@ class InfiniPot(AttentionScorer):
     ) -> tuple[ScratchPrompt, ...]:
         return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
 
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
     def look(self, seen: Observation) -> ObservationWindow:

@@ -127,10 +127,10 @@ class Kvpress(Scorer):
             groups = [[head] for head in heads]
         devices = [seen.queries.device] if seen.queries.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # pyright: ignore
-            self._sow(seen, devices)
+            self._seed_generator(seen, devices)
             return torch.cat([self._of_heads(seen, own) for own in groups])
 
-    def _sow(self, seen: Observation, devices: list[torch.device]) -> None:
+    def _seed_generator(self, seen: Observation, devices: list[torch.device]) -> None:
         """Chance begins anew for each layer."""
         begin = (self.seed << 16) + seen.layer.index
         torch.default_generator.manual_seed(begin)
@@ -164,7 +164,7 @@ class Kvpress(Scorer):
         return seen.states[None].float()
 
     def _refuse(self, seen: Observation, count: int, why: str, cause: Exception | None) -> NoReturn:
-        what = "generating" if seen.stage is Phase.GENERATING else "reading"
+        what = "generating" if seen.stage is Phase.DECODE else "reading"
         raise ScoreError(
             f"{self.press} cannot score layer {seen.layer.index}, {count} entries by "
             f"{seen.queries.shape[1]} queries while {what} ({' '.join(why.split())}): it may be "

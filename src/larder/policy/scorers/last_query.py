@@ -21,7 +21,7 @@ from larder.policy.scorers.base import AttentionScorer
 class LastQuery(AttentionScorer):
     """Softmax weight from the newest token alone."""
 
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         return ("sum", "layer_mean")
 
     def look(self, seen: Observation) -> ObservationWindow:

@@ -55,7 +55,7 @@ class Leverage(Scorer):
                 "leverage cannot turn them back: take a scorer that looks at keys as they are."
             )
         turning = torch.tensor(radians, device=entries.keys.device)
-        places, heads = entries.turned_to, range(seen.layer.kv_heads)
+        places, heads = entries.effective_rope_positions, range(seen.layer.kv_heads)
         rows = [entries.rows(head) for head in heads]
         unturned = [rotate(entries.keys[r].float()[None], -places[r], turning)[0] for r in rows]
         return torch.cat([self._of_head(keys) for keys in unturned])

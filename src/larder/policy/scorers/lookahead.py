@@ -62,7 +62,7 @@ class Lookahead(AttentionScorer):
         request = tuple(book[self.prompt]) if self.prompt else ()
         return (ScratchPrompt(request, (0, start + len(block)), drafts=self.tokens),)
 
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
     def look(self, seen: Observation) -> ObservationWindow:

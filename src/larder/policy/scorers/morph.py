@@ -62,7 +62,7 @@ class Morph(Scorer):
     def score(self, seen: Observation) -> Packed:
         judges = self._judges(seen)
         start = seen.length - self.window - self._newest(seen)
-        older = seen.entries.between(0, max(start, 0))
+        older = seen.entries.position_range(0, max(start, 0))
         heads = reduce_columns(
             _FusedQueries(self.fusion),
             judges.queries,
@@ -78,11 +78,11 @@ class Morph(Scorer):
         """The last queries, without that of the newest token while text is generated."""
         latest = LatestQueries.of(seen.queries, seen.query_positions)
         if seen.latest is not None:
-            latest = seen.latest.followed(latest)
+            latest = seen.latest.extended(latest)
         return latest.before(seen.length - self._newest(seen)).last(self.window)
 
     def _newest(self, seen: Observation) -> int:
-        return int(seen.stage is Phase.GENERATING)
+        return int(seen.stage is Phase.DECODE)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Patched(AttentionScorer):
     ) -> tuple[ScratchPrompt, ...]:
         return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
 
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
     def look(self, seen: Observation) -> ObservationWindow:

@@ -78,7 +78,7 @@ class PositionsFirst(AttentionScorer):
         text = request + self._text(block + request, book)
         return (ScratchPrompt(text, (0, stop), shift=shift),)
 
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
     def look(self, seen: Observation) -> ObservationWindow:

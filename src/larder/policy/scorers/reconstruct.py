@@ -80,12 +80,12 @@ class Reconstruct(AttentionScorer):
             for a in starts
         )
 
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
     def look(self, seen: Observation) -> ObservationWindow:
         if self.variant is Variant.LARDER:
-            return ObservationWindow(seen.queries, seen.entries.between(*seen.span))
+            return ObservationWindow(seen.queries, seen.entries.position_range(*seen.span))
         shared = select_keys(seen, self._shared(seen))
         return ObservationWindow(seen.queries, with_pass_keys(seen, shared), seen.query_positions)
 

@@ -67,7 +67,7 @@ class SnapKV(AttentionScorer):
             return ()
         return (ScratchPrompt(block[-self.window :], (0, start + len(block))),)
 
-    def published(self) -> tuple[str, str]:
+    def default_reduction(self) -> tuple[str, str]:
         return ("max", "group_max") if self.variant is Variant.CODE else ("sum", "group_sum")
 
     def look(self, seen: Observation) -> ObservationWindow:

@@ -54,7 +54,7 @@ class MixedPrecisionStorage(Storage):
 
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
         self.check(layers, itemsize)
-        spare = self.spare(layers, itemsize)
+        spare = self.reserved_entries(layers, itemsize)
         if tokens <= self.waiting + spare:
             raise BudgetError(
                 f"The budget of {tokens} tokens is no more than the {self.waiting + spare} that "
@@ -64,7 +64,7 @@ class MixedPrecisionStorage(Storage):
         gains = [self._gain(layer.head_dim, itemsize) for layer in layers]
         return self.waiting + int((tokens - spare - self.waiting) * min(gains, default=1.0))
 
-    def spare(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
+    def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
         """Entries' worth of bytes per head that are kept free of entries; none by default."""
         del layers, itemsize
         return 0
@@ -82,9 +82,9 @@ class MixedPrecisionStorage(Storage):
                     )
 
     def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
-        return self.rooms(quota, layer.head_dim, itemsize)[0]
+        return self.capacities(quota, layer.head_dim, itemsize)[0]
 
-    def rooms(self, quota: int, head_dim: int, itemsize: int, share: float = 1.0) -> list[int]:
+    def capacities(self, quota: int, head_dim: int, itemsize: int, share: float = 1.0) -> list[int]:
         """Entries per head at each grade but the last, which takes all others.
 
         Args:
@@ -107,10 +107,10 @@ class MixedPrecisionStorage(Storage):
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
         like = entries.like
-        rooms = self.rooms(quota, like.shape[1], like.dtype.itemsize, share)
+        rooms = self.capacities(quota, like.shape[1], like.dtype.itemsize, share)
         ranked, held = self.rank(scored, entries)[plan.kept], kept_grades(plan, entries)
         grades = assign_grades(plan, ranked, held, rooms, [codec.group for codec in self.codecs])
-        return replace(plan, grades=grades, channels=scored.inspected.channels)
+        return replace(plan, grades=grades, channels=scored.storage_statistics.channels)
 
     def _gain(self, head_dim: int, itemsize: int) -> float:
         """Entries that fit the bytes of one at full precision."""

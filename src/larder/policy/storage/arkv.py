@@ -54,7 +54,7 @@ class ARKV(MixedPrecisionStorage):
     tau2: float = 1.0
     tau3: float = 1.0
     window: int = 32
-    waits = True
+    compares_layers = True
 
     def __post_init__(self) -> None:
         check_codec("arkv", self.bits, self.group)
@@ -73,7 +73,7 @@ class ARKV(MixedPrecisionStorage):
         del layer, itemsize
         return quota
 
-    def rooms(self, quota: int, head_dim: int, itemsize: int, share: float = 1.0) -> list[int]:
+    def capacities(self, quota: int, head_dim: int, itemsize: int, share: float = 1.0) -> list[int]:
         del head_dim, itemsize
         return [int(share * quota)]
 

@@ -21,7 +21,7 @@ class Storage(ABC):
     # Whether keys are turned anew for every look at them.
     turns: ClassVar[bool] = False
     # Whether layers are compared: then nothing is decided before all of them are judged.
-    waits: ClassVar[bool] = False
+    compares_layers: ClassVar[bool] = False
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

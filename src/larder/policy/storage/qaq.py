@@ -85,7 +85,7 @@ class QAQ(MixedPrecisionStorage):
             for place, (key, value) in enumerate(pairs)
         )
 
-    def spare(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
+    def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
         """For the grids of groups that are not full: every pair of bits may have one."""
         size = max((layer.head_dim for layer in layers), default=1)
         grids = len(self.codecs) * 2 * size * SCALE_BYTES
@@ -108,7 +108,7 @@ class QAQ(MixedPrecisionStorage):
     ) -> Plan:
         del share
         held = kept_grades(plan, entries)
-        room = self.rooms(quota, entries.like.shape[1], entries.like.dtype.itemsize)[0]
+        room = self.capacities(quota, entries.like.shape[1], entries.like.dtype.itemsize)[0]
         ranked, found = self.rank(scored, entries)[plan.kept], self.found(entries, scored)
         leaving = assign_grades(plan, ranked, held, [room], [self.group])
         grades = torch.where((held == 0) & (leaving > 0), found[plan.kept], held)
@@ -118,10 +118,12 @@ class QAQ(MixedPrecisionStorage):
         """The grade of every packed entry, were it rounded now."""
         counts = torch.tensor(entries.lengths, device=entries.positions.device)
         total = torch.repeat_interleave(counts, counts).double()  # T of each entry's head
-        weights = scored.inspected.weights.double().clamp(min=torch.finfo(torch.float32).tiny)
+        weights = scored.storage_statistics.weights.double().clamp(
+            min=torch.finfo(torch.float32).tiny
+        )
         value = (12 / total).sqrt() * self.value_error / weights
         growth = total**3 / (total - 1).clamp(min=1) * self.key_error**2 + 1
-        key = (12 / max(scored.inspected.numbers[0], 1e-12) * growth.log()).sqrt()
+        key = (12 / max(scored.storage_statistics.numbers[0], 1e-12) * growth.log()).sqrt()
         keys = _bits_index(needed_bits(self._ranges(entries.pack(entries.keys)), key))
         values = _bits_index(needed_bits(self._ranges(entries.pack(entries.values)), value))
         places = entries.packed_positions()

@@ -16,7 +16,7 @@ from larder.policy.scoring import Scoring
 class Timing(ABC):
     """Says whether and when entries go while generating. A frozen dataclass."""
 
-    shields: ClassVar[bool] = False  # whether `shielded` protects anything
+    extends_protection: ClassVar[bool] = False  # whether `shielded` protects anything
 
     @property
     def scoring(self) -> Scoring | None:
@@ -32,7 +32,7 @@ class Timing(ABC):
     def calibrations(self) -> frozenset[str]:
         """Names of the measurements of the model that `scoring` looks up."""
         own = self.scoring
-        return frozenset() if own is None else own.joining.heads.calibrations
+        return frozenset() if own is None else own.reduction.heads.calibrations
 
     def under(self, tokens: int) -> Timing:
         """The same under a budget of `tokens` entries per kv head."""
@@ -46,7 +46,7 @@ class Timing(ABC):
         0 plans at every step; None at the ends of blocks and turns alone.
         """
 
-    def reading_tokens(self, tokens: int) -> int:
+    def prefill_tokens(self, tokens: int) -> int:
         """How much of a budget of `tokens` entries per head reading may fill; all by default."""
         return tokens
 
@@ -68,7 +68,7 @@ class Timing(ABC):
         """
         del tokens
 
-    def shielded(
+    def generation_protection(
         self,
         protected: PackedMask,
         positions: Int[Tensor, " T"],

@@ -70,7 +70,7 @@ class Split(Timing):
     every: int | None = None
     expected: int | None = None
     scorer: str | None = None
-    shields = True
+    extends_protection = True
 
     def __post_init__(self) -> None:
         if not 0 < self.reading < 1:
@@ -104,14 +104,14 @@ class Split(Timing):
         """With `every` filled in from the tokens that are expected."""
         if self.expected is None:
             return self
-        free = tokens - self.reading_tokens(tokens)
+        free = tokens - self.prefill_tokens(tokens)
         recent = self.recent_tokens(tokens)
         every = max(1, (self.expected - recent) // max(1, free - recent))
         return replace(self, every=every, expected=None)
 
     def recent_tokens(self, tokens: int) -> int:
         """The latest generated tokens that stay, under a budget of `tokens` entries per head."""
-        free = tokens - self.reading_tokens(tokens)
+        free = tokens - self.prefill_tokens(tokens)
         if not isinstance(self.recent, float):
             return min(self.recent, free)
         return max(1, int(self.recent * free))
@@ -123,11 +123,11 @@ class Split(Timing):
     def _every(self) -> int:
         return EVERY_TOKENS if self.every is None else self.every
 
-    def reading_tokens(self, tokens: int) -> int:
+    def prefill_tokens(self, tokens: int) -> int:
         return max(1, int(self.reading * tokens))
 
     def quota(self, quota: int, tokens: int, step: int) -> int:
-        free = tokens - self.reading_tokens(tokens)
+        free = tokens - self.prefill_tokens(tokens)
         if self.strategy is Strategy.SLIDE:
             return quota + free
         return quota + min(free, self.recent_tokens(tokens) + step // self._every)
@@ -135,7 +135,7 @@ class Split(Timing):
     def room(self, tokens: int) -> int | None:
         return self.quota(0, tokens, 0)
 
-    def shielded(
+    def generation_protection(
         self,
         protected: PackedMask,
         positions: Int[Tensor, " T"],

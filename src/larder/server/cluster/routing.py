@@ -30,7 +30,7 @@ def route(request: Request) -> tuple[str, Request]:
     if name is not None:
         return routing_key(request.tenant, name), request
     lot = key_of("text", request.tenant, *_stable_prefix(request))[:KEY_DIGITS]
-    return lot, replace(request, lot=lot)
+    return lot, replace(request, routing_tag=lot)
 
 
 def _stable_prefix(request: Request) -> list[str]:

@@ -77,7 +77,7 @@ class ArchiveRows:
         """
         asked = f"SELECT {_COLUMNS} FROM documents WHERE tenant = ? AND kind = ?"
         found = base.execute(asked, (CHECK_TENANT, KEY_CHECK)).fetchone()
-        if found and not self._sealing.is_sealed:
+        if found and not self._sealing.is_encrypted:
             raise StoreError("The archive of conversations is under a key: give --key-file FILE.")
         if found:
             try:
@@ -87,7 +87,7 @@ class ArchiveRows:
                     "The archive of conversations is under another key: give the file of the key "
                     "that it was begun with."
                 ) from error
-        elif self._sealing.is_sealed:
+        elif self._sealing.is_encrypted:
             if base.execute("SELECT 1 FROM documents LIMIT 1").fetchone():
                 raise StoreError(
                     "The archive of conversations was written without a key, or by an earlier "
@@ -98,7 +98,7 @@ class ArchiveRows:
 
     def owner(self, tenant: str) -> str:
         """A tenant as a row shows it."""
-        return self._sealing.tagged(CHECK_TENANT, tenant) if tenant else CHECK_TENANT
+        return self._sealing.tag(CHECK_TENANT, tenant) if tenant else CHECK_TENANT
 
     def get(self, base: sqlite3.Connection, tenant: str, kind: str, name: str) -> Any | None:
         """A document; None where there is none.
@@ -217,7 +217,7 @@ class ArchiveRows:
         self, base: sqlite3.Connection, tenant: str, name: str
     ) -> ConversationContents | None:
         """What is sealed of a conversation as a whole; None where there is no key."""
-        if not self._sealing.is_sealed:
+        if not self._sealing.is_encrypted:
             return None
         row = self._row(base, tenant, CONTENTS, name)
         return (
@@ -241,10 +241,10 @@ class ArchiveRows:
         name: str,
         body: Any = None,
     ) -> _Row:
-        told = [name, body] if self._sealing.is_sealed else body
+        told = [name, body] if self._sealing.is_encrypted else body
         data = json.dumps(told).encode()
         closed = self._sealing.closed(tenant, data, _associated_data(kind, *own))
-        row = (*own, closed if self._sealing.is_sealed else closed.decode())
+        row = (*own, closed if self._sealing.is_encrypted else closed.decode())
         base.execute(
             "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (self.owner(tenant), kind, *own, len(closed), row[-1]),
@@ -254,7 +254,7 @@ class ArchiveRows:
     def _opened(self, tenant: str, kind: str, row: _Row) -> tuple[str, Any]:
         """The id of a document, which is empty where it stands in the open, and its body."""
         *own, body = row
-        if not self._sealing.is_sealed:
+        if not self._sealing.is_encrypted:
             if not isinstance(body, str):
                 raise Damaged("The archive is under a key: give --key-file.")
             return "", json.loads(body)
@@ -264,7 +264,7 @@ class ArchiveRows:
         return name, told
 
     def _tag(self, tenant: str, name: str) -> str:
-        return self._sealing.tagged(tenant, name)
+        return self._sealing.tag(tenant, name)
 
 
 def _contents_of(rows: Sequence[_Row], contents: ConversationContents) -> ConversationContents:

@@ -62,7 +62,7 @@ class SessionPersistence:
             where nothing is kept.
         """
 
-    def abandon(self, sitting: SessionState) -> None:
+    def discard_new(self, sitting: SessionState) -> None:
         """A session that never had a turn, or is not the newest, need not be in memory."""
 
     def recall(self, tenant: str, name: str) -> StoredSession | None:
@@ -88,7 +88,7 @@ class SessionPersistence:
         del tenant, root
         return ()
 
-    def views(self, tenant: str) -> Sequence[SessionInfo]:
+    def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
         """All that are kept, the one that was used last first. From any thread."""
         del tenant
         return ()

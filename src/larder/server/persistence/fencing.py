@@ -59,7 +59,7 @@ class EpochFence:
         newest = self._own(sitting)
         if newest is None:
             return False
-        sitting.written, sitting.tried = newest.epoch, ""
+        sitting.written, sitting.write_mark = newest.epoch, ""
         return True
 
     def is_behind(self, sitting: SessionState) -> bool:
@@ -85,24 +85,24 @@ class EpochFence:
             except Superseded:
                 continue
             except InputError:  # there is none
-                if not sitting.tried or not self._forestalls(sitting):
+                if not sitting.write_mark or not self._forestalls(sitting):
                     return
         sessions.remove(*own)
 
     def _tried(
         self, sitting: SessionState, write: Callable[[int, Mapping[str, str]], Record]
     ) -> Record:
-        sitting.tried = sitting.tried or secrets.token_hex(MARK_BYTES)
-        record = write(sitting.written, {WRITE_MARK_LABEL: sitting.tried})
-        sitting.written, sitting.tried = record.epoch, ""
+        sitting.write_mark = sitting.write_mark or secrets.token_hex(MARK_BYTES)
+        record = write(sitting.written, {WRITE_MARK_LABEL: sitting.write_mark})
+        sitting.written, sitting.write_mark = record.epoch, ""
         return record
 
     def _own(self, sitting: SessionState) -> Record | None:
         """The newest state, where it is one that was tried here behind what is known."""
-        if not sitting.tried:
+        if not sitting.write_mark:
             return None
         newest = self._store.turns.head(sitting.tenant, sitting.name)
-        if newest is None or newest.labels.get(WRITE_MARK_LABEL) != sitting.tried:
+        if newest is None or newest.labels.get(WRITE_MARK_LABEL) != sitting.write_mark:
             return None
         # Labels go on to states that others make of it. Where a session begins is not known before.
         return newest if sitting.written in (0, newest.previous) else None

@@ -53,14 +53,14 @@ class LeasedSessionPersistence(SessionPersistence):
         claim = self._held.get(sitting.key)
         try:
             if claim is not None and not self._claims.holds(claim):
-                sitting.is_stale = True
+                sitting.is_superseded = True
                 raise session_superseded(sitting.name)
         except StoreError as error:
             self._note(error)
         return self._keeper.commit(sitting, said)
 
-    def abandon(self, sitting: SessionState) -> None:
-        self._keeper.abandon(sitting)
+    def discard_new(self, sitting: SessionState) -> None:
+        self._keeper.discard_new(sitting)
 
     def recall(self, tenant: str, name: str) -> StoredSession | None:
         return self._keeper.recall(tenant, name)
@@ -71,8 +71,8 @@ class LeasedSessionPersistence(SessionPersistence):
     def branches(self, tenant: str, root: str) -> Sequence[str]:
         return self._keeper.branches(tenant, root)
 
-    def views(self, tenant: str) -> Sequence[SessionInfo]:
-        return self._keeper.views(tenant)
+    def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
+        return self._keeper.list_sessions(tenant)
 
     def merge(self, tenant: str, name: str) -> None:
         self._keeper.merge(tenant, name)
@@ -90,7 +90,7 @@ class LeasedSessionPersistence(SessionPersistence):
         return self._keeper.discard(tenant, name)
 
     def is_behind(self, sitting: SessionState) -> bool:
-        if sitting.owed:  # what is on its way is this server's
+        if sitting.pending_writes:  # what is on its way is this server's
             return False
         try:
             return self._fencing.is_behind(sitting)
@@ -138,7 +138,7 @@ class LeaseHeartbeat:
     def _run(self) -> None:
         self._try(self._claims.sweep)
         while not self._is_closing.wait(self._seconds):
-            self._try(self._claims.beat)
+            self._try(self._claims.heartbeat)
 
     def _try(self, say: Callable[[], object]) -> None:
         try:

@@ -66,7 +66,7 @@ class SessionRestorer:
                 self.take(tenant, name, found, self.read(found.data, "session"))
 
     @contextmanager
-    def guessing(self, name: str) -> Iterator[None]:
+    def tolerate_failures(self, name: str) -> Iterator[None]:
         """While a session is had that nobody has named: one that cannot be had is passed over.
 
         From any thread.
@@ -77,7 +77,7 @@ class SessionRestorer:
             self.passed_over.note(error.code)
             LOG.info("Session %r may be meant, and is passed over: %s", name, error)
 
-    def begin_again(self, error: SessionUnreadableError, request: Request) -> None:
+    def restart_from_request(self, error: SessionUnreadableError, request: Request) -> None:
         """Have a session whose saved text is damaged go on from what a request says. From any
         thread.
 
@@ -106,7 +106,7 @@ class SessionRestorer:
         """
         try:
             decoder = self._decoder
-            return session_file.decode(data, decoder.spec.fingerprint, decoder.vocabulary, limit)
+            return session_file.decode(data, decoder.spec.fingerprint, decoder.vocab_size, limit)
         except InputError as error:
             raise invalid_request(str(error), param) from error
 
@@ -133,7 +133,7 @@ class SessionRestorer:
         if self._sessions.has(tenant, name):
             return self._sessions.find(tenant, name)
         sitting = self.imported(tenant, name, told)
-        sitting.written, sitting.logged = found.epoch, len(sitting.said)
+        sitting.written, sitting.durable_turns = found.epoch, len(sitting.said)
         sitting.epoch = int(found.labels.get("epoch", len(sitting.said)))
         sitting.made = float(found.labels.get("made", sitting.made))
         sitting.answered = float(found.labels.get(ANSWERED_LABEL, 0.0))
@@ -186,7 +186,9 @@ class CandidateLoader:
                 self._recall(tenant, name)
             yield
 
-    def having(self, request: Request, rule: ServingPolicy, take: Callable[[], Result]) -> Result:
+    def resolve_resident(
+        self, request: Request, rule: ServingPolicy, take: Callable[[], Result]
+    ) -> Result:
         """What `take` returns, which is called once all sessions are there that a request may mean.
 
         Where the request makes a branch it gets a name that none has, be it in memory or not.
@@ -229,7 +231,7 @@ class CandidateLoader:
         try:
             self._recall(request.tenant, name)
         except SessionUnreadableError as error:
-            self._recalling.begin_again(error, request)
+            self._recalling.restart_from_request(error, request)
             return False
         return True
 
@@ -237,7 +239,7 @@ class CandidateLoader:
         """Have sessions be in memory that nobody has named; those that cannot be had."""
         lost = self._lacking(tenant, names)
         for name in tuple(lost):
-            with self._recalling.guessing(name):
+            with self._recalling.tolerate_failures(name):
                 self._recall(tenant, name)
                 lost.remove(name)
         return lost
@@ -246,7 +248,7 @@ class CandidateLoader:
         """What a session began as, and all that are kept and began as that, if it can be told."""
         root = root_name(name)
         found = [root]
-        with self._recalling.guessing(root):
+        with self._recalling.tolerate_failures(root):
             found += self._keeper.branches(tenant, root)
         return found
 

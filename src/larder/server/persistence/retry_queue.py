@@ -64,7 +64,7 @@ class WriteRetryQueue:
 
     def durable(self, sitting: SessionState) -> bool | None:
         """Whether the store has all turns of a session; None where that is not known."""
-        if sitting.written and sitting.logged == len(sitting.said):
+        if sitting.written and sitting.durable_turns == len(sitting.said):
             return True
         return False if sitting.key in self._held else None
 
@@ -107,7 +107,7 @@ class WriteRetryQueue:
             return
         self._plan(RETRY_SECONDS)
         for sitting in self._held.values():
-            if not (sitting.is_answering or sitting.owed):
+            if not (sitting.is_answering or sitting.pending_writes):
                 self._write(sitting)
                 return
 
@@ -124,7 +124,7 @@ class WriteRetryQueue:
 
     def _write(self, sitting: SessionState) -> None:
         written = self._keeper.commit(sitting, sitting.said[-1])
-        self._news.owe(sitting, written, partial(self._written, sitting))
+        self._news.track_write(sitting, written, partial(self._written, sitting))
 
     def _written(self, sitting: SessionState, done: Future[LarderError | None] | None) -> None:
         if done is None or done.exception() is not None or done.result() is None:

@@ -137,7 +137,7 @@ class StoreSessionPersistence(SessionPersistence):
                 "session_unreadable",
             ) from error
 
-    def views(self, tenant: str) -> Sequence[SessionInfo]:
+    def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
         turns = self._store.turns
         return [stored_session_info(each, turns.has_cache(each)) for each in turns.of(tenant)]
 
@@ -191,16 +191,16 @@ class StoreSessionPersistence(SessionPersistence):
 
         try:
             if not sitting.written and own in self._damaged:
-                sitting.written = self._store.turns.damaged(*own)
+                sitting.written = self._store.turns.restart_epoch(*own)
             self._fencing.write(sitting, appended)
             self._damaged.discard(own)
         except Superseded as error:
-            sitting.is_stale = True
+            sitting.is_superseded = True
             raise session_superseded(sitting.name) from error
         except (BudgetError, StoreError) as error:
             self._note(error)
             return error
-        sitting.logged = len(told.said)
+        sitting.durable_turns = len(told.said)
         with self._naming:
             known = self._names.get(sitting.tenant)
         if known is not None:  # else nothing was looked up, and need not be
@@ -241,7 +241,7 @@ class StoreSessionPersistence(SessionPersistence):
         try:
             self._fencing.remove(sitting)
         except (BudgetError, StoreError) as error:
-            if sitting.written or sitting.tried:
+            if sitting.written or sitting.write_mark:
                 raise
             self._note(error)
         self._lose(sitting.tenant, sitting.name)
@@ -289,10 +289,10 @@ def saved_cache(record: Record) -> SavedCache | None:
     """What a record tells of a cache."""
     if not record.spans:
         return None
-    labels, tokens = record.labels, record.read_tokens
+    labels, tokens = record.labels, record.num_cached_tokens
     return SavedCache(
         tokens=tokens,
-        settled=int(labels.get("settled", tokens)),
+        settled_tokens=int(labels.get("settled", tokens)),
         entries=int(labels.get("entries", 0)),
         nbytes=sum(ref.bytes for ref in record.cache_refs),
         cache_bytes=record.cache_bytes,

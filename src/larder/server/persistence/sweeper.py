@@ -51,15 +51,15 @@ class StoreSweeper:
 
     def _run(self) -> None:
         swept = time.monotonic()
-        self._do(self._store.upkeep.note_branches)
+        self._do(self._store.maintenance.note_branches)
         while not self._ended.wait(self._seconds):
             trim_heap()
             is_due = time.monotonic() - swept >= self._sweep_seconds
             if is_due:
                 swept = time.monotonic()
-            self._do(self._store.upkeep.forget_removed)
+            self._do(self._store.maintenance.forget_removed)
             if is_due:
-                self._do(self._store.upkeep.sweep)
+                self._do(self._store.maintenance.sweep)
 
     def _do(self, work: Callable[[], object]) -> None:
         try:

@@ -22,7 +22,7 @@ class SessionBackend(ABC):
         """
 
     @abstractmethod
-    def arrive(self, job: RequestState) -> None:
+    def on_loaded(self, job: RequestState) -> None:
         """What was fetched for it is here, or is not to be had."""
 
     @abstractmethod
@@ -34,7 +34,7 @@ class SessionBackend(ABC):
         """Read on by a block; how many tokens that was, roughly."""
 
     @abstractmethod
-    def read_again(self, job: RequestState) -> None:
+    def restart_prefill(self, job: RequestState) -> None:
         """A pass has spoiled the cache: have all be read again, what was generated included."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class SessionBackend(ABC):
         """
 
     @abstractmethod
-    def goes_on(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
+    def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
         """The answer is complete; whether the cache shall read the end of it in one more pass."""
 
     @abstractmethod

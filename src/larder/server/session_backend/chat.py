@@ -42,18 +42,18 @@ class ChatBackend(SessionBackend):
 
     def start(self, job: RequestState) -> None:
         sitting, said = job.sitting, _tokens(job.said)
-        if sitting.cabinet is not None and not self._courses.leads_on(job, sitting.cabinet):
+        if sitting.chat_cache is not None and not self._courses.leads_on(job, sitting.chat_cache):
             self._tiers.drop(sitting)
-        job.counts.tier, held, source = sitting.tier, sitting.cabinet, self._source(job)
-        episodes = 0 if held is None else len(held.shelf)
+        job.counts.tier, held, source = sitting.tier, sitting.chat_cache, self._source(job)
+        episodes = 0 if held is None else len(held.caches)
         if source is not None and source.kept is not None:
             episodes = max(episodes, source.kept.caches)
         told = len(job.wanted), len(job.wanted) - said, job.new_tokens
-        job.added = job.wanted[said:] if job.said else job.wanted[self._courses.skipped(job) :]
+        job.new_ids = job.wanted[said:] if job.said else job.wanted[self._courses.skipped(job) :]
         self._grant(sitting, chat_turn_demand(sitting.rule, *told, episodes))
         if held is None:
             job.counts.tier = self._take_over(job)
-            if sitting.cabinet is None and source is not None and self._fetch(job, source):
+            if sitting.chat_cache is None and source is not None and self._fetch(job, source):
                 return
         self._tiers.restored["host"] += job.counts.tier == "host"
         self._started(job)
@@ -61,8 +61,8 @@ class ChatBackend(SessionBackend):
     def _started(self, job: RequestState) -> None:
         """The caches are there, or are to be built: see what is left to be read."""
         sitting, said = job.sitting, _tokens(job.said)
-        if sitting.cabinet is not None:
-            exchanges = len(sitting.cabinet.state.log.exchanges)
+        if sitting.chat_cache is not None:
+            exchanges = len(sitting.chat_cache.state.log.exchanges)
             job.mark = job.counts.cached = _tokens(job.said[:exchanges])
             job.counts.restored = job.mark if job.counts.tier in ("host", "disk") else 0
         job.counts.recomputed = said - job.mark
@@ -86,35 +86,35 @@ class ChatBackend(SessionBackend):
         self._check(job)
         return sitting.rule.block
 
-    def read_again(self, job: RequestState) -> None:
-        job.drawer = job.finished = job.filed = None
+    def restart_prefill(self, job: RequestState) -> None:
+        job.active_turn = job.completed_turn = job.turn_commit = None
         job.course = self._courses.course(job)
 
     def note(self, job: RequestState, plans: int) -> None:
         del plans
         self._check(job)
-        assert job.drawer is not None
-        if not job.ended and job.drawer.turn.room < 1:
-            job.course = job.drawer.turn.making_room(1)
+        assert job.active_turn is not None
+        if not job.ended and job.active_turn.turn.room < 1:
+            job.course = job.active_turn.turn.end_block_steps(1)
 
-    def goes_on(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
-        drawer = job.drawer
+    def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
+        drawer = job.active_turn
         assert drawer is not None
-        ids, job.course = (*job.added, *job.ids, *closing), None
+        ids, job.course = (*job.new_ids, *job.ids, *closing), None
         job.tail, job.ended = ids[drawer.cache.next_position - drawer.mark :], reason
-        if drawer.turn.rests_after(len(job.tail)):
+        if drawer.turn.is_within_after(len(job.tail)):
             return bool(job.tail)
         job.course = self._ending(job, drawer, closing)
         return True
 
     def file(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> CompletedTurn:
         sitting = job.sitting
-        if job.finished is None:
-            assert sitting.cabinet is not None and job.drawer is not None
-            said = job.finished = job.exchange(closing, len(job.tail), reason)
-            exchange = ChatTurn(job.turns[-1].text, said.text, (*job.added, *said.answer))
-            job.filed = sitting.cabinet.file(job.drawer, exchange)
-        return job.finished
+        if job.completed_turn is None:
+            assert sitting.chat_cache is not None and job.active_turn is not None
+            said = job.completed_turn = job.exchange(closing, len(job.tail), reason)
+            exchange = ChatTurn(job.turns[-1].text, said.text, (*job.new_ids, *said.answer))
+            job.turn_commit = sitting.chat_cache.file(job.active_turn, exchange)
+        return job.completed_turn
 
     def _ending(
         self, job: RequestState, drawer: ActiveTurn, closing: tuple[int, ...]
@@ -122,41 +122,41 @@ class ChatBackend(SessionBackend):
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
         yield from drawer.turn.following(job.tail, len(job.ids))
         self.file(job, job.ended, closing)
-        assert job.filed is not None
-        if job.filed.number == drawer.number:
+        assert job.turn_commit is not None
+        if job.turn_commit.number == drawer.number:
             yield from drawer.turn.settling()
 
     def accept(self, job: RequestState) -> None:
-        sitting, drawer = job.sitting, job.drawer
-        assert sitting.cabinet is not None and drawer is not None and job.filed is not None
-        start = sitting.cabinet.length
-        sitting.cabinet.accept(drawer, job.filed)
-        sitting.spots.file(drawer.number, job.filed.number, drawer.mark, start)
+        sitting, drawer = job.sitting, job.active_turn
+        assert sitting.chat_cache is not None and drawer is not None and job.turn_commit is not None
+        start = sitting.chat_cache.length
+        sitting.chat_cache.accept(drawer, job.turn_commit)
+        sitting.spots.file(drawer.number, job.turn_commit.number, drawer.mark, start)
         drawer.cache.compact()
-        job.drawer, sitting.episode = None, drawer.number
+        job.active_turn, sitting.episode = None, drawer.number
         sitting.read = sitting.ids
         sitting.note()
 
     def undo(self, job: RequestState) -> None:
-        sitting, drawer = job.sitting, job.drawer
+        sitting, drawer = job.sitting, job.active_turn
         if job.course is not None:
             job.course.close()
-        job.course = job.drawer = None
-        if drawer is not None and sitting.cabinet is not None:
+        job.course = job.active_turn = None
+        if drawer is not None and sitting.chat_cache is not None:
             if drawer.can_be_undone:
-                sitting.cabinet.undo(drawer)
+                sitting.chat_cache.undo(drawer)
             else:
                 self._tiers.drop(sitting)
-        if sitting.cabinet is None:
+        if sitting.chat_cache is None:
             self._tiers.drop(sitting)
         elif not _is_complete(
-            sitting.cabinet, job
+            sitting.chat_cache, job
         ):  # of a turn that was not kept, or not all was heard
             self._tiers.drop(sitting)
         else:
             self._tiers.settle(sitting)
 
-    def arrive(self, job: RequestState) -> None:
+    def on_loaded(self, job: RequestState) -> None:
         """What was fetched is here, or is not to be had: go on, or read all again."""
         fetch, job.fetch = job.fetch, None
         assert fetch is not None
@@ -168,10 +168,10 @@ class ChatBackend(SessionBackend):
             except LarderError as refused:  # it was counted
                 error = refused
             except BaseException:  # who undoes this knows of no room but the session's
-                self._tiers.chats.give(sitting, fetch.room)
+                self._tiers.chats.return_reservation(sitting, fetch.room)
                 raise
         if error is not None:
-            self._tiers.chats.give(sitting, fetch.room)
+            self._tiers.chats.return_reservation(sitting, fetch.room)
             job.counts.tier = "none"
             if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
                 fetch.source.kept = None
@@ -222,12 +222,12 @@ class ChatBackend(SessionBackend):
         """Begin as another session that has come to the same point; the tier of its caches."""
         sitting, origin = job.sitting, job.sitting.origin
         sitting.origin = None
-        if origin is None or origin.cabinet is None or origin.is_running:
+        if origin is None or origin.chat_cache is None or origin.is_running:
             return "none"
         if origin.rule is not sitting.rule:
             return "none"
-        sitting.cabinet = origin.cabinet.before(len(job.said))
-        if sitting.cabinet is not None:
+        sitting.chat_cache = origin.chat_cache.before(len(job.said))
+        if sitting.chat_cache is not None:
             sitting.read, sitting.is_coded = sitting.ids, origin.is_coded
         sitting.episode, sitting.base = origin.episode, min(origin.base, len(job.said))
         sitting.found, sitting.spots = origin.found, PositionMaps(dict(origin.spots.own))
@@ -235,14 +235,14 @@ class ChatBackend(SessionBackend):
 
     def _check(self, job: RequestState) -> None:
         """Compare what is held with what was spoken for."""
-        sitting, drawer = job.sitting, job.drawer
+        sitting, drawer = job.sitting, job.active_turn
         device, host = sitting.device_bytes, sitting.host_bytes
         copy = None if drawer is None else drawer.copy
         if copy is not None:
-            device += copy.fast_nbytes
-            host += copy.nbytes - copy.fast_nbytes - copy.shared_nbytes
-        if sitting.cabinet is not None:
-            device = max(device, sitting.cabinet.building.peak_live_bytes)
+            device += copy.device_nbytes
+            host += copy.nbytes - copy.device_nbytes - copy.shared_nbytes
+        if sitting.chat_cache is not None:
+            device = max(device, sitting.chat_cache.refresh_meter.peak_live_bytes)
         self._purse.check(sitting.key, device)
         if host > (0 if sitting.host is None else sitting.host.bytes):
             self._tiers.chats.hold(sitting, host)

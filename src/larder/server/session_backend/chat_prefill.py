@@ -36,23 +36,23 @@ class ChatPrefill:
     def course(self, job: RequestState) -> PrefillSteps:
         """From what there is of a session to a cache that has read all but the prompt's end."""
         sitting = job.sitting
-        if sitting.cabinet is None:
-            sitting.cabinet = yield from self._rebuilt(job)
+        if sitting.chat_cache is None:
+            sitting.chat_cache = yield from self._rebuilt(job)
             if job.counts.recomputed > sitting.rule.block:  # fewer take longer, each
                 self._vault.note_reading(job.counts.recomputed, job.seconds)
         else:
-            sitting.cabinet.building = PeakMemoryMeter()
-            yield from self._caught_up(job, sitting.cabinet)
+            sitting.chat_cache.refresh_meter = PeakMemoryMeter()
+            yield from self._caught_up(job, sitting.chat_cache)
         sitting.read = sitting.ids
-        yield from _refresh_steps(sitting, sitting.cabinet)
-        room = len(job.added) + job.new_tokens + len(self._scribe.closing())
-        told = sitting, sitting.cabinet, job.turns[-1].text, job.added, room
+        yield from _refresh_steps(sitting, sitting.chat_cache)
+        room = len(job.new_ids) + job.new_tokens + len(self._scribe.closing())
+        told = sitting, sitting.chat_cache, job.turns[-1].text, job.new_ids, room
         drawer, asked = yield from self._drawn(*told)
-        job.drawer = drawer
+        job.active_turn = drawer
         job.asked = yield from drawer.turn.reading(asked)
         if job.ids:  # they were said before, and are read once more
             drawer.turn.ask(job.asked)
-            yield from drawer.turn.replaying(tuple(job.ids[:-1]))
+            yield from drawer.turn.replay_steps(tuple(job.ids[:-1]))
 
     def leads_on(self, job: RequestState, cabinet: ChatCache) -> bool:
         """Whether caches are of a beginning of what was said, so that they can hear the rest."""
@@ -74,7 +74,7 @@ class ChatPrefill:
         meter, source = PeakMemoryMeter(), before.source(before.transcript(self._scribe))
         memory = yield from prefill_memory_steps(desk, source, sitting.rule.policy, {}, meter)
         cabinet = ChatCache(desk, ChatState(memory, before))
-        cabinet.building = meter
+        cabinet.refresh_meter = meter
         yield from self._caught_up(job, cabinet)
         return cabinet
 
@@ -107,7 +107,7 @@ class ChatPrefill:
         asked = yield from turn.reading(asked)
         turn.ask(asked)
         yield
-        yield from turn.replaying(answer[:stop])
+        yield from turn.replay_steps(answer[:stop])
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
         yield from turn.following(answer[stop:], generated)
         filed = cabinet.file(drawer, exchange)
@@ -142,8 +142,8 @@ class ChatPrefill:
 def _refresh_steps(sitting: SessionState, cabinet: ChatCache) -> PrefillSteps:
     """Caches that have grown too large, built anew."""
     before = cabinet.state.refreshes
-    yield from cabinet.refreshing()
+    yield from cabinet.refresh_steps()
     if cabinet.state.refreshes > before:
         sitting.base = len(cabinet.state.log.exchanges)
-        read = [held.next_position for held in cabinet.shelf.holdings()]
+        read = [held.next_position for held in cabinet.caches.holdings()]
         sitting.spots.refresh(read, cabinet.length)

@@ -26,7 +26,7 @@ SCHEMA = 1
 
 def has_all_turns(sitting: SessionState) -> bool:
     """Whether the caches of a chat are those of all that was said, and no turn is half in them."""
-    cabinet = sitting.cabinet
+    cabinet = sitting.chat_cache
     return cabinet is not None and len(cabinet.state.log.exchanges) == len(sitting.said)
 
 
@@ -34,11 +34,11 @@ def encode_chat_state(sitting: SessionState) -> bytes:
     """All that `restore_chat` needs of a chat that is up to date, but for its caches and its
     text.
     """
-    assert sitting.cabinet is not None
+    assert sitting.chat_cache is not None
     spots = sitting.spots.own.items()
     record = {
         "schema": SCHEMA,
-        "chat": chat_state_record(sitting.cabinet.state).decode(),
+        "chat": chat_state_record(sitting.chat_cache.state).decode(),
         "base": sitting.base,
         "episode": sitting.episode,
         "spots": [[number, each.starts, each.texts] for number, each in spots],
@@ -71,7 +71,7 @@ def restore_chat(
         raise Damaged("What stands beside the chat's caches does not fit them.")
     log = session_log(sitting.root, sitting.said, rule.desk.scribe)
     state = restore_chat_state(data, ids, caches, rule.desk, rule.policy, log, 0.0)
-    sitting.cabinet = ChatCache(rule.desk, state)
+    sitting.chat_cache = ChatCache(rule.desk, state)
     sitting.base, sitting.episode, sitting.spots = base, episode, spots
 
 

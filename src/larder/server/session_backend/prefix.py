@@ -45,19 +45,19 @@ class PrefixBackend(SessionBackend):
         sitting = job.sitting
         job.counts.tier = sitting.tier
         usable = _usable_tokens(job, sitting)
-        if not usable and sitting.is_in_memory:
+        if not usable and sitting.has_resident_cache:
             self._tiers.drop(sitting)
             usable = _usable_tokens(job, sitting)  # the store may have an earlier state
         if not usable:
             self._begin(job)
-        elif sitting.is_in_memory:
+        elif sitting.has_resident_cache:
             self._go_on(job, usable)
         elif not self._fetch(job, sitting, usable):
             self._begin(job)
         if job.fetch is None:
             self._started(job)
 
-    def arrive(self, job: RequestState) -> None:
+    def on_loaded(self, job: RequestState) -> None:
         """What was fetched is here, or is not to be had: go on, or begin anew."""
         fetch, job.fetch = job.fetch, None
         assert fetch is not None
@@ -112,13 +112,13 @@ class PrefixBackend(SessionBackend):
         sitting.read.extend(piece)
         self._purse.check(sitting.key, max(cache.nbytes, reader.meter.peak_bytes))
         job.place += 1
-        if job.is_read:
+        if job.is_prefilled:
             self._prepare(job)
         return len(piece)
 
-    def read_again(self, job: RequestState) -> None:
+    def restart_prefill(self, job: RequestState) -> None:
         sitting = job.sitting
-        sitting.cache, sitting.read, sitting.settled = (
+        sitting.cache, sitting.read, sitting.settled_tokens = (
             sitting.rule.empty(),
             array(TOKEN_TYPECODE),
             0,
@@ -131,9 +131,9 @@ class PrefixBackend(SessionBackend):
         self._purse.check(sitting.key, job.cache.nbytes)
         sitting.read.append(job.unread[0])
         if job.cache.plans != plans:
-            sitting.settled = job.cache.next_position
+            sitting.settled_tokens = job.cache.next_position
 
-    def goes_on(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
+    def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
         """As `Manner.goes_on`: the next turn reads that with its prompt."""
         del job, reason, closing
         return False
@@ -151,8 +151,8 @@ class PrefixBackend(SessionBackend):
     def undo(self, job: RequestState) -> None:
         sitting, cache = job.sitting, job.sitting.cache
         mark = job.mark
-        is_kept = sitting.rule.can_take_back and cache is not None and mark > 0
-        if cache is None or not is_kept or mark < sitting.settled:
+        is_kept = sitting.rule.can_truncate and cache is not None and mark > 0
+        if cache is None or not is_kept or mark < sitting.settled_tokens:
             self._tiers.drop(sitting)
             return
         cache.truncate(mark)
@@ -164,7 +164,7 @@ class PrefixBackend(SessionBackend):
         sitting = job.sitting
         job.pieces = split_blocks(text[len(sitting.read) : -1], sitting.rule.block)
         job.place = 0
-        if job.is_read:
+        if job.is_prefilled:
             self._prepare(job)
 
     def _prepare(self, job: RequestState) -> None:
@@ -183,7 +183,7 @@ class PrefixBackend(SessionBackend):
         sitting = job.sitting
         self._tiers.grant(sitting, self._need(job, sitting))
         if sitting.cache is None:
-            self._tiers.revive(sitting)
+            self._tiers.restore_from_host(sitting)
         self._cut(sitting, usable)
 
     def _cut(self, sitting: SessionState, usable: int) -> None:
@@ -204,7 +204,9 @@ class PrefixBackend(SessionBackend):
         needs = self._need(job, source), self._need(job, None)
         self._tiers.grant(
             sitting,
-            MemoryDemand(max(each.bytes for each in needs), max(each.passing for each in needs)),
+            MemoryDemand(
+                max(each.bytes for each in needs), max(each.transient_bytes for each in needs)
+            ),
         )
         room = self._tiers.host_room(sitting, kept.nbytes + WRITE_COPIES * kept.cache_bytes)
         if room is None:
@@ -217,7 +219,7 @@ class PrefixBackend(SessionBackend):
     def _empty(self, sitting: SessionState) -> None:
         """Begin with nothing, in memory that was granted."""
         sitting.origin = None
-        sitting.cache, sitting.read, sitting.settled = (
+        sitting.cache, sitting.read, sitting.settled_tokens = (
             sitting.rule.empty(),
             array(TOKEN_TYPECODE),
             0,
@@ -230,7 +232,7 @@ class PrefixBackend(SessionBackend):
         source = self._source(job)
         if source is not None:
             try:
-                if not source.is_in_memory:
+                if not source.has_resident_cache:
                     if self._fetch(job, source, source.usable(job.wanted)):
                         return
                 else:
@@ -245,7 +247,7 @@ class PrefixBackend(SessionBackend):
     def _copy(self, job: RequestState, source: SessionState) -> bool:
         """Take over what another session has read; False if it has left meanwhile."""
         sitting = job.sitting
-        usable = source.usable(job.wanted) if source.is_in_memory else 0
+        usable = source.usable(job.wanted) if source.has_resident_cache else 0
         cache = self._copied(source) if usable else None
         if cache is None:
             return False
@@ -254,7 +256,7 @@ class PrefixBackend(SessionBackend):
             cache.compact()
         job.counts.tier = source.tier
         sitting.cache, sitting.read = cache, source.read[:usable]
-        sitting.settled = min(source.settled, usable)
+        sitting.settled_tokens = min(source.settled_tokens, usable)
         sitting.is_coded, sitting.origin = source.is_coded, None
         sitting.note()
         return True
@@ -281,11 +283,13 @@ class PrefixBackend(SessionBackend):
     def _need(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
         """Of the turn over what a session holds now."""
         held = job.sitting.held if source is None else source.held
-        need = job.sitting.rule.need(held, len(job.wanted), job.new_tokens)
+        need = job.sitting.rule.lossless_turn_demand(held, len(job.wanted), job.new_tokens)
         if source is None:
             return need
         nbytes = source.nbytes
-        return replace(need, bytes=max(need.bytes, nbytes), passing=max(need.passing, nbytes))
+        return replace(
+            need, bytes=max(need.bytes, nbytes), transient_bytes=max(need.transient_bytes, nbytes)
+        )
 
 
 def _usable_tokens(job: RequestState, sitting: SessionState) -> int:

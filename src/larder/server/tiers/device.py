@@ -19,17 +19,17 @@ class MemoryDemand:
 
     Args:
         bytes: held to the end.
-        passing: held for a moment beside them.
+        transient_bytes: held for a moment beside them.
         host: in host memory meanwhile.
     """
 
     bytes: int = 0
-    passing: int = 0
+    transient_bytes: int = 0
     host: int = 0
 
     @property
     def total(self) -> int:
-        return self.bytes + self.passing
+        return self.bytes + self.transient_bytes
 
 
 class DeviceReservations:
@@ -56,7 +56,7 @@ class DeviceReservations:
         held = 0 if before is None else before[0].bytes
         more = self._ledger.reserve(Tier.DEVICE, tenant, max(0, need.bytes - held))
         try:
-            self._set_aside(max(need.passing, self._most_passing(key)))
+            self._set_aside(max(need.transient_bytes, self._most_passing(key)))
         except BudgetError:
             more.release()
             raise
@@ -90,7 +90,7 @@ class DeviceReservations:
         """Bytes that others must give back before it is granted."""
         before = self._held.get(key)
         held = 0 if before is None else before[0].bytes
-        beside = max(need.passing, self._most_passing(key)) - self._passing.bytes
+        beside = max(need.transient_bytes, self._most_passing(key)) - self._passing.bytes
         own = need.bytes - held
         total = self._ledger.limit(Tier.DEVICE) - self._ledger.used(Tier.DEVICE)
         return max(0, own + beside - total, own - self._ledger.room(Tier.DEVICE, tenant))
@@ -101,7 +101,9 @@ class DeviceReservations:
         return 0 if held is None else held[0].bytes
 
     def _most_passing(self, but: int) -> int:
-        return max((need.passing for key, (need, _) in self._held.items() if key != but), default=0)
+        return max(
+            (need.transient_bytes for key, (need, _) in self._held.items() if key != but), default=0
+        )
 
     def _set_aside(self, count: int) -> None:
         if count > self._passing.bytes:

@@ -121,7 +121,7 @@ class StoreDiskTier(DiskTier):
         is_whole = sitting.is_lossless and not is_coded
         view = session_info(sitting)
         labels = {
-            "settled": str(sitting.settled),
+            "settled": str(sitting.settled_tokens),
             "entries": str(sitting.held.entries),
             "coded": "yes" if is_coded else "no",
             "whole": "yes" if is_whole else "no",
@@ -135,7 +135,7 @@ class StoreDiskTier(DiskTier):
         def saved() -> SavedCache:
             try:
                 snapshot = self._snapshots.of(policy, caches, beside)
-                with self._snapshots.store.turns.prepared(sitting.tenant, ids, snapshot) as made:
+                with self._snapshots.store.turns.stage(sitting.tenant, ids, snapshot) as made:
                     record = self._keeper.attach(sitting, made, labels).result()
             except LarderError as error:
                 self._parts.unwritten.note_error(error)
@@ -155,7 +155,7 @@ class StoreDiskTier(DiskTier):
             if found is None or found.cache is None:
                 reason = "gone" if found is None else found.reason
                 raise Refused(f"The cache of {source.name!r} is read anew: {reason}.", reason)
-            if found.ids[: found.record.read_tokens] != ids:
+            if found.ids[: found.record.num_cached_tokens] != ids:
                 said = f"The cache of {source.name!r} is of another text."
                 self._parts.refusals.note("tokens", said)
                 raise Refused(said, "tokens")
@@ -174,7 +174,7 @@ class StoreDiskTier(DiskTier):
         self._snapshots.note_reading(tokens, seconds)
 
     def seconds_to_read(self, tokens: int) -> float:
-        seconds = self._parts.rates.read_seconds(tokens)
+        seconds = self._parts.throughput.prefill_seconds(tokens)
         return float(tokens) if seconds is None else seconds
 
     def bytes_by_tier(self) -> dict[str, int]:
@@ -207,9 +207,9 @@ def write_memory_bytes(sitting: SessionState) -> int:
     Those of a chat are written one after the other. As many bytes as it has may be held twice
     meanwhile: what is on the device, and what is wanted there.
     """
-    if sitting.cabinet is None:
+    if sitting.chat_cache is None:
         return WRITE_COPIES * sitting.nbytes
-    largest = max(held.nbytes for held in sitting.cabinet.shelf.holdings())
+    largest = max(held.nbytes for held in sitting.chat_cache.caches.holdings())
     return sitting.nbytes + WRITE_COPIES * largest
 
 
@@ -244,16 +244,18 @@ class DiskTierWriter:
     def wants(self, sitting: SessionState) -> bool:
         """Whether a cache that is not in use may be written, and was not."""
         is_idle = not (sitting.is_answering or sitting.is_running or sitting.is_saving)
-        return is_idle and self.needs(sitting) and not sitting.owed
+        return is_idle and self.needs(sitting) and not sitting.pending_writes
 
     def needs(self, sitting: SessionState) -> bool:
         """Whether the store could have a cache, but has not."""
-        if not sitting.is_in_memory:  # who asks for memory stands in it before there is a cache
+        if (
+            not sitting.has_resident_cache
+        ):  # who asks for memory stands in it before there is a cache
             return False
-        is_written = sitting.written > 0 and sitting.logged == len(sitting.said) > 0
-        if sitting.cabinet is not None and not has_all_turns(sitting):
+        is_written = sitting.written > 0 and sitting.durable_turns == len(sitting.said) > 0
+        if sitting.chat_cache is not None and not has_all_turns(sitting):
             return False
-        is_refused = sitting.unkept == len(sitting.read)
+        is_refused = sitting.failed_write_tokens == len(sitting.read)
         return self._vault.is_open and is_written and not sitting.is_saved and not is_refused
 
     def start(self, sitting: SessionState) -> Future[SavedCache] | None:
@@ -272,11 +274,11 @@ class DiskTierWriter:
             reservation.release()
 
     def _begin(self, sitting: SessionState, room: Reservation) -> Future[SavedCache]:
-        cabinet = sitting.cabinet
+        cabinet = sitting.chat_cache
         beside = None if cabinet is None else encode_chat_state(sitting)
-        caches = (_read_only_cache(sitting),) if cabinet is None else cabinet.shelf.lend()
+        caches = (_read_only_cache(sitting),) if cabinet is None else cabinet.caches.lend_views()
         sitting.is_saving = True
-        sitting.owed += 1
+        sitting.pending_writes += 1
         self._late[sitting.key] = [room]
         future = self._under_way[sitting.key] = self._vault.save(sitting, caches, beside)
         self._news.hear(future, partial(self._over, sitting, len(sitting.read)))
@@ -284,17 +286,17 @@ class DiskTierWriter:
 
     def _over(self, sitting: SessionState, tokens: int, future: Future[SavedCache]) -> None:
         sitting.is_saving = False
-        sitting.owed -= 1
-        if sitting.cabinet is not None:
-            sitting.cabinet.shelf.returned()
+        sitting.pending_writes -= 1
+        if sitting.chat_cache is not None:
+            sitting.chat_cache.caches.end_lending()
         del self._under_way[sitting.key]
         for reservation in self._late.pop(sitting.key):
             reservation.release()
         if future.exception() is None:
-            sitting.kept, sitting.unkept = future.result(), -1
+            sitting.kept, sitting.failed_write_tokens = future.result(), -1
             self.saved += 1
         else:
-            sitting.unkept = tokens
+            sitting.failed_write_tokens = tokens
         self._ended()
 
 
@@ -319,7 +321,7 @@ def install_caches(
     else:
         sitting.parked = offload(fetched.caches[0])
         room.shrink(sitting.parked.nbytes)
-    sitting.host, sitting.read, sitting.settled = room, read, kept.settled
+    sitting.host, sitting.read, sitting.settled_tokens = room, read, kept.settled_tokens
     sitting.is_coded = kept.is_coded
 
 

@@ -55,7 +55,7 @@ class ChatHostMemory:
         """What was spoken for is not needed: so many bytes are, as before; 0 where nothing is."""
         assert sitting.host is not None
         sitting.host.shrink(count)
-        if not sitting.is_in_memory:
+        if not sitting.has_resident_cache:
             sitting.host.release()
             sitting.host = None
             del self._in_host[sitting.key]
@@ -72,7 +72,7 @@ class ChatHostMemory:
         del self._in_host[sitting.key]
         return room
 
-    def give(self, sitting: SessionState, room: Reservation) -> None:
+    def return_reservation(self, sitting: SessionState, room: Reservation) -> None:
         """Have what was set aside be spoken for by the session again."""
         sitting.host = room
         self._in_host[sitting.key] = sitting
@@ -82,10 +82,12 @@ class ChatHostMemory:
         cache, need = sitting.active, MemoryDemand()
         if cache is not None:
             cache.compact()
-            self._purse.check(sitting.key, cache.fast_nbytes)
-            need = MemoryDemand(cache.fast_nbytes, max(store.fast_nbytes for store in cache.stores))
+            self._purse.check(sitting.key, cache.device_nbytes)
+            need = MemoryDemand(
+                cache.device_nbytes, max(store.device_nbytes for store in cache.stores)
+            )
         self._purse.grant(sitting.key, sitting.tenant, need)
-        if sitting.cabinet is None:
+        if sitting.chat_cache is None:
             return
         try:
             self.hold(sitting, sitting.host_bytes)
@@ -94,18 +96,18 @@ class ChatHostMemory:
 
     def park(self, sitting: SessionState) -> bool:
         """Have the device be free; False if there is no room for what leaves it."""
-        assert sitting.cabinet is not None
+        assert sitting.chat_cache is not None
         if not self._room(sitting, sitting.device_bytes):
             return False
         self.hold(sitting, sitting.nbytes)
-        sitting.cabinet.shelf.rest()
+        sitting.chat_cache.caches.rest()
         self.hold(sitting, sitting.nbytes)
         return True
 
 
 def idle_bytes(sitting: SessionState) -> int:
     """What a session's caches take at rest."""
-    if sitting.cabinet is not None:
+    if sitting.chat_cache is not None:
         return sitting.nbytes
     stores = () if sitting.cache is None else sitting.cache.stores
     return sum(tensor.nbytes for store in stores for tensor in store.tensors())
@@ -131,9 +133,9 @@ class TranscriptMemory:
 
     def missing(self, sitting: SessionState) -> int:
         """Bytes that a log takes beyond what was charged for it."""
-        return sitting.log_bytes - (0 if sitting.log is None else sitting.log.bytes)
+        return sitting.transcript_bytes - (0 if sitting.log is None else sitting.log.bytes)
 
-    def crowds(self, sitting: SessionState) -> bool:
+    def exceeds_share(self, sitting: SessionState) -> bool:
         """Whether a tenant would have more that cannot leave memory than is left to others."""
         if not self._is_crowding(sitting):
             return False
@@ -148,7 +150,7 @@ class TranscriptMemory:
         Raises:
             BudgetError: there is no room.
         """
-        want, had = sitting.log_bytes, sitting.log
+        want, had = sitting.transcript_bytes, sitting.log
         more = self._ledger.reserve(Tier.HOST, sitting.tenant, max(0, self.missing(sitting)))
         if had is None:
             sitting.log = more
@@ -166,13 +168,13 @@ class TranscriptMemory:
             sitting.log.release()
             sitting.log = None
 
-    def tidy(self) -> None:
+    def unload_idle(self) -> None:
         """Have sessions without a cache in memory leave it, but for some that were used last."""
         resting = [each for each in self._resting() if not each.is_pinned]
         for each in resting[: max(0, len(resting) - MAX_IDLE_TRANSCRIPTS)]:
             self._unload(each)
 
-    def shed(self, but: SessionState) -> bool:
+    def unload_one(self, but: SessionState) -> bool:
         """Have one of these leave memory, the one that was used least lately, those that are pinned
         last; whether one could."""
         return any(self._unload(each) for each in self._resting() if each is not but)
@@ -183,7 +185,7 @@ class TranscriptMemory:
         return more > 0 and own > self._ledger.limit(Tier.HOST) - held
 
     def _kept_here(self, sitting: SessionState) -> int:
-        return 0 if sitting.written else sitting.log_bytes
+        return 0 if sitting.written else sitting.transcript_bytes
 
     def _count(self, sitting: SessionState, staying: int) -> None:
         self._of[sitting.tenant] += staying - self._staying.pop(sitting.key, 0)
@@ -194,6 +196,6 @@ class TranscriptMemory:
 
     def _resting(self) -> list[SessionState]:
         """Sessions of which the log alone is in memory, and need not be."""
-        resting = [each for each in self._charged.values() if each.is_safe]
-        resting = [each for each in resting if not each.is_in_memory]
+        resting = [each for each in self._charged.values() if each.can_leave_memory]
+        resting = [each for each in resting if not each.has_resident_cache]
         return sorted(resting, key=lambda each: (each.is_pinned, each.last_used))

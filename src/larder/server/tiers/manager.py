@@ -57,7 +57,7 @@ class TierManager:
     ) -> None:
         self._ledger, self._purse, self._unload = ledger, purse, unload
         self._order, self.vault = SessionEvictionOrder(rule, clock, purse, vault), vault
-        self._stowing = DiskTierWriter(ledger, vault, news, self.stow)
+        self._stowing = DiskTierWriter(ledger, vault, news, self.write_next)
         self.on_device: dict[int, SessionState] = {}
         self.in_host: dict[int, SessionState] = {}
         self.chats = ChatHostMemory(ledger, purse, self.in_host, self._host_room, self.drop)
@@ -119,36 +119,36 @@ class TierManager:
             self.vault.reject(error)
             raise
         self.in_host[sitting.key] = sitting
-        self.revive(sitting)
+        self.restore_from_host(sitting)
         self.restored[Tier.HOST.value] -= 1  # it has only passed there
         self.restored[Tier.DISK.value] += 1
         sitting.note()
 
-    def revive(self, sitting: SessionState) -> None:
+    def restore_from_host(self, sitting: SessionState) -> None:
         """Bring a parked cache back to the device, which was granted before."""
-        if sitting.cabinet is not None:
-            sitting.cabinet.shelf.activate(sitting.episode)
+        if sitting.chat_cache is not None:
+            sitting.chat_cache.caches.activate(sitting.episode)
             self.restored[Tier.HOST.value] += 1
             return
         assert sitting.parked is not None
         parked, sitting.parked = sitting.parked, None
         spec = sitting.rule.desk.decoder.spec
         try:
-            sitting.cache = parked.copied(spec) if sitting.is_saving else parked.revived(spec)
+            sitting.cache = parked.copied(spec) if sitting.is_saving else parked.restore(spec)
         finally:
             self._give_host_back(sitting)
         self.restored[Tier.HOST.value] += 1
 
     def park(self, sitting: SessionState) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
-        if sitting.cabinet is not None:
+        if sitting.chat_cache is not None:
             soon = self._stowing.soon(write_memory_bytes(sitting))
-            self._easy_room(sitting, sitting.device_bytes + soon)
+            self._free_written_host(sitting, sitting.device_bytes + soon)
             return self._parked(sitting, self.chats.park(sitting))
         cache = sitting.cache
         assert cache is not None
         count = idle_bytes(sitting)
-        self._easy_room(sitting, count + self._stowing.soon(WRITE_COPIES * count))
+        self._free_written_host(sitting, count + self._stowing.soon(WRITE_COPIES * count))
         room = self.host_room(sitting, count)
         if room is None:
             return False
@@ -163,16 +163,16 @@ class TierManager:
             self._leave(sitting)
             sitting.clock = self._order.clock(Tier.HOST)
             self.parked[Tier.HOST.value] += 1
-            self.stow()
+            self.write_next()
         return is_done
 
-    def stow(self) -> None:
+    def write_next(self) -> None:
         """Have the cache that would leave host memory first be written, if none is just now."""
         self.parked[Tier.DISK.value] = self._stowing.saved
         wanting = [each for each in self.in_host.values() if self._stowing.wants(each)]
         if wanting and not self._stowing.is_busy:
             first = self._order.first(Tier.HOST, wanting, None, 1)[0]
-            self._easy_room(first, write_memory_bytes(first))
+            self._free_written_host(first, write_memory_bytes(first))
             self._stowing.start(first)
 
     def save_at_once(self, sitting: SessionState) -> Future[SavedCache] | None:
@@ -185,7 +185,7 @@ class TierManager:
         """Have a cache be written, if it can be and need be."""
         if sitting.is_saving:
             return self._stowing.under_way(sitting)
-        if not sitting.is_in_memory or not self._stowing.needs(sitting):
+        if not sitting.has_resident_cache or not self._stowing.needs(sitting):
             return None
         self._host_room(sitting, write_memory_bytes(sitting))
         return self._stowing.start(sitting)
@@ -193,10 +193,10 @@ class TierManager:
     def drop(self, sitting: SessionState) -> None:
         """Give a cache up, wherever it is in memory: the store may have it, or its text is read
         again."""
-        if sitting.is_in_memory and not sitting.is_saved:
+        if sitting.has_resident_cache and not sitting.is_saved:
             self.dropped += 1
-        sitting.cache = sitting.parked = sitting.cabinet = None
-        sitting.read, sitting.settled, sitting.is_coded = array(TOKEN_TYPECODE), 0, False
+        sitting.cache = sitting.parked = sitting.chat_cache = None
+        sitting.read, sitting.settled_tokens, sitting.is_coded = array(TOKEN_TYPECODE), 0, False
         sitting.is_lossless = sitting.kept is None or sitting.kept.is_lossless
         self._give_host_back(sitting)
         self._leave(sitting)
@@ -204,7 +204,7 @@ class TierManager:
     def weigh(self, sitting: SessionState) -> bool:
         """Charge what a session's log takes now; False if it leaves others no room, or has none."""
         logs = self.logs
-        if logs.crowds(sitting) or not self._log_room(sitting, logs.missing(sitting)):
+        if logs.exceeds_share(sitting) or not self._log_room(sitting, logs.missing(sitting)):
             return False
         self.logs.charge(sitting)
         return True
@@ -243,31 +243,35 @@ class TierManager:
         may_fit = 0 < idle_bytes(sitting) <= self._host_limit(sitting.tenant)
         if may_fit and self.is_leaving and not sitting.is_saved:
             return False
-        self.let_go(sitting)
+        self.evict(sitting)
         return True
 
-    def let_go(self, sitting: SessionState) -> None:
+    def evict(self, sitting: SessionState) -> None:
         """Have a cache leave memory, and all else of its session, if the store has it."""
         self.drop(sitting)
-        if sitting.is_safe and sitting.kept is not None and not sitting.is_pinned:
+        if sitting.can_leave_memory and sitting.kept is not None and not sitting.is_pinned:
             self._unload(sitting)
 
     def _host_room(self, sitting: SessionState, count: int) -> bool:
         """Make room in host memory; False while it has to wait for the store, or all are in use."""
         if count > self._host_limit(sitting.tenant):
             return False
-        while not self._easy_room(sitting, count):
-            self.stow()
+        while not self._free_written_host(sitting, count):
+            self.write_next()
             missing = self._missing_host(sitting, count)
-            if self.is_leaving or not self._went(sitting, self.in_host.values(), count, missing):
+            if self.is_leaving or not self._evict_from_host(
+                sitting, self.in_host.values(), count, missing
+            ):
                 return False
         return True
 
-    def _easy_room(self, sitting: SessionState, count: int) -> bool:
+    def _free_written_host(self, sitting: SessionState, count: int) -> bool:
         """The same by having caches leave that the store has, or will never have, and logs."""
         while (missing := self._missing_host(sitting, count)) > 0:
             idle = [each for each in self.in_host.values() if not self._stowing.needs(each)]
-            if not self._went(sitting, idle, count, missing) and not self.logs.shed(sitting):
+            if not self._evict_from_host(
+                sitting, idle, count, missing
+            ) and not self.logs.unload_one(sitting):
                 return False
         return True
 
@@ -278,11 +282,11 @@ class TierManager:
         while count > 0 and (missing := self._missing_host(sitting, count)) > 0:
             if self._host_room(sitting, count):
                 return True
-            if not self._went(sitting, self.in_host.values(), count, missing):
+            if not self._evict_from_host(sitting, self.in_host.values(), count, missing):
                 return False
         return True
 
-    def _went(
+    def _evict_from_host(
         self, sitting: SessionState, held: Iterable[SessionState], count: int, missing: int
     ) -> bool:
         """Have some leave for so many bytes; whether any did."""
@@ -290,7 +294,7 @@ class TierManager:
         whose = sitting.tenant if is_own else None
         leaving = self._order.first(Tier.HOST, held, sitting, missing, whose)
         for each in leaving:
-            self.let_go(each)
+            self.evict(each)
         return bool(leaving)
 
     def _missing_host(self, sitting: SessionState, count: int) -> int:
@@ -349,12 +353,12 @@ class SessionEvictionOrder:
         idle = [each for each in idle if each is not but]
         idle = [each for each in idle if tenant in (None, each.tenant)]
         told = CandidateColumns.of([self._candidate(each) for each in idle])
-        leaving = self._rule.leaving(told, self._now(), missing)
+        leaving = self._rule.select_victims(told, self._now(), missing)
         self._clocks[tier] = max(self.clock(tier), leaving.clock)
         return [idle[row] for row in leaving.rows]
 
     def _candidate(self, sitting: SessionState) -> Candidate:
-        parked = sitting.host_bytes if sitting.is_in_memory else 0
+        parked = sitting.host_bytes if sitting.has_resident_cache else 0
         return Candidate(
             name=str(sitting.key),
             bytes=max(1, self._purse.bytes_of(sitting.key) + parked),
@@ -373,6 +377,6 @@ def can_unload(sitting: SessionState, family: Iterable[SessionState]) -> bool:
     """Whether a session may leave memory with all that began as it did: the store has all of them,
     and none that is pinned goes with one that is not."""
     others = [each for each in family if each is not sitting]
-    if any(each.is_in_memory or not each.is_safe for each in others):
+    if any(each.has_resident_cache or not each.can_leave_memory for each in others):
         return False
     return sitting.is_pinned or not any(each.is_pinned for each in others)

@@ -19,7 +19,7 @@ class Arrangement(ABC):
         return ()
 
     @abstractmethod
-    def arrange(
+    def build_router(
         self,
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
@@ -35,7 +35,9 @@ class Arrangement(ABC):
         """
 
     @abstractmethod
-    def rearranged(self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]) -> Router:
+    def restore_router(
+        self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]
+    ) -> Router:
         """The router that told this, without arranging anything.
 
         Raises:

@@ -79,7 +79,7 @@ class Episodes(Arrangement):
     def embedders(self) -> tuple[str, ...]:
         return (self.embedder,)
 
-    def arrange(
+    def build_router(
         self,
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
@@ -103,7 +103,9 @@ class Episodes(Arrangement):
             loaded, self.match, episodes, self, tuple(turns), len(episodes), len(texts)
         )
 
-    def rearranged(self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]) -> Router:
+    def restore_router(
+        self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]
+    ) -> Router:
         loaded = embedder(self.embedder)
         if told["embedder"] != loaded.name:
             raise ValueError(f"its texts were embedded by {told['embedder']}")
@@ -133,7 +135,7 @@ class Episodes(Arrangement):
             for number, members in enumerate(clusters.members)
         )
 
-    def refreshed(self, episode: Episode) -> Episode:
+    def refresh_episode(self, episode: Episode) -> Episode:
         """The same segments under a new centroid and new representatives."""
         [formed] = replace(self, count=1).episodes(episode.texts, episode.rows)
         return replace(formed, places=episode.places)

@@ -19,7 +19,7 @@ from larder.session.episodes.routing import Router, SingleCacheRouter
 class Single(Arrangement):
     """The whole conversation in one cache."""
 
-    def arrange(
+    def build_router(
         self,
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
@@ -29,7 +29,9 @@ class Single(Arrangement):
         del conversation, embedder, count, said
         return SingleCacheRouter()
 
-    def rearranged(self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]) -> Router:
+    def restore_router(
+        self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]
+    ) -> Router:
         del embedder
         if told:
             raise ValueError("a single cache has no episodes")

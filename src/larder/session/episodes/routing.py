@@ -49,7 +49,7 @@ class Episode:
         """The segments that its cache is judged by."""
         return tuple(self.texts[index] for index in self.representatives)
 
-    def grown(self, row: Float32[np.ndarray, " D"], text: str, place: int) -> Episode:
+    def with_segment(self, row: Float32[np.ndarray, " D"], text: str, place: int) -> Episode:
         """The episode with one more segment; centroid and prompt wait for the next refresh."""
         return replace(
             self,
@@ -69,7 +69,7 @@ class EpisodeClusterer(Protocol):
         """Segments sorted into episodes, each with its representatives."""
         ...
 
-    def refreshed(self, episode: Episode) -> Episode:
+    def refresh_episode(self, episode: Episode) -> Episode:
         """The same segments under a new centroid and new representatives."""
         ...
 
@@ -124,7 +124,7 @@ class EpisodeRefresh:
 class Router(ABC):
     """Chooses a cache for a question and files finished turns."""
 
-    writes: ClassVar[frozenset[str]]  # the names of the prompts that it provides
+    prompt_names: ClassVar[frozenset[str]]  # the names of the prompts that it provides
 
     @abstractmethod
     def route(self, question: str) -> EpisodeMatch | None:
@@ -147,7 +147,7 @@ class Router(ABC):
         """
 
     @abstractmethod
-    def reform(self, number: int) -> EpisodeRefresh:
+    def refresh(self, number: int) -> EpisodeRefresh:
         """Run stage 1 again, because cache `number` has grown beyond its bound."""
 
     @abstractmethod
@@ -163,7 +163,7 @@ MAX_EPISODE_FACTOR = 2
 class SingleCacheRouter(Router):
     """Nothing to choose."""
 
-    writes = frozenset()
+    prompt_names = frozenset()
 
     def route(self, question: str) -> EpisodeMatch | None:
         del question
@@ -179,7 +179,7 @@ class SingleCacheRouter(Router):
         del text
         return TurnAssignment(self, number)
 
-    def reform(self, number: int) -> EpisodeRefresh:
+    def refresh(self, number: int) -> EpisodeRefresh:
         return EpisodeRefresh(self, (number,))
 
     def told(self) -> dict[str, Any]:
@@ -200,12 +200,12 @@ class NearestEpisodeRouter(Router):
         tau: calibrated when the first turn after stage 1 is filed; None until then.
     """
 
-    writes = frozenset({"episode"})
+    prompt_names = frozenset({"episode"})
 
     embedder: Embedder
     rule: MatchRule
     episodes: tuple[Episode, ...]
-    former: EpisodeClusterer = field(repr=False)
+    clusterer: EpisodeClusterer = field(repr=False)
     turns: tuple[HistoryTurn, ...] = field(default=(), repr=False)
     formed: int = 0
     formed_of: int = 0
@@ -239,21 +239,21 @@ class NearestEpisodeRouter(Router):
             number = len(episodes)
             episodes.append(alone)
         else:
-            episodes[number] = episodes[number].grown(row, text, place)
+            episodes[number] = episodes[number].with_segment(row, text, place)
         return TurnAssignment(replace(self, episodes=tuple(episodes), turns=turns, tau=tau), number)
 
-    def reform(self, number: int) -> EpisodeRefresh:
+    def refresh(self, number: int) -> EpisodeRefresh:
         texts, rows = self._rows()
-        fitting = self.former.fitting(len(texts))
-        has_grown = fitting > max(len(self.episodes), self.former.fitting(self.formed_of))
+        fitting = self.clusterer.fitting(len(texts))
+        has_grown = fitting > max(len(self.episodes), self.clusterer.fitting(self.formed_of))
         if has_grown or len(self.episodes) > MAX_EPISODE_FACTOR * max(fitting, self.formed):
-            episodes = self.former.episodes(texts, rows)
+            episodes = self.clusterer.episodes(texts, rows)
             router = replace(
                 self, episodes=episodes, formed=len(episodes), formed_of=len(texts), tau=None
             )
             return EpisodeRefresh(router, tuple(range(len(episodes))))
         episodes = list(self.episodes)
-        episodes[number] = self.former.refreshed(episodes[number])
+        episodes[number] = self.clusterer.refresh_episode(episodes[number])
         return EpisodeRefresh(replace(self, episodes=tuple(episodes)), (number,))
 
     def told(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class NearestEpisodeRouter(Router):
     def _tau(self) -> float:
         turns = self.embedder.embed_segments([turn.text for turn in self.turns])
         places = [turn.places for turn in self.turns]
-        return self.former.tau(self._rows()[1], turns, places, self.formed)
+        return self.clusterer.tau(self._rows()[1], turns, places, self.formed)
 
     def _centroids(self) -> Float32[np.ndarray, "E D"]:
         return np.stack([episode.centroid for episode in self.episodes])

@@ -74,7 +74,7 @@ class ChatTemplate:
                 "whose template takes user and assistant turns."
             ) from error
 
-    def user_turn(self, content: str, end: PromptEnd) -> str:
+    def user_message(self, content: str, end: PromptEnd) -> str:
         """What a user's turn adds behind a finished answer."""
         return self.going_on([TemplateMessage("user", content)], end)
 

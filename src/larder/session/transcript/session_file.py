@@ -93,10 +93,10 @@ class SessionFile(ChatLogStore):
         Raises:
             InputError: the file cannot be read, is damaged, or is of another schema.
         """
-        seen = self._mark()
+        seen = self._file_version()
         if seen is None:
             return None
-        kept = _chat_record(self.path, self._parsed())
+        kept = _chat_record(self.path, self._read_json())
         self._seen = seen
         return kept
 
@@ -106,7 +106,7 @@ class SessionFile(ChatLogStore):
         Raises:
             InputError: it cannot be written, or another process has changed it.
         """
-        if self._mark() != self._seen:
+        if self._file_version() != self._seen:
             raise InputError(
                 f"The session file {self.path} was changed by someone else since this chat read "
                 "it: end the other chat, or go on under another name."
@@ -119,18 +119,18 @@ class SessionFile(ChatLogStore):
                 f"The session file {self.path} cannot be written ({error.strerror}): make room, or "
                 "set LARDER_HOME to another folder."
             ) from error
-        self._seen = self._mark()
+        self._seen = self._file_version()
 
     def _closed(self, data: bytes) -> bytes:
         return _sealed_bytes(self._sealing, data, self.path.name)
 
-    def _parsed(self) -> Any:
+    def _read_json(self) -> Any:
         try:
             data = self.path.read_bytes()
         except OSError as error:
             raise InputError(_unreadable_message(self.path, error)) from error
         is_sealed = data.startswith(SEAL_HEADER)
-        if self._sealing.is_sealed and not is_sealed:
+        if self._sealing.is_encrypted and not is_sealed:
             raise InputError(
                 f"The session file {self.path} lies open though a key is given, so nobody can tell "
                 "who has written it: 'larder cache seal --key-file FILE' seals it as it stands."
@@ -149,7 +149,7 @@ class SessionFile(ChatLogStore):
             why = "it is under a key: give --key-file" if is_sealed else "it is not JSON"
             raise InputError(_damaged_message(self.path, why)) from error
 
-    def _mark(self) -> tuple[int, int, int] | None:
+    def _file_version(self) -> tuple[int, int, int] | None:
         """Tells one version of the file from the next: every save makes a new one."""
         try:
             found = self.path.stat()
@@ -191,7 +191,7 @@ def seal_session_files(sealing: Encryption) -> int:
 
 def _sealed_bytes(sealing: Encryption, data: bytes, name: str) -> bytes:
     closed = sealing.closed(LOCAL_PRINCIPAL, data, name)
-    return SEAL_HEADER + closed if sealing.is_sealed else closed
+    return SEAL_HEADER + closed if sealing.is_encrypted else closed
 
 
 def _chat_record(path: Path, record: Any) -> ChatRecord:

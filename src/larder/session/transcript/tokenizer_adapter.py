@@ -106,7 +106,7 @@ class TokenizerAdapter:
 
     def question(self, text: str) -> tuple[int, ...]:
         """A user's turn after a finished exchange, up to where the answer begins."""
-        return self.encode(self._template.user_turn(text, PromptEnd.ANSWER))
+        return self.encode(self._template.user_message(text, PromptEnd.ANSWER))
 
     def opening(self, text: str) -> tuple[int, ...]:
         """A user's turn at the very start, up to where the answer begins."""
@@ -132,7 +132,7 @@ class TokenizerAdapter:
         """A finished turn in the middle of a conversation."""
         if role == "assistant":
             return self.answer(text)
-        return self.encode(self._template.user_turn(text, PromptEnd.CLOSED))
+        return self.encode(self._template.user_message(text, PromptEnd.CLOSED))
 
 
 def _template_messages(conversation: Conversation) -> list[TemplateMessage]:

@@ -54,7 +54,7 @@ class BlobIndex:
                 )
         return after - before
 
-    def totals(self) -> dict[str, int]:
+    def bytes_by_tenant(self) -> dict[str, int]:
         """Bytes of blobs that are kept in the name of each tenant, by any process."""
         with self._manifest.reading() as rows:
             return dict(rows("SELECT tenant, bytes FROM totals"))
@@ -71,7 +71,7 @@ class BlobIndex:
                 (self._manifest.clock() - DELETION_LEASE_SECONDS,),
             )
 
-    def live(self, since: float = math.inf) -> set[str]:
+    def live_digests(self, since: float = math.inf) -> set[str]:
         """Digests of every blob that something needs, or that somebody has put since then."""
         with self._manifest.reading() as rows:
             found = rows(
@@ -87,7 +87,7 @@ class BlobIndex:
             for ref in refs:
                 rows("DELETE FROM spans WHERE digest = ?", (ref.digest,))
 
-    def has_left(self, record: Record) -> bool:
+    def is_evicted(self, record: Record) -> bool:
         """Whether a part of a session's state was released."""
         with self._manifest.reading() as rows:
             [(count,)] = rows(
@@ -96,12 +96,12 @@ class BlobIndex:
             )
         return count < len({ref.digest for ref in record.refs})
 
-    def needed(self, digest: str) -> bool:
+    def is_referenced(self, digest: str) -> bool:
         """Whether anything needs a blob."""
         with self._manifest.reading() as rows:
             return bool(rows(REFERENCED_QUERY, (digest, digest)))
 
-    def touched(self, digest: str, now: float) -> bool:
+    def touch(self, digest: str, now: float) -> bool:
         """A blob that is there is about to be needed; False where it is being deleted.
 
         One that another machine has written has no place in this index, and is given none.
@@ -116,7 +116,7 @@ class BlobIndex:
             rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
         return True
 
-    def given_up(self, digest: str, own: float, before: float, now: float) -> bool:
+    def mark_deleting(self, digest: str, own: float, before: float, now: float) -> bool:
         """Note that a blob is about to be deleted: from then on it counts as not there.
 
         False where that must not be: something needs it, or somebody else has put it since. Its
@@ -128,16 +128,16 @@ class BlobIndex:
             now: what the note is known by.
         """
         asked = "SELECT 1 FROM blobs WHERE digest = ? AND (written = ? OR written <= ?)"
-        return self._leaves(digest, now, now - DELETION_LEASE_SECONDS, asked, (digest, own, before))
+        return self._mark(digest, now, now - DELETION_LEASE_SECONDS, asked, (digest, own, before))
 
-    def orphaned(self, digest: str, since: float, now: float) -> bool:
+    def mark_orphan_deleting(self, digest: str, since: float, now: float) -> bool:
         """As `given_up`, of a blob that nobody has put since then, whoever has put it before.
 
         Nor was it noted since then that somebody else deletes it.
         """
         asked = "SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE digest = ? AND written > ?)"
         noted = max(since, now - DELETION_LEASE_SECONDS)
-        return self._leaves(digest, now, noted, asked, (digest, since))
+        return self._mark(digest, now, noted, asked, (digest, since))
 
     def gone(self, digest: str, noted: float) -> tuple[str, int] | None:
         """A blob is deleted; in whose name it was kept and its bytes, if this machine has put it.
@@ -151,19 +151,19 @@ class BlobIndex:
             found = rows("DELETE FROM blobs WHERE digest = ? RETURNING tenant, bytes", (digest,))
         return found[0] if found else None
 
-    def remains(self, digest: str, noted: float) -> None:
+    def cancel_deletion(self, digest: str, noted: float) -> None:
         """A deletion is over, whatever has become of the blob."""
         with self._manifest.writing() as rows:
             self._over(rows, digest, noted)
 
-    def still_leaves(self, digest: str, noted: float, now: float) -> None:
+    def renew_deletion(self, digest: str, noted: float, now: float) -> None:
         """A deletion that was noted is not over yet."""
         with self._manifest.writing() as rows:
             rows(
                 "UPDATE leaving SET since = ? WHERE digest = ? AND since = ?", (now, digest, noted)
             )
 
-    def _leaves(
+    def _mark(
         self, digest: str, now: float, noted: float, asked: str, given: tuple[Any, ...]
     ) -> bool:
         with self._manifest.writing() as rows:
@@ -177,7 +177,7 @@ class BlobIndex:
         own = "DELETE FROM leaving WHERE digest = ? AND since = ? RETURNING 1"
         return bool(rows(own, (digest, noted)))
 
-    def put_at(self, digest: str) -> float | None:
+    def written_at(self, digest: str) -> float | None:
         """When a process of this machine has put a blob last; None where none has, or it leaves."""
         with self._manifest.reading() as rows:
             found = rows(
@@ -187,7 +187,7 @@ class BlobIndex:
             )
         return found[0][0] if found else None
 
-    def put_since(self, since: float) -> set[str]:
+    def written_since(self, since: float) -> set[str]:
         """Digests of blobs that processes of this machine have put since then."""
         with self._manifest.reading() as rows:
             return {
@@ -198,12 +198,12 @@ class BlobIndex:
         [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")
         return total
 
-    def owners(self) -> dict[str, str]:
+    def tenants_by_digest(self) -> dict[str, str]:
         """In whose name each blob was kept, by digest."""
         with self._manifest.reading() as rows:
             return dict(rows("SELECT digest, tenant FROM blobs"))
 
-    def spend(self, day: int, count: int, limit: int | None) -> int | None:
+    def count_written(self, day: int, count: int, limit: int | None) -> int | None:
         """Count bytes written on a day; where that is too many, what was written before."""
         with self._manifest.writing() as rows:
             found = rows("SELECT bytes FROM written WHERE day = ?", (day,))
@@ -229,13 +229,13 @@ class _Deletion:
     Args:
         noted: what the index knows it by.
         over: set once it is, be it long after its time limit.
-        is_left: nobody waits for it any more.
+        is_abandoned: nobody waits for it any more.
     """
 
     digest: str
     noted: float
     over: threading.Event = field(default_factory=threading.Event)
-    is_left: bool = False
+    is_abandoned: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,13 +244,13 @@ class DeletionResult:
 
     Args:
         freed: bytes of what lay there.
-        is_aside: nothing did, but a damaged one lies out of the way.
+        is_quarantined: nothing did, but a damaged one lies out of the way.
         kept: in whose name the index had it, and its bytes; None where no process of this machine
             has put it.
     """
 
     freed: int
-    is_aside: bool
+    is_quarantined: bool
     kept: tuple[str, int] | None
 
 
@@ -287,7 +287,7 @@ class PendingDeletions:
                 kept = self._holdings.gone(digest, one.noted)
                 self._under_way.remove(one)
         except BaseException:
-            one.is_left = True
+            one.is_abandoned = True
             with suppress(StoreError):  # it is told later
                 self.settle()
             raise
@@ -298,11 +298,11 @@ class PendingDeletions:
         with self._lock:
             for one in [*self._under_way]:
                 now = self._clock()
-                if one.is_left and one.over.is_set():
-                    self._holdings.remains(one.digest, one.noted)
+                if one.is_abandoned and one.over.is_set():
+                    self._holdings.cancel_deletion(one.digest, one.noted)
                     self._under_way.remove(one)
                 elif one.noted <= now - DELETION_LEASE_SECONDS / 2:
-                    self._holdings.still_leaves(one.digest, one.noted, now)
+                    self._holdings.renew_deletion(one.digest, one.noted, now)
                     one.noted = now
 
     def await_end(self, digest: str, is_over: Callable[[str], bool]) -> None:

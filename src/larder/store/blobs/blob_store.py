@@ -151,7 +151,7 @@ class BlobStore:
         return there, False
 
     def _listed(self, *folders: str) -> list[FileInfo]:
-        return [entry for folder in folders for entry in self.place.listing(folder)]
+        return [entry for folder in folders for entry in self.place.list_files(folder)]
 
     def _set_aside(self, path: str) -> None:
         try:

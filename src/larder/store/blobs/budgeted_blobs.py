@@ -46,13 +46,13 @@ class BudgetedBlobs:
         self.holdings = BlobIndex(manifest)
         self._manifest = manifest
         self._account = DiskUsage(place, guard, manifest, self.holdings, ledger)
-        waits = min(guard.patience.seconds, BUSY_SECONDS)
+        waits = min(guard.limits.seconds, BUSY_SECONDS)
         self._deletions = PendingDeletions(self.blobs, self.holdings, manifest.clock, waits)
         self.make_room: Callable[[str, int], None] = lambda tenant, count: None
         self._written_bytes = written_bytes
         self._lock = threading.RLock()
-        self._making: Counter[str] = Counter()  # digests that are not to be deleted now
-        self._landed: deque[str] = deque()  # of those, what is written by now
+        self._pins: Counter[str] = Counter()  # digests that are not to be deleted now
+        self._finished_writes: deque[str] = deque()  # of those, what is written by now
         self._own: dict[str, float] = {}  # when this process has put what
         self._count()
 
@@ -64,18 +64,18 @@ class BudgetedBlobs:
             yield made
         finally:
             with self._lock:
-                self._making.subtract(ref.digest for ref in made.refs)
-                self._making = +self._making
+                self._pins.subtract(ref.digest for ref in made.refs)
+                self._pins = +self._pins
             self._drop_quietly(made.refs)
 
     @contextmanager
-    def indexing(self, chunks: int = 0) -> Iterator[None]:
+    def reserve_metadata(self, chunks: int = 0) -> Iterator[None]:
         """While something is written down of so many new chunks at most, and of a session.
 
         Raises:
             BudgetError: there is no room for that, also not by having others leave.
         """
-        with self.reserved(NO_TENANT, SESSION_METADATA_BYTES + CHUNK_METADATA_BYTES * chunks):
+        with self.reserve(NO_TENANT, SESSION_METADATA_BYTES + CHUNK_METADATA_BYTES * chunks):
             yield
         self.settle()
 
@@ -84,7 +84,7 @@ class BudgetedBlobs:
         self._deletions.settle()
         self._account.settle()
 
-    def reserved(self, tenant: str, count: int) -> Reservation:
+    def reserve(self, tenant: str, count: int) -> Reservation:
         """Room on the disk; others leave for it, if that helps.
 
         Raises:
@@ -117,11 +117,11 @@ class BudgetedBlobs:
             live: digests that something refers to; what the manifest needs is added.
         """
         with self._lock:
-            self._land()
+            self._settle_writes()
             before = self._manifest.clock() - max(grace_seconds, GRACE_SECONDS)
             self._own = {digest: at for digest, at in self._own.items() if at > before}
             since = self._manifest.clock() - grace_seconds
-            keep = {*live, *self.holdings.live(since), *self._making}
+            keep = {*live, *self.holdings.live_digests(since), *self._pins}
         freed = self.blobs.sweep(keep, grace_seconds, lambda ref: self._drop_orphan(ref, since))
         with self._lock:
             self._count(grace_seconds)
@@ -133,20 +133,20 @@ class BudgetedBlobs:
         if self.blobs.has(ref):
             self.blobs.put(data)
             return
-        with self.reserved(tenant, ref.bytes) as reservation:
-            self._spend(ref.bytes)
+        with self.reserve(tenant, ref.bytes) as reservation:
+            self._count_written(ref.bytes)
             with self._lock:
                 now = self._manifest.clock()
-                self._account.comes(ref, tenant, now)
+                self._account.add_blob(ref, tenant, now)
                 self._own[ref.digest] = now
                 reservation.keep()  # from now on the index has it, whatever becomes of the writing
         self.pin(ref.digest)
-        self.blobs.put(data, lambda: self._landed.append(ref.digest))
+        self.blobs.put(data, lambda: self._finished_writes.append(ref.digest))
 
     def pin(self, digest: str) -> None:
         """Have a blob stay until the saving that puts it is over."""
         with self._lock:
-            self._making[digest] += 1
+            self._pins[digest] += 1
 
     def touch(self, digest: str) -> bool:
         """A blob is about to be needed: others are not to drop it meanwhile.
@@ -156,37 +156,40 @@ class BudgetedBlobs:
         """
         with self._lock:
             now, own = self._manifest.clock(), self._own.get(digest, NEVER_WRITTEN)
-            if own > now - GRACE_SECONDS / 2 and self.holdings.put_at(digest) == own:
+            if own > now - GRACE_SECONDS / 2 and self.holdings.written_at(digest) == own:
                 return True
             self._deletions.settle()
-            is_free = self.holdings.touched(digest, now)
+            is_free = self.holdings.touch(digest, now)
             if is_free:
                 self._own[digest] = now
         return is_free
 
-    def disown(self, refs: Iterable[BlobRef]) -> None:
+    def release_ownership(self, refs: Iterable[BlobRef]) -> None:
         """Leave blobs to a sweep that this process has put."""
         with self._lock:
             for ref in refs:
                 self._own.pop(ref.digest, None)
 
-    def is_wanted(self, ref: BlobRef) -> bool:
+    def is_in_use(self, ref: BlobRef) -> bool:
         """Whether somebody of this machine is about to need a blob, or lately was."""
         with self._lock:
-            self._land()
-            put, own = self.holdings.put_at(ref.digest), self._own.get(ref.digest, NEVER_WRITTEN)
+            self._settle_writes()
+            put, own = (
+                self.holdings.written_at(ref.digest),
+                self._own.get(ref.digest, NEVER_WRITTEN),
+            )
             is_others = put not in (None, own) and put > self._manifest.clock() - GRACE_SECONDS
-            return bool(self._making[ref.digest]) or is_others
+            return bool(self._pins[ref.digest]) or is_others
 
-    def in_making(self, since: float) -> set[str]:
+    def pending_digests(self, since: float) -> set[str]:
         """Digests of all that somebody has put since then, or is about to need."""
         with self._lock:
-            return {*self._making, *self.holdings.put_since(since)}
+            return {*self._pins, *self.holdings.written_since(since)}
 
     def _drop(self, ref: BlobRef) -> int:
         with self._lock:
             now, own = self._manifest.clock(), self._own.get(ref.digest, NEVER_WRITTEN)
-            if self._is_needed(ref) or not self.holdings.given_up(
+            if self._is_referenced(ref) or not self.holdings.mark_deleting(
                 ref.digest, own, now - GRACE_SECONDS, now
             ):
                 return 0
@@ -196,7 +199,9 @@ class BudgetedBlobs:
         """The same, whoever has put it, if nobody of this machine has since then."""
         with self._lock:
             now = self._manifest.clock()
-            if self._is_needed(ref) or not self.holdings.orphaned(ref.digest, since, now):
+            if self._is_referenced(ref) or not self.holdings.mark_orphan_deleting(
+                ref.digest, since, now
+            ):
                 return 0
         return self._delete(ref, now)
 
@@ -208,41 +213,43 @@ class BudgetedBlobs:
             if self._own.get(ref.digest) == own:  # else it was put anew
                 self._own.pop(ref.digest, None)
             if told.kept is None:
-                self._account.goes_of_others(ref)
+                self._account.remove_foreign_blob(ref)
             else:
                 whose, counted = told.kept
-                self._account.goes(whose, counted, counted if told.is_aside else 0)  # as much there
+                self._account.remove_blob(
+                    whose, counted, counted if told.is_quarantined else 0
+                )  # as much there
         return told.freed
 
-    def _is_needed(self, ref: BlobRef) -> bool:
-        self._land()
-        return bool(self._making[ref.digest]) or self.holdings.needed(ref.digest)
+    def _is_referenced(self, ref: BlobRef) -> bool:
+        self._settle_writes()
+        return bool(self._pins[ref.digest]) or self.holdings.is_referenced(ref.digest)
 
-    def _land(self) -> None:
+    def _settle_writes(self) -> None:
         """What has ended, be it long after its time limit, holds nothing any more."""
         self._deletions.settle()
-        while self._landed:
-            self._making[self._landed.popleft()] -= 1
-        self._making = +self._making
+        while self._finished_writes:
+            self._pins[self._finished_writes.popleft()] -= 1
+        self._pins = +self._pins
 
     def _drop_quietly(self, refs: Iterable[BlobRef]) -> None:
         """After a failure: a disk that takes nothing gives nothing back either; a sweep does."""
         try:
-            self.drop(ref for ref in refs if not self.holdings.needed(ref.digest))
+            self.drop(ref for ref in refs if not self.holdings.is_referenced(ref.digest))
         except StoreError:
             return
 
     def _count(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        self._account.count(self._making, self._manifest.clock() - grace_seconds)
+        self._account.count(self._pins, self._manifest.clock() - grace_seconds)
 
-    def _spend(self, count: int) -> None:
+    def _count_written(self, count: int) -> None:
         """Count what is written today.
 
         Raises:
             BudgetError: it is too much for the disk's wear.
         """
         day = int(self._manifest.clock() // DAY_SECONDS)
-        written = self.holdings.spend(day, count, self._written_bytes)
+        written = self.holdings.count_written(day, count, self._written_bytes)
         if written is not None:
             raise BudgetError(
                 f"{count} bytes more were to be written, but today's writes are {written} of "
@@ -259,7 +266,7 @@ class BlobTransaction:
         self.refs: list[BlobRef] = []
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def commit_record(self) -> Iterator[None]:
         """While a record is written that names all of this.
 
         Where that fails it may come about later, long after its time limit: what it names stays
@@ -268,7 +275,7 @@ class BlobTransaction:
         try:
             yield
         except StoreError:
-            self._shelves.disown(self.refs)
+            self._shelves.release_ownership(self.refs)
             raise
 
     def put(self, data: bytes) -> BlobRef:

@@ -154,7 +154,7 @@ def is_lossless_cache(cache: SequenceCache) -> bool:
     Only of such a cache a beginning is the cache of the beginning: what a policy keeps of a text
     depends on how it goes on.
     """
-    plain = cache.makeup.form is CacheForm.DENSE and not cache.plans
+    plain = cache.cache_spec.form is CacheForm.DENSE and not cache.plans
     windows = any(layer.sliding_window is not None for layer in cache.spec.layers)
     lengths = {length for layer in cache.lengths() for length in layer}
     return plain and not windows and lengths <= {cache.next_position}

@@ -48,14 +48,14 @@ class DiskUsage:
     def learn(self) -> None:
         """Count what other processes have written and deleted since."""
         with self._lock:
-            now = Counter(self._holdings.totals())
+            now = Counter(self._holdings.bytes_by_tenant())
             for tenant in now.keys() | self._known.keys():
                 change = now[tenant] - self._known[tenant]
                 if change:
                     self._ledger.charge(Tier.DISK, tenant, change)
             self._known = now
 
-    def comes(self, ref: BlobRef, tenant: str, now: float) -> None:
+    def add_blob(self, ref: BlobRef, tenant: str, now: float) -> None:
         """A blob, for which its tenant has room, is about to be written.
 
         Raises:
@@ -65,15 +65,15 @@ class DiskUsage:
             beside = self._ledger.used(Tier.DISK) - self._known.total() - ref.bytes
             room = self._ledger.limit(Tier.DISK) - beside
             self._known[tenant] += self._holdings.kept(ref, tenant, now, room)
-            self.goes_of_others(ref)
+            self.remove_foreign_blob(ref)
 
-    def goes(self, tenant: str, count: int, left: int = 0) -> None:
+    def remove_blob(self, tenant: str, count: int, left: int = 0) -> None:
         """So many bytes of a blob are named by the index no more, and gone but for what is left."""
         with self._lock:
             self._known[tenant] -= count
             self._ledger.discharge(Tier.DISK, tenant, count - left)
 
-    def goes_of_others(self, ref: BlobRef) -> None:
+    def remove_foreign_blob(self, ref: BlobRef) -> None:
         """A blob is nobody's any more; one that came after the last counting never was."""
         with self._lock:
             if ref.digest in self._foreign:
@@ -94,7 +94,10 @@ class DiskUsage:
             entries = self._guard.call(self._everything)
             blobs = {digest: each.bytes for each in entries if (digest := _blob_digest(each))}
             self._holdings.prune({*blobs, *making}, before)
-            owners, self._known = self._holdings.owners(), Counter(self._holdings.totals())
+            owners, self._known = (
+                self._holdings.tenants_by_digest(),
+                Counter(self._holdings.bytes_by_tenant()),
+            )
             self._index_bytes = min(index, self._index())  # what comes meanwhile may count twice
             owned = sum(count for digest, count in blobs.items() if digest in owners)
             made = sum(
@@ -107,10 +110,10 @@ class DiskUsage:
             self._ledger.set(Tier.DISK, counts)
 
     def _index(self) -> int:
-        return self._manifest.nbytes + self._place.beside_bytes
+        return self._manifest.nbytes + self._place.metadata_bytes
 
     def _everything(self) -> list[FileInfo]:
-        return list(self._place.listing(""))
+        return list(self._place.list_files(""))
 
 
 def _blob_digest(entry: FileInfo) -> str:
@@ -124,12 +127,12 @@ _OTHERS = (f"{BLOBS}/", f"{QUARANTINE_FOLDER}/", f"{TEMPORARY_FOLDER}/")
 class CountingFileSystem(FileSystem):
     """Counts what is written and removed beside the blobs. Safe from threads.
 
-    `beside_bytes` and `written_bytes`, blobs included, are since it was opened, by this process.
+    `metadata_bytes` and `written_bytes`, blobs included, are since it was opened, by this process.
     """
 
     def __init__(self, inner: FileSystem) -> None:
         self.inner, self.url = inner, inner.url
-        self.beside_bytes = self.written_bytes = 0
+        self.metadata_bytes = self.written_bytes = 0
         self._lock = threading.Lock()
 
     def create(self, path: str, data: bytes) -> None:
@@ -158,11 +161,11 @@ class CountingFileSystem(FileSystem):
     def set_aside(self, path: str) -> None:
         self.inner.set_aside(path)
 
-    def listing(self, folder: str) -> Iterator[FileInfo]:
-        return self.inner.listing(folder)
+    def list_files(self, folder: str) -> Iterator[FileInfo]:
+        return self.inner.list_files(folder)
 
     def _count(self, path: str, count: int, written: int = 0) -> None:
         with self._lock:
             self.written_bytes += written
             if not path.startswith(_OTHERS):
-                self.beside_bytes += count
+                self.metadata_bytes += count

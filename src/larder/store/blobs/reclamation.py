@@ -77,7 +77,7 @@ class DiskEviction:
         is_own = ledger.limit(Tier.DISK) - ledger.used(Tier.DISK) >= count
         found = self._candidates(tenant if is_own else None)
         told = [candidate for candidate, _ in found]
-        order = self._rule.leaving(CandidateColumns.of(told), self._manifest.clock(), wanted)
+        order = self._rule.select_victims(CandidateColumns.of(told), self._manifest.clock(), wanted)
         self._clock = max(self._clock, order.clock)
         for row in order.rows:
             self._leave(found[row][1])
@@ -151,7 +151,7 @@ class DiskEviction:
                 record = self._heads.epoch(tenant, session, epoch)
             except LarderError:
                 continue
-            if record is not None and record.spans and not self._holdings.has_left(record):
+            if record is not None and record.spans and not self._holdings.is_evicted(record):
                 states.append((record, bool(is_head), last_used, uses))
         return states
 
@@ -192,11 +192,11 @@ class GarbageCollection:
             digests of chunks that are kept for their own sake, of whichever machine.
         """
         unused, kept = self._chunks.all_unused(since), self._chunks.kept()
-        needed = {*needed, *self._shelves.in_making(since)}
+        needed = {*needed, *self._shelves.pending_digests(since)}
         for tenant, chunks in unused.items():
             free = [c for c in chunks if c.ref.digest not in needed and (tenant, c.key) not in kept]
             self._chunks.leave(tenant, free)
         return {digest for digest in kept.values() if digest}
 
     def _is_free(self, chunk: PrefixChunk, tenant: str) -> bool:
-        return not self._shelves.is_wanted(chunk.ref) and not self._chunks.stays(chunk, tenant)
+        return not self._shelves.is_in_use(chunk.ref) and not self._chunks.stays(chunk, tenant)

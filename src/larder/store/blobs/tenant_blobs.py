@@ -83,7 +83,7 @@ def _verify_key(found: bytes, key: bytes, url: str) -> Encryption:
 
 
 def _is_in_use(place: FileSystem) -> bool:
-    return any(True for folder in (SESSIONS, CHUNKS) for _ in place.listing(folder))
+    return any(True for folder in (SESSIONS, CHUNKS) for _ in place.list_files(folder))
 
 
 class TenantBlobs:
@@ -130,7 +130,7 @@ class TenantBlobs:
             return None
         return strip_owner(self.get(record.beside, record.tenant), record.tenant)
 
-    def handed_on(self, record: Record, heir: str) -> dict[str, bytes]:
+    def change_session(self, record: Record, heir: str) -> dict[str, bytes]:
         """What a session cannot do without, as the bytes of another one of its tenant's, by part.
 
         Raises:
@@ -175,8 +175,8 @@ class EncryptedFileSystem(FileSystem):
     def remove(self, path: str) -> None:
         self._inner.remove(path)
 
-    def listing(self, folder: str) -> Iterator[FileInfo]:
-        return self._inner.listing(folder)
+    def list_files(self, folder: str) -> Iterator[FileInfo]:
+        return self._inner.list_files(folder)
 
     def set_aside(self, path: str) -> None:
         self._inner.set_aside(path)

@@ -91,9 +91,13 @@ class EvictionPolicy(ABC):
     def order(self, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """All of them, who goes first first."""
         held = CandidateColumns.of(candidates)
-        return [candidates[row] for row in self.leaving(held, now, int(held.bytes.sum())).rows]
+        return [
+            candidates[row] for row in self.select_victims(held, now, int(held.bytes.sum())).rows
+        ]
 
-    def leaving(self, held: CandidateColumns, now: float, wanted_bytes: int) -> EvictionOrder:
+    def select_victims(
+        self, held: CandidateColumns, now: float, wanted_bytes: int
+    ) -> EvictionOrder:
         """Those who must go for so many bytes; all who can if these are too few."""
         if not len(held):
             return EvictionOrder(())
@@ -109,9 +113,11 @@ class EvictionPolicy(ABC):
             freed += int(held.bytes[row])
             if (parent := held.parents[row]) >= 0:
                 children[held.codes == parent] -= 1
-        return EvictionOrder(tuple(rows), self.clock(self._judged(held, worth, rows)))
+        return EvictionOrder(tuple(rows), self.clock(self._worth_of_victims(held, worth, rows)))
 
-    def _judged(self, held: CandidateColumns, worth: FloatColumn, rows: list[int]) -> FloatColumn:
+    def _worth_of_victims(
+        self, held: CandidateColumns, worth: FloatColumn, rows: list[int]
+    ) -> FloatColumn:
         if self.superseded is not SupersededOrder.ALIKE:
             rows = [row for row in rows if not held.superseded[row]]
         return worth[rows]
@@ -268,7 +274,7 @@ class CandidateColumns:
         )
 
     @staticmethod
-    def blank(rows: int) -> CandidateColumns:
+    def empty(rows: int) -> CandidateColumns:
         """Rows to be filled in."""
         columns = CandidateColumns.of([Candidate("", 1, 0.0, 0.0)])
         return CandidateColumns(

@@ -65,7 +65,7 @@ class FileSystem(ABC):
         """Delete an object; nothing happens where there is none."""
 
     @abstractmethod
-    def listing(self, folder: str) -> Iterator[FileInfo]:
+    def list_files(self, folder: str) -> Iterator[FileInfo]:
         """Every object below a folder."""
 
     def set_aside(self, path: str) -> None:

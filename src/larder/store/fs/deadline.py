@@ -35,13 +35,13 @@ class CallLimits:
     Args:
         seconds: that one call may take.
         calls: that may be under way at once, those that ran out of time included.
-        failures: in a row after which the tier rests.
+        max_failures: in a row after which the tier rests.
         rest_seconds: for which a tier that failed is left alone; then one call tries it.
     """
 
     seconds: float = 30.0
     calls: int = 16
-    failures: int = 3
+    max_failures: int = 3
     rest_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         """Whether calls are refused; the first one after the rest is let through."""
         with self._lock:
-            if self._failures < self._patience.failures:
+            if self._failures < self._patience.max_failures:
                 return False
             now = self._clock()
             if now < self._rests_until:
@@ -71,7 +71,7 @@ class CircuitBreaker:
             self._rests_until = now + self._patience.rest_seconds  # one tries, others wait
             return False
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """A call was answered."""
         with self._lock:
             self._failures = 0
@@ -96,7 +96,7 @@ class DeadlineExecutor:
         patience: CallLimits = CallLimits(),  # noqa: B008, frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.tier, self.patience = tier, patience
+        self.tier, self.limits = tier, patience
         self.breaker = CircuitBreaker(patience, clock)
         self._room = threading.Semaphore(patience.calls)
 
@@ -121,16 +121,16 @@ class DeadlineExecutor:
         if self.breaker.is_open:
             ended()
             raise StoreSlow(
-                f"The {self.tier} tier failed {self.patience.failures} times in a row and rests: "
-                f"it is tried again within {self.patience.rest_seconds:g} s."
+                f"The {self.tier} tier failed {self.limits.max_failures} times in a row and rests: "
+                f"it is tried again within {self.limits.rest_seconds:g} s."
             )
         start = time.monotonic()
-        if not self._room.acquire(timeout=self.patience.seconds):
+        if not self._room.acquire(timeout=self.limits.seconds):
             ended()
             self.breaker.failed()
             raise self._late(function)
         under_way = _Call(function, args, ended, self._room)
-        left = self.patience.seconds - (time.monotonic() - start)
+        left = self.limits.seconds - (time.monotonic() - start)
         if not under_way.done.wait(max(left, 0)):
             self.breaker.failed()
             raise self._late(function)
@@ -139,13 +139,13 @@ class DeadlineExecutor:
     def _told(self, call: _Call) -> Any:
         if isinstance(call.error, OSError) and not isinstance(call.error, EXPECTED_ERRORS):
             self.breaker.failed()
-            raise self._failure(call.error) from call.error
-        self.breaker.succeeded()
+            raise self._disk_error(call.error) from call.error
+        self.breaker.record_success()
         if call.error is not None:
             raise call.error
         return call.result
 
-    def _failure(self, error: OSError) -> StoreError:
+    def _disk_error(self, error: OSError) -> StoreError:
         if error.errno in DISK_FULL_ERRNOS:
             return StoreFull(
                 f"The {self.tier} tier takes no more ({error.strerror}): make room, see to its "
@@ -159,7 +159,7 @@ class DeadlineExecutor:
     def _late(self, function: Callable[..., Any]) -> StoreSlow:
         return StoreSlow(
             f"The {self.tier} tier did not answer {function.__name__} within "
-            f"{self.patience.seconds:g} s: see whether its disk or server is well."
+            f"{self.limits.seconds:g} s: see whether its disk or server is well."
         )
 
 

@@ -74,7 +74,7 @@ class LocalFileSystem(FileSystem):
         except FileNotFoundError:
             return
 
-    def listing(self, folder: str) -> Iterator[FileInfo]:
+    def list_files(self, folder: str) -> Iterator[FileInfo]:
         for parent, _, names in os.walk(self.folder / folder):
             for name in names:
                 file = Path(parent, name)

@@ -75,7 +75,7 @@ class RemoteFileSystem(FileSystem):
         except FileNotFoundError:
             return
 
-    def listing(self, folder: str) -> Iterator[FileInfo]:
+    def list_files(self, folder: str) -> Iterator[FileInfo]:
         try:
             with _TranslatedErrors():
                 self._system.invalidate_cache()

@@ -60,9 +60,9 @@ class ChunkIndex:
         sealing: Encryption = NoEncryption(),  # noqa: B008, without state
     ) -> None:
         self._manifest, self._sealing = manifest, sealing
-        self._notes = ChunkRecords(place, guard, secret)
+        self._records = ChunkRecords(place, guard, secret)
 
-    def longest(self, tenant: str, identity: str, ids: Sequence[int]) -> list[ChunkMatch]:
+    def match_prefix(self, tenant: str, identity: str, ids: Sequence[int]) -> list[ChunkMatch]:
         """Chunks that together hold the longest beginning of a text that is kept.
 
         All but the last share all of their tokens with it.
@@ -79,7 +79,7 @@ class ChunkIndex:
             best = self._nearest(tenant, identity, parent, masked)
             if len(wanted) == 4 * CHUNK_TOKENS and (best is None or best.tokens < CHUNK_TOKENS):
                 told = (tenant, identity, parent, parent_key, start, wanted, prefix.hexdigest())
-                best = self._elsewhere(*told) or best
+                best = self._match_other_host(*told) or best
             if best is None or not best.tokens:
                 break
             found.append(best)
@@ -114,12 +114,12 @@ class ChunkIndex:
         )
         before = prefix_digest(ids[:start]) if start else ""
         # Where digests collide, other machines do without it.
-        is_new = self._notes.tell(tenant, made.key, chunk_to_dict(made, tenant, identity, before))
+        is_new = self._records.tell(tenant, made.key, chunk_to_dict(made, tenant, identity, before))
         added = self._insert(made, tenant, identity, before)
         if not is_new:
-            self._notes.share(tenant, made.key)
+            self._records.share(tenant, made.key)
         elif added is None:
-            self._notes.remove(tenant, [made.key])
+            self._records.remove(tenant, [made.key])
         return added
 
     def drop(self, chunk: PrefixChunk, tenant: str) -> list[PrefixChunk]:
@@ -135,7 +135,7 @@ class ChunkIndex:
             gone = [_chunk_from_row(row) for row in found]
             for each in gone:
                 rows("DELETE FROM chunks WHERE id = ?", (each.row,))
-        self._notes.remove(tenant, (each.key for each in gone))
+        self._records.remove(tenant, (each.key for each in gone))
         return gone
 
     def unused(self, tenant: str, refs: Iterable[BlobRef]) -> list[PrefixChunk]:
@@ -168,20 +168,20 @@ class ChunkIndex:
 
         On other machines, too.
         """
-        for each in self.longest(tenant, identity, ids):
+        for each in self.match_prefix(tenant, identity, ids):
             if each.tokens == CHUNK_TOKENS:
-                self._notes.keep(tenant, each.chunk.key)
+                self._records.keep(tenant, each.chunk.key)
 
     def kept(self) -> dict[tuple[str, str], str]:
         """By tenant and key, blobs of all chunks that are to stay; "" where none can be told."""
         with self._manifest.reading() as rows:
             here = {(tenant, key): digest for tenant, key, digest in rows(_DIGESTS)}
-        return {own: here.get(own) or self._digest(*own) for own in self._notes.kept()}
+        return {own: here.get(own) or self._digest(*own) for own in self._records.kept()}
 
     def stays(self, chunk: PrefixChunk, tenant: str) -> bool:
         """Whether a chunk is kept for its own sake, or another machine than its writer uses it."""
         own = tenant, chunk.key
-        return self._notes.is_kept(*own) or self._notes.is_shared(*own)
+        return self._records.is_kept(*own) or self._records.is_shared(*own)
 
     def leave(self, tenant: str, chunks: Iterable[PrefixChunk]) -> None:
         """Forget chunks that no session is made of and none continues that stays; the blobs do."""
@@ -189,7 +189,7 @@ class ChunkIndex:
         with self._manifest.writing() as rows:
             for chunk in sorted(chunks, key=lambda chunk: -chunk.start):
                 gone += [chunk.key] if rows(_DELETE_LEAF, (chunk.row, chunk.key)) else []
-        parallel_map(lambda key: self._notes.remove(tenant, [key]), gone)
+        parallel_map(lambda key: self._records.remove(tenant, [key]), gone)
 
     def used(self, shared: Sequence[ChunkMatch]) -> None:
         """Chunks were read."""
@@ -212,7 +212,7 @@ class ChunkIndex:
     def rebuild(self) -> None:
         """Index what is told of beside the blobs."""
         known: dict[tuple[str, str, str], int] = {}
-        for each in sorted(self._notes.all(), key=lambda told: (told["start"], told["key"])):
+        for each in sorted(self._records.all(), key=lambda told: (told["start"], told["key"])):
             own = each["tenant"], each["identity"]
             parent = known.get((*own, each["before"]), 0)
             if each["start"] and not parent:
@@ -237,7 +237,7 @@ class ChunkIndex:
                         best = ChunkMatch(chunk, count)
         return best
 
-    def _elsewhere(
+    def _match_other_host(
         self,
         tenant: str,
         identity: str,
@@ -248,13 +248,13 @@ class ChunkIndex:
         prefix: str,
     ) -> ChunkMatch | None:
         """A chunk that another machine has kept behind the same beginning."""
-        told = self._notes.read(tenant, self._key(tenant, identity, parent_key, wanted))
+        told = self._records.read(tenant, self._key(tenant, identity, parent_key, wanted))
         if told is None or told["tenant"] != tenant or told["identity"] != identity:
             return None
         chunk = chunk_from_dict(told, parent)
         if (chunk.tokens, chunk.start, chunk.prefix) != (wanted, start, prefix):
             return None
-        self._notes.share(tenant, chunk.key)
+        self._records.share(tenant, chunk.key)
         inserted = self._insert(chunk, tenant, identity, told["before"])
         return None if inserted is None else ChunkMatch(inserted, CHUNK_TOKENS)
 
@@ -266,8 +266,8 @@ class ChunkIndex:
         None where the row of the one that it continues is gone, or another's by now.
         """
         tokens = self._sealing.masked(tenant, before, chunk.tokens)
-        prefix = self._sealing.tagged(tenant, chunk.prefix)
-        parent = chunk.parent, self._sealing.tagged(tenant, before) if before else ""
+        prefix = self._sealing.tag(tenant, chunk.prefix)
+        parent = chunk.parent, self._sealing.tag(tenant, before) if before else ""
         with self._manifest.writing() as rows:
             if chunk.parent and not rows(
                 "SELECT 1 FROM chunks WHERE id = ? AND prefix = ?", parent
@@ -289,11 +289,11 @@ class ChunkIndex:
 
     def _digest(self, tenant: str, key: str) -> str:
         """Of the blob that is told of; empty where none can be told."""
-        told = self._notes.read(tenant, key)
+        told = self._records.read(tenant, key)
         return "" if told is None else str(told["ref"]["digest"])
 
     def _key(self, tenant: str, identity: str, parent: str, tokens: bytes) -> str:
-        return self._sealing.tagged(tenant, chunk_key(tenant, identity, parent, tokens))
+        return self._sealing.tag(tenant, chunk_key(tenant, identity, parent, tokens))
 
 
 def _digest_before(prefix: Any, start: int) -> str:

@@ -142,7 +142,7 @@ class ChunkRecords:
         return told if told.get("schema") == CHUNK_SCHEMA else None
 
     def _paths(self, folder: str) -> list[str]:
-        found = (entry.path for entry in self._place.listing(folder))
+        found = (entry.path for entry in self._place.list_files(folder))
         return [path for path in found if path.endswith(f".{RECORD_SUFFIX}")]
 
 

@@ -36,12 +36,15 @@ class PrefixStore:
         check_snapshot(ids, CacheSnapshot(cache, identity, ""))
         tenant = self._parts.tenant(principal)
         chunks = len(ids) // chunk_index.CHUNK_TOKENS
-        with self._parts.shelves.indexing(chunks), self._parts.shelves.saving(tenant) as saving:
+        with (
+            self._parts.budgeted_blobs.reserve_metadata(chunks),
+            self._parts.budgeted_blobs.saving(tenant) as saving,
+        ):
             count = self._parts.writer.chunks(saving, tenant, ids, cache, identity)
             self._parts.chunks.keep(tenant, identity.key, ids[:count])
         return count
 
-    def longest(
+    def match_prefix(
         self, principal: str, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
     ) -> SequenceCache | None:
         """The cache of the longest beginning of a text that the tenant has kept; None of nothing.
@@ -54,18 +57,18 @@ class PrefixStore:
             parts.refusals.note_error(error)
             if isinstance(error, Damaged | Refused):
                 gone = parts.chunks.drop(each.chunk, tenant)
-                parts.shelves.drop(chunk.ref for chunk in gone)
+                parts.budgeted_blobs.drop(chunk.ref for chunk in gone)
 
         try:
-            shared = parts.chunks.longest(tenant, identity.key, ids[: max(len(ids) - 1, 0)])
+            shared = parts.chunks.match_prefix(tenant, identity.key, ids[: max(len(ids) - 1, 0)])
             if not shared:
                 return None
             stored = sum(each.chunk.ref.bytes for each in shared)
             tokens = sum(each.tokens for each in shared)
-            if parts.rates.quicker(Tier.DISK, stored, tokens) is not RestorePath.LOAD:
+            if parts.throughput.choose(Tier.DISK, stored, tokens) is not RestorePath.LOAD:
                 raise Refused("Reading the text again is quicker than loading it.", "slower")
             cache = parts.reader.prefix(tenant, shared, ids, identity, spec, unusable)
-            with parts.unwritten.noting():
+            with parts.unwritten.suppressed():
                 parts.chunks.used(shared)
         except LarderError as error:
             parts.refusals.note_error(error)

@@ -143,7 +143,7 @@ class CacheWriter:
             BudgetError, StoreError: they cannot be kept.
         """
         chunked = is_shareable(snapshot)
-        made = [self._one(saving, tenant, ids, each, chunked) for each in snapshot.each]
+        made = [self._write_cache(saving, tenant, ids, each, chunked) for each in snapshot.each]
         held = [
             StoredCache(each.cache.meta(), len(refs), count)
             for each, (refs, count) in zip(snapshot.each, made, strict=True)
@@ -154,7 +154,7 @@ class CacheWriter:
         told = None if beside is None else saving.put(add_owner(beside, tenant))
         return CacheBlobs(spans, total, is_lossless_codec(snapshot.codec), tuple(held[1:]), told)
 
-    def _one(
+    def _write_cache(
         self,
         saving: BlobTransaction,
         tenant: str,
@@ -168,7 +168,7 @@ class CacheWriter:
             state = cache.state()
             count, refs = state_nbytes(state), []
             if chunked:
-                shared = self._chunked(saving, tenant, ids, state, snapshot.identity)
+                shared = self._write_chunks(saving, tenant, ids, state, snapshot.identity)
                 refs = [chunk.ref for chunk in shared]
                 state = slice_rest(state, shared[-1].stop if shared else 0)
             layers = len(cache.spec.layers)
@@ -192,10 +192,10 @@ class CacheWriter:
         if not is_lossless_cache(cache):
             return 0
         with self._shelves.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
-            made = self._chunked(saving, tenant, ids, cache.state(), who)
+            made = self._write_chunks(saving, tenant, ids, cache.state(), who)
         return made[-1].stop if made else 0
 
-    def _chunked(
+    def _write_chunks(
         self,
         saving: BlobTransaction,
         tenant: str,
@@ -205,7 +205,7 @@ class CacheWriter:
     ) -> list[PrefixChunk]:
         """The chunks of a text; those that are kept already are not written again."""
         size = chunk_index.CHUNK_TOKENS
-        shared = self._chunks.longest(tenant, identity.key, ids)
+        shared = self._chunks.match_prefix(tenant, identity.key, ids)
         whole = (each.chunk for each in shared if each.tokens == size)
         found = list(takewhile(lambda chunk: saving.stays(chunk.ref), whole))
         for start in range(size * len(found), len(ids) - size + 1, size):
@@ -260,7 +260,7 @@ class CacheReader:
         with self._ledger.reserve(Tier.HOST, record.tenant, stored + 2 * record.cache_bytes):
             found: list[SequenceCache] = []
             for each in record.each:
-                chunks, rest = self._spans(each, ids, identity)
+                chunks, rest = self._read_parts(each, ids, identity)
                 state = join_chunks(chunks, rest, spec, len(ids)) if chunks else rest
                 found.append(restore_cache(spec, state, each.cache))
         longest = max(cache.next_position for cache in found)
@@ -307,7 +307,7 @@ class CacheReader:
         self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
         return cache
 
-    def _spans(
+    def _read_parts(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity
     ) -> tuple[list[CacheTensors], CacheTensors]:
         """Chunks in their order, and what is the session's alone."""

@@ -78,7 +78,7 @@ class SessionEpochs:
             record = self.epoch(tenant, session, epoch)
             if record is not None:
                 self.manifest.adopt(record)
-                self.manifest.step_back(tenant, session, epoch)
+                self.manifest.roll_back_head(tenant, session, epoch)
                 return record
             if epoch in written and epoch not in self.written(tenant, session):
                 return self.newest(tenant, session)  # it was dropped meanwhile, for a newer one
@@ -155,7 +155,7 @@ class SessionEpochs:
         with suppress(StoreError):  # what is left is one more state, until they are pruned
             self._drop(record.tenant, record.session, [record.previous])
 
-    def bury(self, tenant: str, session: str, name: str, made: float) -> None:
+    def remove_damaged(self, tenant: str, session: str, name: str, made: float) -> None:
         """Remove a session none of whose states can be read.
 
         Raises:
@@ -166,7 +166,7 @@ class SessionEpochs:
         own = tenant, session, name, last + 1, nothing, 0, last
         gone = Record(*own, made=made, removed=True)
         self._create(gone)
-        self.manifest.step_back(tenant, session, 0)
+        self.manifest.roll_back_head(tenant, session, 0)
         self.manifest.adopt(gone)
         self._drop(tenant, session, lost)
 
@@ -191,7 +191,7 @@ class SessionEpochs:
                 found.append(record)
         return found
 
-    def catch_up(self) -> None:
+    def sync_manifest(self) -> None:
         """Have the index know what is written beside the blobs and it lacks.
 
         Only that is read. The rest of an index that was lost, damaged or interrupted while it was
@@ -208,7 +208,7 @@ class SessionEpochs:
             with suppress(StoreError):  # another machine may have removed it
                 self.newest(*own)
 
-    def all_written(self) -> list[Record]:
+    def all_records(self) -> list[Record]:
         """Every record beside the blobs that is whole and can be read."""
         found = []
         for parts in map(_parse_record_path, self._guard.call(self._paths)):
@@ -242,7 +242,7 @@ class SessionEpochs:
             self._guard.call(self._place.remove, f"{folder}/{each}.json")
 
     def _numbers(self, folder: str) -> list[int]:
-        names = (entry.path.rpartition("/")[2] for entry in self._place.listing(folder))
+        names = (entry.path.rpartition("/")[2] for entry in self._place.list_files(folder))
         words = (name.removesuffix(".json") for name in names)
         return [int(word) for word in words if word.isascii() and word.isdecimal()]
 
@@ -284,11 +284,11 @@ class SessionEpochs:
         return record
 
     def _listed(self, folder: str) -> list[int]:
-        parts = [_parse_record_path(entry.path) for entry in self._place.listing(folder)]
+        parts = [_parse_record_path(entry.path) for entry in self._place.list_files(folder)]
         return sorted(each[2] for each in parts if each)
 
     def _paths(self) -> list[str]:
-        return [entry.path for entry in self._place.listing(SESSIONS_FOLDER)]
+        return [entry.path for entry in self._place.list_files(SESSIONS_FOLDER)]
 
 
 def _parse_record_path(path: str) -> tuple[str, str, int] | None:
@@ -376,7 +376,7 @@ class BranchNotes:
         return mac_of(self._secret, path, name)
 
     def _listed(self, folder: str) -> list[FileInfo]:
-        return list(self._place.listing(folder))
+        return list(self._place.list_files(folder))
 
 
 def _branch_path(record: Record) -> str | None:

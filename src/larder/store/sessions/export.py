@@ -85,8 +85,8 @@ class SessionExporter:
         if newest is not None and not newest.removed:
             raise InputError(f"There is a session {name!r} already: take another name.")
         number = self._parts.heads.before(tenant, newest, None)
-        shelves = self._parts.shelves
-        with shelves.indexing(len(record.spans)), shelves.saving(tenant) as saving:
+        shelves = self._parts.budgeted_blobs
+        with shelves.reserve_metadata(len(record.spans)), shelves.saving(tenant) as saving:
             spans = tuple(_change_tenant(saving, blobs[ref.digest], tenant) for ref in record.spans)
             own = {"tenant": tenant, "session": session, "name": name, "previous": number}
             made = replace(
@@ -102,8 +102,8 @@ class SessionExporter:
                 if name == record.name
                 else {**record.labels, ROOT_LABEL: name},
             )
-            self._parts.families.note(made)
-            with saving.naming():
+            self._parts.branches.note(made)
+            with saving.commit_record():
                 self._parts.heads.commit(made, number, is_new=True)
         return made
 

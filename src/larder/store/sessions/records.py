@@ -106,7 +106,7 @@ class Record:
     schema: int = RECORD_SCHEMA
 
     @property
-    def read_tokens(self) -> int:
+    def num_cached_tokens(self) -> int:
         """How many of the tokens its caches have read; 0 where there are none."""
         return (self.cache_tokens or self.num_tokens) if self.spans else 0
 
@@ -153,7 +153,7 @@ class Record:
         bare = replace(bare, cache_tokens=0, cache_prefix="", beside=None)
         return replace(bare, codec="", lossless=True)
 
-    def with_cache_of(self, other: Record) -> Record:
+    def replace_cache(self, other: Record) -> Record:
         """The same with another record's cache."""
         return replace(self, **{name: getattr(other, name) for name in CACHE_FIELDS})
 

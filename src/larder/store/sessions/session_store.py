@@ -93,7 +93,10 @@ class SessionStore:
         is_new = not expected and (newest is None or newest.removed)
         expected = self._parts.heads.before(tenant, newest, expected)
         said = None if transcript is None else add_owner(transcript, tenant, session)
-        with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
+        with (
+            self._parts.budgeted_blobs.reserve_metadata(),
+            self._parts.budgeted_blobs.saving(tenant) as saving,
+        ):
             record = Record(
                 tenant,
                 session,
@@ -109,8 +112,8 @@ class SessionStore:
                 record = self._with_cache(saving, record, ids, snapshot)
             if newest is not None and _is_retry(record, newest):
                 return newest
-            with saving.naming():
-                return self._committed(record, is_new)
+            with saving.commit_record():
+                return self._commit(record, is_new)
 
     def load(
         self, principal: str, name: str, asking: CacheRequirements, ids: Sequence[int] | None = None
@@ -135,9 +138,9 @@ class SessionStore:
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
         try:
             self._check(record, known, asking, ids)
-            read = known[: record.read_tokens]
+            read = known[: record.num_cached_tokens]
             cache, *others = parts.reader.caches(record, read, asking.identity, asking.spec)
-            with parts.unwritten.noting():
+            with parts.unwritten.suppressed():
                 parts.manifest.used(tenant, session)
         except LarderError as error:
             return LoadedSession(record, known, said, None, parts.refusals.note_error(error))
@@ -163,12 +166,15 @@ class SessionStore:
         number = self._parts.heads.before(tenant, newest, None)
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
         own["labels"] = {**source.labels, ROOT_LABEL: new_name, PINNED_LABEL: NO}
-        with self._parts.shelves.indexing(), self._parts.shelves.saving(tenant) as saving:
-            for part, data in self._parts.vault.handed_on(source, session).items():
+        with (
+            self._parts.budgeted_blobs.reserve_metadata(),
+            self._parts.budgeted_blobs.saving(tenant) as saving,
+        ):
+            for part, data in self._parts.vault.change_session(source, session).items():
                 own[part] = saving.put(data)
-            with saving.naming():
+            with saving.commit_record():
                 made = replace(source, **own, made=self._parts.clock())
-                return self._committed(made, is_new=True)
+                return self._commit(made, is_new=True)
 
     def roll_back(self, principal: str, name: str, epoch: int) -> Record:
         """Have a session be again what it was; the states in between stay for a while.
@@ -179,8 +185,8 @@ class SessionStore:
         """
         head, source = self._state(principal, name, None), self._state(principal, name, epoch)
         number = {"epoch": head.epoch + 1, "previous": head.epoch}
-        with self._parts.shelves.indexing():
-            return self._committed(replace(source, **number, made=self._parts.clock()))
+        with self._parts.budgeted_blobs.reserve_metadata():
+            return self._commit(replace(source, **number, made=self._parts.clock()))
 
     def remove(self, principal: str, name: str) -> int:
         """Forget a session; what only it needed is deleted. The bytes that are freed.
@@ -194,17 +200,17 @@ class SessionStore:
         try:
             head = self._state(principal, name, None)
         except Damaged:
-            parts.heads.bury(*self._keys(principal, name), name, parts.clock())
+            parts.heads.remove_damaged(*self._keys(principal, name), name, parts.clock())
             return 0
         own = head.tenant, head.session
         gone = Record(
             *own, name, head.epoch + 1, head.tokens, 0, head.epoch, made=parts.clock(), removed=True
         )
         parts.heads.commit(gone, gone.previous)
-        parts.families.forget(head)
+        parts.branches.forget(head)
         dropped = parts.heads.prune(*own, keep=1)
-        freed = parts.dropping.states(dropped)
-        parts.shelves.settle()
+        freed = parts.garbage.states(dropped)
+        parts.budgeted_blobs.settle()
         return freed
 
     def heads(self, principal: str | None = None) -> list[Record]:
@@ -249,7 +255,7 @@ class SessionStore:
         """The record with the cache's blobs; without, if they cannot be kept."""
         chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
         try:
-            with self._parts.shelves.indexing(chunks):
+            with self._parts.budgeted_blobs.reserve_metadata(chunks):
                 written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
         except (BudgetError, StoreError) as error:
             self._parts.unwritten.note_error(error)
@@ -267,11 +273,11 @@ class SessionStore:
             beside=written.beside,
         )
 
-    def _committed(self, record: Record, is_new: bool = False) -> Record:
+    def _commit(self, record: Record, is_new: bool = False) -> Record:
         parts = self._parts
         parts.heads.commit(record, record.previous, is_new)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
-        parts.dropping.states(dropped)
+        parts.garbage.states(dropped)
         return record
 
     def _check(
@@ -284,18 +290,18 @@ class SessionStore:
         """Raises: Refused: the cache is not for who asks, or reading is quicker."""
         if not record.spans:
             raise Refused("Only the session's tokens were kept.", "tokens only")
-        if self._parts.shelves.holdings.has_left(record):
+        if self._parts.budgeted_blobs.holdings.is_evicted(record):
             raise Refused("The cache has made room for others.", "evicted")
         differing = asking.identity.differences(ModelIdentity.of(record.identity))
         if differing:
             raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
         if record.policy != asking.policy:
             raise Refused(f"The cache was made by {record.policy}.", "policy")
-        read = tuple(known[: record.read_tokens])
+        read = tuple(known[: record.num_cached_tokens])
         if ids is not None and tuple(ids[: len(read)]) != read:
             raise Refused("The text does not begin as the session does.", "tokens")
         stored = sum(ref.bytes for ref in record.spans)
-        if self._parts.rates.quicker(Tier.DISK, stored, len(read)) is not RestorePath.LOAD:
+        if self._parts.throughput.choose(Tier.DISK, stored, len(read)) is not RestorePath.LOAD:
             raise Refused("Reading the text again is quicker than loading the cache.", "slower")
 
 

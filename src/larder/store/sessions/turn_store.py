@@ -75,7 +75,7 @@ class TurnStore:
         newest = parts.heads.newest(tenant, session)
         is_new = not expected and (newest is None or newest.removed)
         expected = parts.heads.before(tenant, newest, expected)
-        with parts.shelves.indexing(), parts.shelves.saving(tenant) as saving:
+        with parts.budgeted_blobs.reserve_metadata(), parts.budgeted_blobs.saving(tenant) as saving:
             record = Record(
                 tenant,
                 session,
@@ -90,17 +90,20 @@ class TurnStore:
             )
             if newest is not None and _is_retry(record, newest):
                 return newest
-            if newest is not None and self._holds(newest, turn.ids):
-                count, prefix = newest.read_tokens, prefix_digest(turn.ids[: newest.read_tokens])
-                record = record.with_cache_of(newest)
+            if newest is not None and self._cache_covers(newest, turn.ids):
+                count, prefix = (
+                    newest.num_cached_tokens,
+                    prefix_digest(turn.ids[: newest.num_cached_tokens]),
+                )
+                record = record.replace_cache(newest)
                 record = replace(record, cache_tokens=count, cache_prefix=prefix)
             if is_new:
-                parts.families.note(record)
-            with saving.naming():
-                return self._committed(record, is_new)
+                parts.branches.note(record)
+            with saving.commit_record():
+                return self._commit(record, is_new)
 
     @contextmanager
-    def prepared(
+    def stage(
         self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot
     ) -> Iterator[StagedCache]:
         """While a cache's blobs are there; afterwards, if nothing names them, they go.
@@ -112,10 +115,10 @@ class TurnStore:
             BudgetError, StoreError: they cannot be kept.
         """
         check_snapshot(ids, snapshot)
-        tenant, shelves = self._parts.tenant(principal), self._parts.shelves
+        tenant, shelves = self._parts.tenant(principal), self._parts.budgeted_blobs
         chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
         with shelves.saving(tenant) as saving:
-            with shelves.indexing(chunks):
+            with shelves.reserve_metadata(chunks):
                 written = self._parts.writer.snapshot(saving, tenant, ids, snapshot)
             yield StagedCache(tuple(ids), snapshot, written, saving)
 
@@ -164,8 +167,8 @@ class TurnStore:
             cache_prefix=prefix_digest(prepared.ids),
             labels={**head.labels, **labels},
         )
-        with parts.shelves.indexing(), prepared.saving.naming():
-            return self._committed(record)
+        with parts.budgeted_blobs.reserve_metadata(), prepared.saving.commit_record():
+            return self._commit(record)
 
     def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
         """Have labels stand with a session, in addition to those that it has.
@@ -187,7 +190,7 @@ class TurnStore:
             return head
         own = {"epoch": expected + 1, "previous": expected}
         labeled = replace(head, **own, labels={**head.labels, **labels})
-        with parts.shelves.indexing():
+        with parts.budgeted_blobs.reserve_metadata():
             parts.heads.relabel(labeled)
         return labeled
 
@@ -211,7 +214,7 @@ class TurnStore:
             reason = parts.refusals.note_error(error)
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
 
-    def damaged(self, principal: str, name: str) -> int:
+    def restart_epoch(self, principal: str, name: str) -> int:
         """The epoch that a session's next state follows for who begins it again, since its text is
         damaged; 0 where it can be read, or there is none.
 
@@ -221,7 +224,7 @@ class TurnStore:
         try:
             record = parts.heads.head(*own)
         except Damaged:
-            parts.heads.bury(*own, name, parts.clock())
+            parts.heads.remove_damaged(*own, name, parts.clock())
             return 0
         if record is None or record.transcript is None:
             return 0
@@ -241,7 +244,7 @@ class TurnStore:
 
     def has_cache(self, record: Record) -> bool:
         """Whether a session's cache was saved and has not left since."""
-        return bool(record.spans) and not self._parts.shelves.holdings.has_left(record)
+        return bool(record.spans) and not self._parts.budgeted_blobs.holdings.is_evicted(record)
 
     def of(self, principal: str) -> list[Record]:
         """The newest state of each session of one principal, the one that was used last first.
@@ -253,23 +256,23 @@ class TurnStore:
     def branches(self, principal: str, root: str) -> list[str]:
         """Names of sessions whose label `ROOT` names this one, of whichever machine; the one that
         began first first. Some may be gone."""
-        return self._parts.families.of(self._parts.tenant(principal), root)
+        return self._parts.branches.of(self._parts.tenant(principal), root)
 
     def merge(self, principal: str, name: str) -> int:
         """Keep the newest state of a session alone; the bytes that are freed."""
         parts = self._parts
         dropped = parts.heads.prune(*self._keys(principal, name), keep=1)
-        freed = parts.dropping.states(dropped)
-        parts.shelves.settle()
+        freed = parts.garbage.states(dropped)
+        parts.budgeted_blobs.settle()
         return freed
 
     def _keys(self, principal: str, name: str) -> tuple[str, str]:
         tenant = self._parts.tenant(principal)
         return tenant, session_key(tenant, name)
 
-    def _holds(self, record: Record, ids: Sequence[int]) -> bool:
+    def _cache_covers(self, record: Record, ids: Sequence[int]) -> bool:
         """Whether a record's cache is there and can answer for the beginning of a text."""
-        count = record.read_tokens
+        count = record.num_cached_tokens
         if record.removed or not 0 < count <= len(ids) or not self.has_cache(record):
             return False
         if record.cache_prefix:
@@ -283,11 +286,11 @@ class TurnStore:
     def _ids(self, record: Record) -> tuple[int, ...]:
         return self._parts.vault.ids(record)
 
-    def _committed(self, record: Record, is_new: bool = False) -> Record:
+    def _commit(self, record: Record, is_new: bool = False) -> Record:
         parts = self._parts
         parts.heads.commit(record, record.previous, is_new)
         dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
-        parts.dropping.states(dropped)
+        parts.garbage.states(dropped)
         return record
 
 

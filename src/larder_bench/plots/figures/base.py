@@ -72,7 +72,7 @@ def panel_policies(policies: Sequence[str], looks: PolicyStyles) -> list[str]:
     """Those that have a panel of their own: all of a few, of many those that have a color."""
     if len(policies) <= MAX_PANELS:
         return list(policies)
-    return [policy for policy in policies if looks[policy].is_told]
+    return [policy for policy in policies if looks[policy].is_labeled]
 
 
 def drawing_name(name: str, number: int, count: int) -> str:

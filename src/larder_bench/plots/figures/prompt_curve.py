@@ -118,7 +118,7 @@ def _as_curve(look: PolicyStyle) -> PolicyStyle:
 
 def _height(panels: Sequence[LinePanel], score: str) -> Axis:
     ends = [y for panel in panels for line in panel.lines for y in (*line.lows, *line.highs)]
-    ends += [level for panel in panels for _, level in panel.across]
+    ends += [level for panel in panels for _, level in panel.levels]
     low, high = min(ends), max(ends)
     room = 0.08 * (high - low or 1.0)
     if score in score_groups.BOUNDED:

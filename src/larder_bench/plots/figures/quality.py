@@ -105,7 +105,7 @@ class Quality(Figure):
     def _figure(self, found: Sequence[QualityChart], looks: PolicyStyles) -> object:
         order = {policy: looks[policy] for policy in controls_last(list(looks))}
         with figure_style():
-            named = [name for name, look in self._shown(found, order).items() if look.is_told]
+            named = [name for name, look in self._shown(found, order).items() if look.is_labeled]
             panels = [_panel(scored, list(order), named) for scored in found]
             shares = [x for panel in panels for line in panel.lines for x in line.xs]
             shares = shares or [p.share for s in found for own in s.points.values() for p in own]
@@ -134,7 +134,7 @@ class Quality(Figure):
         what = score_groups.score_title(found[0].score) + (
             f" of {self.kind} questions" if self.kind else ""
         )
-        pale = sum(not look.is_told for look in self._shown(found, looks).values())
+        pale = sum(not look.is_labeled for look in self._shown(found, looks).values())
         told = [
             score_groups.count_noun(s.files, "file")
             + ", "
