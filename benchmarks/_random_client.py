@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from _server import Heard, Reply, Server, place
+from _server import HttpReply, Server, StreamedAnswer, session_path
 
 KEYS = "anne sk-anne-0123456789 operator,bob sk-bob-0123456789ab"
 TENANTS = ("sk-anne-0123456789", "sk-bob-0123456789ab")
@@ -97,7 +97,7 @@ class RandomClient:
         name, told = self._any()
         self.made += 1
         made = f"{self.name} {self.made}"
-        reply = self.own.ask("POST", place(name, "fork"), {"name": made})
+        reply = self.own.ask("POST", session_path(name, "fork"), {"name": made})
         if reply.status == 200:
             self.held[made] = list(told)
         return str(reply.status)
@@ -107,17 +107,17 @@ class RandomClient:
         if not self.held:
             return "nothing there"
         act = self.luck.choice(("pin", "unpin", "release", "prefetch", "compact"))
-        return str(self.own.ask("POST", place(self._any()[0], act)).status)
+        return str(self.own.ask("POST", session_path(self._any()[0], act)).status)
 
     def carry(self) -> str:
         """Out, and in again under another name."""
         if not self.held or len(self.held) >= self.most:
             return "no room"
         name, told = self._any()
-        file = self.own.ask("POST", place(name, "export"))
+        file = self.own.ask("POST", session_path(name, "export"))
         self.made += 1
         made = f"{self.name} {self.made}"
-        reply = self.own.ask("POST", place(made, "import"), file.body)
+        reply = self.own.ask("POST", session_path(made, "import"), file.body)
         if reply.status == 200:
             self.held[made] = list(told)
         return str(reply.status)
@@ -145,7 +145,7 @@ class RandomClient:
         wrong = self.own.ask("GET", "/v1/sessions", key="sk-wrong-0123456789")
         other = next(key for key in TENANTS if key != self.key)
         name = next(iter(self.held), "none")
-        far = self.own.ask("GET", place(name), key=other)
+        far = self.own.ask("GET", session_path(name), key=other)
         return f"{wrong.status} {far.status}"
 
     def babble(self) -> str:
@@ -155,7 +155,7 @@ class RandomClient:
             ("/v1/chat/completions", {"model": "seed", "messages": []}),
             ("/v1/chat/completions", self._body("x", [self._line()], 10**9)),
             ("/v1/responses", {"input": "x", "conversation": "conv_unheard_of"}),
-            (place("x", "import"), bytes(self.luck.randrange(256) for _ in range(64))),
+            (session_path("x", "import"), bytes(self.luck.randrange(256) for _ in range(64))),
         ]
         return str(self.own.ask("POST", *self.luck.choice(bad)).status)
 
@@ -171,7 +171,7 @@ class RandomClient:
 
     def _asked(
         self, name: str, told: list[dict[str, str]], new: int, stop_after: int | None = None
-    ) -> Heard:
+    ) -> StreamedAnswer:
         return self.own.chat(self._body(name, told, new), stop_after)
 
     def _body(self, name: str, told: list[dict[str, str]], new: int) -> dict[str, Any]:
@@ -186,13 +186,13 @@ class RandomClient:
         return {"role": "user", "content": f"I have {words}. What do I have?"}
 
     def _removed(self, name: str) -> str:
-        reply: Reply = self.own.ask("DELETE", f"{place(name)}?branches=true")
+        reply: HttpReply = self.own.ask("DELETE", f"{place(name)}?branches=true")
         if reply.status in (200, 404):
             self.held.pop(name, None)
         return str(reply.status)
 
 
-def _status(heard: Heard) -> str:
+def _status(heard: StreamedAnswer) -> str:
     if heard.error:
         return f"{heard.status} {heard.error.get('code')}"
     return f"{heard.status} {'told' if heard.kv else 'left'}"

@@ -15,8 +15,8 @@ import argparse
 import json
 from pathlib import Path
 
-from _texts import text_ids
-from _timing import environment, quickest, write
+from _inputs import text_ids
+from _timing import environment, shortest_run, write
 from torch import Tensor
 
 from larder.cache.sequence import CacheForm, SequenceCache
@@ -57,10 +57,10 @@ def main() -> None:
     starts = range(0, len(text), given.piece)
     parts = [text[start : start + given.piece] for start in starts]
     pieces = [ContextChunk(part, read(decoder, part)) for part in parts]
-    full, read_seconds = quickest(lambda: read(decoder, text))
+    full, read_seconds = shortest_run(lambda: read(decoder, text))
     exact = follow(decoder, full, continued)
     for share in SHARES:
-        found, seconds = quickest(lambda share=share: blend(decoder, pieces, share))
+        found, seconds = shortest_run(lambda share=share: blend(decoder, pieces, share))
         near = follow(decoder, found.cache, continued)
         divergence = (exact.exp() * (exact - near)).sum(-1)
         row = {

@@ -144,7 +144,12 @@ def _found(cache: SequenceCache) -> dict[int, list[set[int]]]:
 @contextmanager
 def _clocks(told: PrefetchStats) -> Iterator[None]:
     """Clocks around what finds: `find` in turn, `worker` ahead of it, `waited` for the worker."""
-    names = {"_found": "find", "taken_over": "find", "fetch": "worker", "_foreseen": "waited"}
+    names = {
+        "_found": "find",
+        "attend_selection": "find",
+        "fetch": "worker",
+        "_take_prefetched": "waited",
+    }
     former = {name: getattr(PageFetcher, name) for name in names}
     inside = [False]  # a worker's search is no search in turn
 

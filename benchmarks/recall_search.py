@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _real_keys import kept, parked
+from _recorded_keys import load_or_record, parked_entries
 from _timing import environment, write
 from jaxtyping import Float
 from torch import Tensor
@@ -46,11 +46,11 @@ LAYER = LayerSpec(0, HEADS * GROUP, HEADS, 128, 128**-0.5)
 
 def main() -> None:
     options = _options()
-    heard = [kept(file, options.tokens, COUNT, KEYS) for file in options.files]
+    heard = [load_or_record(file, options.tokens, COUNT, KEYS) for file in options.files]
     texts = [[vars(layer) for layer in text] for text in heard]
     for size in map(int, options.sizes.split(",")):
         keys, queries = _stream(texts, size)
-        entries = parked(keys)
+        entries = parked_entries(keys)
         row = {"size": size, **environment()} | _measure(entries, queries, options)
         print("\n".join(f"{name}: {value}" for name, value in row.items()), "\n", flush=True)
         write(OUT, [row])

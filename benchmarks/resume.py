@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _texts import text_ids
-from _timing import RUNS, environment, quickest, write
+from _inputs import text_ids
+from _timing import RUNS, environment, shortest_run, write
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
@@ -182,7 +182,7 @@ def main() -> None:
     loaded = model_of(given.model, given.layers, given.device)
     engine = Engine(loaded, given.policy, given.budget)
     session = SavedSession(engine, text_ids(engine.loaded.tokenizer, given.tokens))
-    (state, first), seconds = quickest(session.read)
+    (state, first), seconds = shortest_run(session.read)
     runs = {"state": state, "first": first, "seconds": seconds}
     told = {"model": loaded.name, "policy": str(session.policy), "tokens": given.tokens}
     with tempfile.TemporaryDirectory() as folder:

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _divergence import exchanges, parting
-from _server import Heard, Server, place, serving
+from _answer_divergence import exported_turns, first_divergence
+from _server import Server, StreamedAnswer, run_server, session_path
 from _timing import environment, write
 
 from larder.core.conversation import Conversation
@@ -57,10 +57,10 @@ class ScriptedSession:
     turns: int
     new_tokens: int
 
-    def hold(self, server: Server) -> list[Heard]:
+    def hold(self, server: Server) -> list[StreamedAnswer]:
         """Ask turn by turn, each when the one before is answered."""
         told = [{"role": m.role, "content": m.content} for m in self.conversation.messages]
-        heard: list[Heard] = []
+        heard: list[StreamedAnswer] = []
         for question in self.conversation.questions[: self.turns]:
             told.append({"role": "user", "content": question.question})
             body = {"messages": told, "session_id": self.name, "max_tokens": self.new_tokens}
@@ -70,7 +70,7 @@ class ScriptedSession:
             told.append({"role": "assistant", "content": heard[-1].text})
         return heard
 
-    def right(self, heard: Sequence[Heard]) -> float:
+    def right(self, heard: Sequence[StreamedAnswer]) -> float:
         """The share of answers that are what the life-log says."""
         asked = self.conversation.questions[: self.turns]
         pairs = zip(heard, asked, strict=True)
@@ -107,7 +107,7 @@ class MetricsPoller:
 class ServingRun:
     """All sessions served one way."""
 
-    heard: list[list[Heard]]
+    heard: list[list[StreamedAnswer]]
     exported: list[bytes]
     seconds: float
     watcher: MetricsPoller
@@ -194,25 +194,25 @@ def compared(
 def one_by_one(talks: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
     """Each session alone; it is removed before the next one comes."""
     with tempfile.TemporaryDirectory() as home:
-        with serving(Path(home), [*options, "--kv-budget", AMPLE]) as server:
+        with run_server(Path(home), [*options, "--kv-budget", AMPLE]) as server:
             heard, exported, seconds = [], [], 0.0
             talks[0].hold(server)  # what is compiled or read once is not measured
-            server.ask("DELETE", place(talks[0].name))
+            server.ask("DELETE", session_path(talks[0].name))
             for talk in talks:
                 begun = time.perf_counter()
                 heard.append(talk.hold(server))
                 seconds += time.perf_counter() - begun
-                exported.append(server.ask("POST", place(talk.name, "export")).body)
-                server.ask("DELETE", place(talk.name))
+                exported.append(server.ask("POST", session_path(talk.name, "export")).body)
+                server.ask("DELETE", session_path(talk.name))
             watcher = MetricsPoller(server)
             return ServingRun(heard, exported, seconds, watcher, watcher.look())
 
 
 def at_once(talks: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
     """All sessions at the same time."""
-    with tempfile.TemporaryDirectory() as home, serving(Path(home), options) as server:
+    with tempfile.TemporaryDirectory() as home, run_server(Path(home), options) as server:
         ScriptedSession("first", talks[0].conversation, 1, 1).hold(server)
-        server.ask("DELETE", place("first"))
+        server.ask("DELETE", session_path("first"))
         watcher = MetricsPoller(server)
         watching = threading.Thread(target=watcher.run)
         watching.start()
@@ -225,18 +225,20 @@ def at_once(talks: Sequence[ScriptedSession], options: Sequence[str]) -> Serving
             watcher.ended.set()
             watching.join()
         numbers = watcher.look()
-        exported = [server.ask("POST", place(talk.name, "export")).body for talk in talks]
+        exported = [server.ask("POST", session_path(talk.name, "export")).body for talk in talks]
         return ServingRun(heard, exported, seconds, watcher, numbers)
 
 
-def _held(server: Server, talk: ScriptedSession) -> list[Heard]:
+def _held(server: Server, talk: ScriptedSession) -> list[StreamedAnswer]:
     return talk.hold(server)
 
 
 def _differences(engine: Engine, alone: ServingRun, crowd: ServingRun) -> dict[str, Any]:
     """How many sessions went another way, and whether the model hardly cared there."""
     pairs = zip(alone.exported, crowd.exported, strict=True)
-    found = [parting(engine, exchanges(one), exchanges(other)) for one, other in pairs]
+    found = [
+        first_divergence(engine, exported_turns(one), exported_turns(other)) for one, other in pairs
+    ]
     partings = [each for each in found if each is not None]
     return {
         "equal": len(found) - len(partings),
@@ -246,7 +248,7 @@ def _differences(engine: Engine, alone: ServingRun, crowd: ServingRun) -> dict[s
     }
 
 
-def _between(heard: Heard) -> float:
+def _between(heard: StreamedAnswer) -> float:
     """Seconds between two tokens, on average over an answer."""
     return (heard.times[-1] - heard.times[0]) / (heard.tokens - 1)
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from _growth import growth
-from _server import Server, place, serving
-from _soaking import KEYS, TENANTS, Client
+from _random_client import KEYS, TENANTS, RandomClient
+from _server import Server, run_server, session_path
 from _timing import environment, write
 
 from larder.store.maintenance import TOMBSTONE_SECONDS
@@ -80,9 +80,9 @@ def soaked(
     left by folder."""
     options = ["--policy", given.policy, *(["--budget", given.budget] if given.budget else [])]
     options += ["--kv-budget", given.kv_budget, "--host-budget", given.host_budget]
-    with serving(home, options, KEYS) as server:
+    with run_server(home, options, KEYS) as server:
         clients = [
-            Client(server, TENANTS[n % 2], f"c{n}", given.sessions, random.Random(n))
+            RandomClient(server, TENANTS[n % 2], f"c{n}", given.sessions, random.Random(n))
             for n in range(given.clients)
         ]
         for each in clients:  # what there is at most is there before anything is counted
@@ -99,7 +99,7 @@ def soaked(
         for key in TENANTS:
             owner = Server(server.url, server.process, key)
             for session in owner.sessions():
-                owner.ask("DELETE", place(session["id"]))
+                owner.ask("DELETE", session_path(session["id"]))
         time.sleep(FORGOTTEN_SECONDS)
         left = {name: sample(server.process, home)["written"].get(name, 0) for name in OF_SESSIONS}
         violations = server.metrics()[VIOLATIONS]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _models import load_model
+from _inputs import load_model
 from _timing import environment, write
 from transformers import DynamicCache
 

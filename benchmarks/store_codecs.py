@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _texts import text_ids
-from _timing import environment, quickest, write
+from _inputs import text_ids
+from _timing import environment, shortest_run, write
 from torch import Tensor
 
 from larder.cache.sequence import CacheForm, SequenceCache
@@ -46,8 +46,8 @@ def measured(name: str, cache: SequenceCache, follow: Callable[[SequenceCache], 
         tensors, told = encode_state(state, codec, name, layers)
         return pack_container(tensors, {"coded": told}), told
 
-    (data, told), write_seconds = quickest(write)
-    found, read_seconds = quickest(
+    (data, told), write_seconds = shortest_run(write)
+    found, read_seconds = shortest_run(
         lambda: decode_state(unpack_container(data)[0], told, state_nbytes(state))
     )
     exact, near = (

@@ -85,7 +85,7 @@ def refuse(address: Any) -> NoReturn:
 @pytest.fixture(scope="session", autouse=True)
 def offline() -> Iterator[None]:
     """Connecting or looking up a name beyond this machine raises: no test needs the network."""
-    connect, connect_ex = socket.socket.link_layers, socket.socket.connect_ex
+    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
     look_up = socket.getaddrinfo
 
     def guarded_connect(self: socket.socket, address: Any) -> None:
@@ -98,7 +98,7 @@ def offline() -> Iterator[None]:
         return look_up(host, *rest, **named) if is_local((host,)) else refuse(host)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "link_layers", guarded_connect)
+        patch.setattr(socket.socket, "connect", guarded_connect)
         patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
         patch.setattr(socket, "getaddrinfo", guarded_look_up)
         yield

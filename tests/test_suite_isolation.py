@@ -21,7 +21,7 @@ from type_checking import ASKED, PACKAGE, UNCHECKED, checked, checked_modules, f
 
 def test_the_network_is_out_of_reach() -> None:
     with socket.socket() as out, pytest.raises(RuntimeError, match="reached for the network"):
-        out.link_layers(("192.0.2.1", 80))
+        out.connect(("192.0.2.1", 80))
     with pytest.raises(RuntimeError, match="reached for the network"):
         socket.create_connection(("example.org", 80), timeout=1)
 

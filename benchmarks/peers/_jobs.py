@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from _pairs import LARDER, Pair
+from _pairs import LARDER, PeerPair
 
 from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
@@ -214,7 +214,7 @@ class ComparisonSetup:
 
 def jobs_of(
     setting: ComparisonSetup,
-    pairs: Sequence[Pair],
+    pairs: Sequence[PeerPair],
     tasks: Sequence[str],
     tokens: Sequence[int],
     budgets: Sequence[str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from _pairs import Pair
+from _pairs import PeerPair
 
 from larder_bench.results.rows import Row
 
@@ -30,7 +30,7 @@ LEGEND = (
 )
 
 
-def tables(pairs: Sequence[Pair], rows: Sequence[Row]) -> Iterator[str]:
+def tables(pairs: Sequence[PeerPair], rows: Sequence[Row]) -> Iterator[str]:
     """Markdown: what can be compared in one table each, under what it has in common."""
     yield LEGEND
     for place in dict.fromkeys(tuple(row[name] for name in APART) for row in rows):
@@ -43,7 +43,7 @@ def tables(pairs: Sequence[Pair], rows: Sequence[Row]) -> Iterator[str]:
         yield from lines(pairs, own)
 
 
-def lines(pairs: Sequence[Pair], rows: Sequence[Row]) -> Iterator[str]:
+def lines(pairs: Sequence[PeerPair], rows: Sequence[Row]) -> Iterator[str]:
     """A line per pair and budget; pairs that were not run are left out."""
     heads = ["peer", "Larder", "budget", "exact", *(f"{name}, MiB" for name in SIZES), *TIMES]
     yield "| " + " | ".join(heads) + " |"

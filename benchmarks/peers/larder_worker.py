@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from _held import Peak, held_bytes
+from _memory import PeakMemory, held_bytes
 
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.conversation import Conversation
@@ -38,7 +38,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if written != job["context"]:
         raise RuntimeError("The conversation was written otherwise than for the peer.")
     _warm_up(base, written)
-    peak, seconds = Peak(job["device"]), list[float]()
+    peak, seconds = PeakMemory(job["device"]), list[float]()
     memory = engine.read(conversation)  # untimed, as everything is at first
     _answer(engine, memory, job["questions"][0], job)
     for _ in range(job["repeats"]):

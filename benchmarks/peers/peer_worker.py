@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from _held import Peak, held_bytes, masked_entries
+from _memory import PeakMemory, held_bytes, masked_entries
 
 WARM_TOKENS = 256
 PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
@@ -127,7 +127,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         highest[0] = max(highest[0], peer.held(cache))
 
     peer.read(context[:WARM_TOKENS])  # brings its package, which is no part of what a cache takes
-    peak, seconds = Peak(job["device"]), list[float]()
+    peak, seconds = PeakMemory(job["device"]), list[float]()
     cache = peer.read(context, watch)  # untimed, as everything is at first
     peer.answer(fork(cache), job["questions"][0], len(context))
     for _ in range(job["repeats"]):

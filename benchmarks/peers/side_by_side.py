@@ -36,7 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _jobs import STUDY, Setting, jobs_of
+from _jobs import STUDY, ComparisonSetup, jobs_of
 from _pairs import pairs_of
 from _ratios import tables
 
@@ -56,12 +56,12 @@ def main() -> None:
             print("\n".join(tables(pairs_of(options.peer), rows)))
             return
         with tempfile.TemporaryDirectory() as folder:
-            _go(options, Setting.of(options, Path(folder), _command(options)))
+            _go(options, ComparisonSetup.of(options, Path(folder), _command(options)))
     except LarderError as error:
         sys.exit(str(error))
 
 
-def _go(options: argparse.Namespace, setting: Setting) -> None:
+def _go(options: argparse.Namespace, setting: ComparisonSetup) -> None:
     pairs = pairs_of(options.peer)
     jobs = jobs_of(setting, pairs, options.tasks, options.tokens, options.budget)
     if options.estimate:

@@ -37,7 +37,7 @@ class Slotted:
 
 
 def test_a_storage_is_counted_once_and_whole_however_it_is_viewed() -> None:
-    held_bytes = import_module("_held").held_bytes
+    held_bytes = import_module("_memory").held_bytes
     stored = torch.zeros(100)
     views = {"a": stored[:10], "b": [SimpleNamespace(inner=stored[5:].view(5, 19))]}
     assert held_bytes(views) == 400
@@ -53,11 +53,11 @@ def test_packed_numbers_are_counted_as_they_lie() -> None:
 
     packed = torch.zeros(64).as_subclass(Packed)
     packed._bits, packed._scale = torch.zeros(32, dtype=torch.uint8), torch.zeros(2)
-    assert import_module("_held").held_bytes([packed]) == 40
+    assert import_module("_memory").held_bytes([packed]) == 40
 
 
 def test_what_is_masked_is_told_and_its_notes_are_held() -> None:
-    held, model = import_module("_held"), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    held, model = import_module("_memory"), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert held.masked_entries(model) == (0, [])
     model[1].masked_key_indices = tuple(torch.zeros(3, 7, dtype=torch.int64))
     count, notes = held.masked_entries(model)
@@ -197,8 +197,8 @@ def found_by(options: dict[str, Any]) -> CellKey:
     spec = SimpleNamespace(fingerprint="f")
     engine = SimpleNamespace(loaded=SimpleNamespace(decoder=SimpleNamespace(spec=spec)))
     environments = {"peers": {"id": "p"}, "larder": {"id": "l"}}
-    setting = jobs.Setting(Namespace(**options), engine, Path(), "", environments)
-    job = jobs.Job(parse_task("lifelog()"), 400, 0, pair.peer, "1/1", made=pair.made)
+    setting = jobs.ComparisonSetup(Namespace(**options), engine, Path(), "", environments)
+    job = jobs.ComparisonJob(parse_task("lifelog()"), 400, 0, pair.peer, "1/1", made=pair.made)
     return cell_key(setting.head(job))
 
 
@@ -225,7 +225,7 @@ def test_a_peer_has_loaded_all_it_needs_before_memory_is_watched(
     seed_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, seen = import_module("peer_worker"), list[str]()
-    read, peak = worker.Peer.read, worker.Peak
+    read, peak = worker.Peer.read, worker.PeakMemory
 
     def reads(*told: Any) -> Any:
         seen.append("read")
@@ -236,7 +236,7 @@ def test_a_peer_has_loaded_all_it_needs_before_memory_is_watched(
         return peak(device)
 
     monkeypatch.setattr(worker.Peer, "read", reads)
-    monkeypatch.setattr(worker, "Peak", watches)
+    monkeypatch.setattr(worker, "PeakMemory", watches)
     worker.run(asked_whole(Engine(seed_model, policy="full")))
     assert seen == ["read", "watch", "read", "read"]
 
@@ -248,8 +248,10 @@ def asked_whole(engine: Engine) -> dict[str, Any]:
         corpus=None, device="cpu", dtype="float32", threads=1, repeats=1, new_tokens=6
     )
     options.model = "seed"
-    setting = jobs.Setting(options, engine, Path(str(files("larder.models") / "seed")), "", {})
-    job = jobs.Job(parse_task("lifelog()"), 400, 0, pair.name, "1/1", written=pair.ours)
+    setting = jobs.ComparisonSetup(
+        options, engine, Path(str(files("larder.models") / "seed")), "", {}
+    )
+    job = jobs.ComparisonJob(parse_task("lifelog()"), 400, 0, pair.name, "1/1", written=pair.ours)
     return setting._asked(job, *asked_of(setting, job)) | {"made": pair.made}
 
 

@@ -39,17 +39,19 @@ def test_what_grows_is_told_from_what_goes_up_and_down() -> None:
 
 
 def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
-    divergence = import_module("_divergence")
+    divergence = import_module("_answer_divergence")
     served = Served(characters())
     turns = told(1)
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
-    said = divergence.exchanges(session_file.encode_session(served.core.sessions.find("a", "x")))
+    said = divergence.exported_turns(
+        session_file.encode_session(served.core.sessions.find("a", "x"))
+    )
     engine = Engine(characters(), "full")
-    assert divergence.parting(engine, said, said) is None
+    assert divergence.first_divergence(engine, said, said) is None
     other = array(TOKEN_TYPECODE, said[1].answer)
     other[2] += 1
-    found = divergence.parting(engine, said, [said[0], replace(said[1], answer=other)])
+    found = divergence.first_divergence(engine, said, [said[0], replace(said[1], answer=other)])
     assert found is not None and (found.exchange, found.place) == (1, 2)
     before = [*said[0].prompt, *said[0].answer, *said[1].prompt, *said[1].answer[:2]]
     cache, decoder = served.core.rule.empty(), engine.loaded.decoder
@@ -60,4 +62,4 @@ def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
     assert found.gap == pytest.approx(best - second, abs=1e-4)
     assert found.is_close == (found.gap < 1e-3)
     with pytest.raises(ValueError, match="2 turns against 1"):
-        divergence.parting(engine, said, said[:1])
+        divergence.first_divergence(engine, said, said[:1])

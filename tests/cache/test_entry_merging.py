@@ -112,7 +112,7 @@ def test_first_and_last_entries_of_every_head(merging, carry_out) -> None:
 
 def test_more_rows_than_are_widened_at_once(merging, monkeypatch) -> None:
     monkeypatch.setattr(folding, "SOURCE_CHUNK", 2)
-    monkeypatch.setattr(folding.folding, "MOST_FOLDS", 0)
+    monkeypatch.setattr(folding.fast, "MAX_FOLDS", 0)
     store, loop = merging.new(), merging.loop()
     for twin in (store, loop):
         append(twin, merging.tokens(9))

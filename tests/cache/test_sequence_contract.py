@@ -15,7 +15,7 @@ from tensor_memory import reachable_tensors, storage_bytes
 
 LAYERS = (a_layer(2, 2), a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2))
 SPEC = a_spec(*LAYERS)
-# A rebuilt cache needs a model: see tests/models/test_rebuilding.py.
+# A rebuilt cache needs a model: see tests/models/test_recompute_hooks.py.
 FORMS = [form for form in CacheForm if form is not CacheForm.REBUILT]
 pytestmark = pytest.mark.parametrize("form", FORMS)
 

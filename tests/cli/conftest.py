@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import cli_results
 from cli_results import Run
 from larder.cli import question_run
 from larder.cli.main import app
@@ -30,4 +31,4 @@ def run(seed_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture
 def talk(tmp_path: Path) -> Path:
-    return commands.talk(tmp_path / "talk.json")
+    return cli_results.talk(tmp_path / "talk.json")

@@ -99,7 +99,7 @@ def test_a_session_is_restored_instead_of_read(
     kept = document(run("cache", "list", "--json"))["sessions"]
     assert [(each["session"], each["codec"]) for each in kept] == [("s", "raw")]
     with monkeypatch.context() as patch:
-        patch.setattr("larder.session.chat_cache.gather", read_nothing)
+        patch.setattr("larder.session.chat_cache.prefill_memory", read_nothing)
         told = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
     assert told["answers"][0]["answer"] == "Mira" and told["restored_tokens"] == kept[0]["tokens"]
     elsewhere = larder_home / "elsewhere"

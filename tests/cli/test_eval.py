@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import cli_results
 from cli_results import CAT, QUESTIONS, SMALL, WINDOW, Run, complaint, document, write
 from larder.cli import question_run
 from larder.core.errors import InputError
@@ -20,8 +21,8 @@ FULL = ("--policy", "full", "--max-new-tokens", "8")
 def folder(tmp_path: Path) -> Path:
     """Two files with three questions."""
     (tmp_path / "talks").mkdir()
-    commands.talk(tmp_path / "talks" / "a.json")
-    commands.talk(tmp_path / "talks" / "b.json", QUESTIONS[:1])
+    cli_results.talk(tmp_path / "talks" / "a.json")
+    cli_results.talk(tmp_path / "talks" / "b.json", QUESTIONS[:1])
     return tmp_path / "talks"
 
 
@@ -59,9 +60,9 @@ def test_two_files_are_said_to_be_too_few_for_an_interval(
     means = sorted(one["summary"]["f1"] for one in told["files"])
     interval = told["summary"]["f1"]
     assert [interval["low"], interval["high"]] == pytest.approx(means) == [0.0, 0.5]
-    commands.talk(folder / "c.json")
+    cli_results.talk(folder / "c.json")
     assert run("eval", folder, *SMALL).stderr == ""
-    commands.talk(folder / "c.json", [{"question": "Who knows?", "answer": ""}])
+    cli_results.talk(folder / "c.json", [{"question": "Who knows?", "answer": ""}])
     assert "two files" in run("eval", folder, *SMALL).stderr
 
 
@@ -133,7 +134,7 @@ def test_a_question_that_fails_does_not_stop_the_rest(
 def test_interrupted_in_the_second_file(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands.talk(folder / "b.json", [*QUESTIONS, {"question": "Stop?", "answer": "Yes"}])
+    cli_results.talk(folder / "b.json", [*QUESTIONS, {"question": "Stop?", "answer": "Yes"}])
     fails_at(monkeypatch, "Stop?", KeyboardInterrupt())
     result = run("eval", folder, *SMALL, "--json")
     told = document(result)
@@ -158,6 +159,6 @@ def test_nothing_could_be_answered(run: Run, talk: Path) -> None:
 
 
 def test_a_file_without_questions(run: Run, tmp_path: Path) -> None:
-    path = commands.talk(tmp_path / "mute.json", [])
+    path = cli_results.talk(tmp_path / "mute.json", [])
     assert "holds no questions" in complaint(run("eval", path), 1)
     assert WINDOW not in path.read_text()

@@ -24,7 +24,7 @@ def library() -> Library:
 def read_once(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chats with the same history under the same policy begin with copies of one reading."""
     for module in (prefill, chat_cache):
-        monkeypatch.setattr(module, "gather", library.gather)
+        monkeypatch.setattr(module, "prefill_memory", library.gather)
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,10 @@ def test_a_damaged_state_is_read_anew(
     chat.say("My dog is old.", max_new_tokens=4)
     for wrong in (b"[]", b'{"schema": 1, "turns": 9}'):
         with monkeypatch.context() as patch:
-            patch.setattr("larder.engine.persistence.told", lambda state, wrong=wrong: wrong)
+            name = "larder.engine.persistence.chat_state_record"
+            patch.setattr(name, lambda state, wrong=wrong: wrong)
+                "larder.engine.persistence.chat_state_record", lambda state, wrong=wrong: wrong
+            )
             assert chat.keep() == ""
         back = Chat(engine, "mine", keeper=keeper)
         assert back.resumed.reason == "damaged" and back.turns == chat.turns

@@ -20,6 +20,5 @@ def test_unchanged(name: str) -> None:
     check(name, (GOLDENS | SLOW)[name](), TOLERANCES.get(name, TOLERANCE))
 
 
-@pytest.mark.xfail(reason="a layer's own keys and values are taken for those that two layers share")
 def test_a_cache_whose_layers_share_entries_comes_back() -> None:
     assert homes.paired_answer() == "July 5"

@@ -111,7 +111,7 @@ def said(
 
 def park_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have entries parked although the budget still has room for them."""
-    for room in ("pages_of", "unparked_of"):
+    for room in ("recall_budget_tokens", "prefill_allowance"):
         monkeypatch.setattr(f"larder.session.prefill.{room}", lambda policy: 0)
 
 

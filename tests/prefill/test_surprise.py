@@ -105,7 +105,7 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
             tend=tending.observer,
         )
     finally:
-        object.__delattr__(watched, "predict")
+        object.__delattr__(watched, "forward_logits")
     for step, token in enumerate(said):
         expected[21 + step] = -float(logits[step][0].log_softmax(-1)[token])
     seen = set[int]()
@@ -123,7 +123,7 @@ def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatc
     def refuse(*given: Any) -> None:
         raise AssertionError(given)
 
-    for name in ("weigh", "foresee", "predict"):
+    for name in ("weigh", "foresee", "forward_logits"):
         monkeypatch.setattr(type(watched), name, refuse, raising=False)
     planner = Policy.parse("blockwise(tokens=8) > protect(sinks=1, recent=2) > keydiff()").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)

@@ -235,7 +235,7 @@ def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
 
         monkeypatch.setattr(session_file, name, call)
 
-    for each in ("read", "spelled"):
+    for each in ("decode", "encode"):
         watched(each)
     keepers = []
     for _ in range(2):  # the second finds the session in the store
@@ -250,5 +250,5 @@ def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
         else:
             hub.import_("a", "y", hub.export("a", "x"))
         hub.close()
-    assert [name for name, _ in threads] == ["spelled", "read", "spelled", "read", "spelled"]
+    assert [name for name, _ in threads] == ["encode", "decode", "encode", "decode", "encode"]
     assert "larder model" not in {thread for _, thread in threads}

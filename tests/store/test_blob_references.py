@@ -125,9 +125,9 @@ def test_what_an_earlier_larder_has_written_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        for user in ("envelopes", "turns"):
+        for user in ("blobs.payloads", "sessions.turn_store"):
             patch.setattr(
-                f"larder.store.{user}.owned", lambda data, *whose: add_owner(data, whose[0])
+                f"larder.store.{user}.add_owner", lambda data, *whose: add_owner(data, whose[0])
             )
         store_at(tmp_path).turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     store = store_at(tmp_path)

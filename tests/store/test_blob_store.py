@@ -148,7 +148,7 @@ class ClientError(Exception):
     """As clients of object stores have them, which know nothing of ours."""
 
 
-@pytest.mark.parametrize("act", ["create", "replace", "read", "size", "remove", "listing"])
+@pytest.mark.parametrize("act", ["create", "replace", "read", "size", "remove", "list_files"])
 def test_errors_of_a_client_are_the_disks(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     def fails(*told: object, **named: object) -> None:
         raise ClientError("Could not connect to the endpoint.")
@@ -157,7 +157,7 @@ def test_errors_of_a_client_are_the_disks(monkeypatch: pytest.MonkeyPatch, act: 
     assert isinstance(place, RemoteFileSystem)
     for name in ("pipe_file", "cat_file", "size", "rm_file", "find"):
         monkeypatch.setattr(place._system, name, fails)
-    told = {"create": ("a", b"x"), "replace": ("a", b"x"), "listing": ("a",)}
+    told = {"create": ("a", b"x"), "replace": ("a", b"x"), "list_files": ("a",)}
     with pytest.raises(StoreError, match="ClientError: Could not connect to the endpoint"):
         guard = DeadlineExecutor("disk")
         guard.call(lambda: list(getattr(place, act)(*told.get(act, ("a",))) or ()))

@@ -161,8 +161,8 @@ PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from larder.store import chunks
-chunks.TOKENS = 4
+from larder.store.prefix import chunk_index as chunks
+chunks.CHUNK_TOKENS = 4
 from store.caches import IDS, WHO, asking, load, SPEC, store_at
 store = store_at(Path({folder!r}))
 found = store.prefixes.longest(WHO, (*IDS, 1), asking().identity, SPEC)

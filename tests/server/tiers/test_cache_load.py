@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("unflushed", "loads")
 
 # How a session is held, and what cannot be done with its caches when they come back.
 HELD = {
-    "full": ({"policy": "full"}, "larder.server.tiers.disk.park"),
-    "epicache": (asked("epicache"), "larder.server.tiers.disk.reopen"),
+    "full": ({"policy": "full"}, "larder.server.tiers.disk.offload"),
+    "epicache": (asked("epicache"), "larder.server.tiers.disk.restore_chat"),
 }
 
 

@@ -131,7 +131,9 @@ def test_what_stands_beside_the_caches_must_fit_them(
 ) -> None:
     """A record that is whole, and yet of another chat."""
     first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
-    monkeypatch.setattr("larder.server.tiers.disk.beside_of", lambda sitting: b'{"schema": 1}')
+    monkeypatch.setattr(
+        "larder.server.tiers.disk.encode_chat_state", lambda sitting: b'{"schema": 1}'
+    )
     turns = talk(first)
     talk(never)
     first.close()

@@ -144,8 +144,13 @@ class PairedLayer(CompositeLayer):
         like, columns = keys[:0], len(half._finest.ledger.columns)
         shared = SharedEntries.nothing(like, columns)
         if half.side == UPPER:
-            named = {n.removeprefix("shared."): t for n, t in state.items()}
-            shared = SharedEntries.adopt(named)
+            prefix = "shared."  # beside it are this layer's own `keys` and `values`
+            entries = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in state.items()
+                if name.startswith(prefix)
+            }
+            shared = SharedEntries.adopt(entries)
         half._join(LayerPair(shared, LayerPairing(*numbers)))
         return half
 

@@ -45,7 +45,7 @@ class CallLimits:
     rest_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "calls", "failures"):
+        for name in ("seconds", "calls", "max_failures"):
             if getattr(self, name) <= 0:
                 raise BadParameter(f"patience.{name} must be above 0, got {getattr(self, name)}.")
 
