@@ -75,8 +75,6 @@ def test_a_damaged_state_is_read_anew(
         with monkeypatch.context() as patch:
             name = "larder.engine.persistence.chat_state_record"
             patch.setattr(name, lambda state, wrong=wrong: wrong)
-                "larder.engine.persistence.chat_state_record", lambda state, wrong=wrong: wrong
-            )
             assert chat.keep() == ""
         back = Chat(engine, "mine", keeper=keeper)
         assert back.resumed.reason == "damaged" and back.turns == chat.turns
