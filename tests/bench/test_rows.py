@@ -174,3 +174,20 @@ def test_what_was_changed_since_its_commit_is_told(
     assert checkout_commit() == commit
     file.write_text("two\n")
     assert checkout_commit() == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5])
+def test_packed_rows_are_read_added_to_and_survive_a_stop(tmp_path: Path, cut: int) -> None:
+    plain, packed = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.zst"
+    first, second = CELL, CELL | {"seed": 9}
+    for path in (plain, packed):
+        append_rows(path, [first])
+        append_rows(path, [second])
+    assert read_rows(packed) == read_rows(plain) == [first, second]
+    whole = packed.read_bytes()
+    packed.write_bytes(whole[: len(whole) - cut])
+    kept = [first, second][: 1 if cut else 2]
+    assert read_rows(packed) == kept
+    append_rows(packed, [second])
+    assert read_rows(packed) == [*kept, second]
+    assert read_results([tmp_path]).cells == (first, second)

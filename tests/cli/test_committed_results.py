@@ -24,16 +24,20 @@ from larder_bench.reports.study_index import (
     replace_table,
     study_table,
 )
-from larder_bench.results.rows import Row, read_results
+from larder_bench.results.rows import Row, append_rows, read_results, read_rows
 from larder_bench.studies.study import CHECKOUT, read_study, study_names
 from result_rows import CELLS, cell, write_rows
 
-COMMITTED = sorted(RESULTS.glob("*.jsonl"))
+COMMITTED = sorted(RESULTS.glob("*.jsonl.zst"))
 PAGES = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]
 FIGURES = CHECKOUT / "docs" / "figures"
 ASKED = ("study", "task", "tokens", "spelling", "budget", "matched", "measure")
 PLOT = re.compile(r"^ *(larder plot .*studies/results/.*)$", re.MULTILINE)
 ROWS = re.compile(r"studies/results/\S+")
+
+
+def study_of(path: Path) -> str:
+    return path.name.partition(".")[0]
 
 
 def asked(row: Row) -> tuple[object, ...]:
@@ -43,7 +47,7 @@ def asked(row: Row) -> tuple[object, ...]:
 
 def faults(path: Path) -> Iterator[str]:
     """What is wrong with a file of committed rows."""
-    if path.stem not in study_names():
+    if study_of(path) not in study_names():
         yield "of no study"
         return
     try:
@@ -51,11 +55,11 @@ def faults(path: Path) -> Iterator[str]:
     except InputError as error:
         yield str(error)
         return
-    wanted = {asked(one.head({})) for one in validate_study(read_study(path.stem))}
+    wanted = {asked(one.head({})) for one in validate_study(read_study(study_of(path)))}
     if strange := [row for row in found.cells if asked(row) not in wanted]:
         yield f"{len(strange)} cells that the study has not, the first {asked(strange[0])}"
     missing = wanted - {asked(row) for row in found.cells}
-    if len(missing) != (told := pending_cells(RESULTS).get(path.stem, 0)):
+    if len(missing) != (told := pending_cells(RESULTS).get(study_of(path), 0)):
         yield f"{len(missing)} cells of the study are missing, and {told} are told to be"
     if any(row.get("environment") not in found.environments for row in found.cells):
         yield "cells whose environment is not told"
@@ -71,13 +75,13 @@ def rows_named(words: list[str]) -> list[Path]:
     return [CHECKOUT / word for word in words if ROWS.fullmatch(word)]
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMMITTED, ids=study_of)
 def test_committed_rows_are_of_their_study(path: Path) -> None:
     assert list(faults(path)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMMITTED, ids=study_of)
 def test_committed_rows_can_be_drawn(path: Path) -> None:
     assert draw_all(*load_results([path]))
 
@@ -123,9 +127,10 @@ def test_a_figure_that_is_drawn_otherwise_is_found(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.CHECKOUT", tmp_path)
-    write_rows(tmp_path, CELLS).rename(place(tmp_path / "studies" / "results" / "small.jsonl"))
+    rows = read_rows(write_rows(tmp_path, CELLS))
+    append_rows(tmp_path / "studies" / "results" / "small.jsonl.zst", rows)
     page, shown = tmp_path / "page.md", place(tmp_path / "docs" / "memory.svg")
-    line = "larder plot studies/results/{}.jsonl --figure memory --out docs/figures"
+    line = "larder plot studies/results/{}.jsonl.zst --figure memory --out docs/figures"
     page.write_text(f"See:\n\n    {line.format('small')}\n    {line.format('gone')}\n")
     [words] = plots_of([page])
     draw_again(run, words, tmp_path / "again")

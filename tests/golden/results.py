@@ -22,7 +22,10 @@ LIFELOG = ("lifelog", "--tokens", "400", "--policy", "snapkv_blockwise", *SMALL)
 
 def fields() -> dict[str, Any]:
     """By study and kind of row: fields that all have, and fields that some have."""
-    return {path.stem: _fields(study_rows(path)) for path in sorted(STUDIES.glob("*.jsonl"))}
+    return {
+        path.name.partition(".")[0]: _fields(study_rows(path))
+        for path in sorted(STUDIES.glob("*.jsonl.zst"))
+    }
 
 
 def rows() -> dict[str, Any]:

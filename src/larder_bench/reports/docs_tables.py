@@ -32,7 +32,7 @@ from larder_bench.reports.study_index import RESULTS, study_command, wall_second
 from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.papers import Paper
 from larder_bench.results.policy_labels import label_legend, policy_labels
-from larder_bench.results.rows import Results, Row, read_results
+from larder_bench.results.rows import Results, Row, read_results, rows_file
 from larder_bench.results.tables import SCALES, TIMES, ScoreScale, ScoreTable, cell_scores
 from larder_bench.studies.study import read_study
 
@@ -105,7 +105,7 @@ def replace_tables(page: str, folder: Path) -> str:
 
 def _table(mark: str, folder: Path) -> str:
     shown = TableMark.parse(mark)
-    path = folder / f"{shown.study}.jsonl"
+    path = rows_file(folder, shown.study)
     if not path.is_file():
         return "\nNot measured yet with the bundled model.\n"
     found = read_results([path])

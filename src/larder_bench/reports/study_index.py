@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from larder.core.errors import InputError
-from larder_bench.results.rows import read_results
+from larder_bench.results.rows import read_results, rows_file
 from larder_bench.studies.study import CHECKOUT, FOLDER, Study, read_study
 
-RESULTS = CHECKOUT / FOLDER / "results"  # committed rows, `NAME.jsonl` of the study NAME
+RESULTS = CHECKOUT / FOLDER / "results"  # committed rows, `NAME.jsonl.zst` of the study NAME
 PENDING = "pending.toml"  # beside the rows
 BEGIN, END = "<!-- studies: begin -->", "<!-- studies: end -->"
 # What a task that is spelled so reads from.
@@ -73,7 +73,7 @@ def study_table(folder: Path, measured: Path) -> list[str]:
     missing = pending_cells(measured)
     lines = ["| study | what it is to show | command | minutes |", "|---|---|---|---|"]
     for path in sorted(folder.glob("*.toml")):
-        study, rows = read_study(str(path)), measured / f"{path.stem}.jsonl"
+        study, rows = read_study(str(path)), rows_file(measured, path.stem)
         took = f"{max(1, round(wall_seconds(rows) / 60))}" if rows.is_file() else ""
         took += f" ({missing[path.stem]} cells pending)" if path.stem in missing else ""
         lines.append(f"| {study.name} | {study.claim} | `{study_command(study)}` | {took} |")

@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import zstandard
+
 from larder.core.errors import InputError
 
 Row = dict[str, Any]
+SUFFIX, COMPRESSED = ".jsonl", ".zst"  # of result files; the second, behind the first, if packed
+COMPRESSION_LEVEL = 19
 SCHEMA = 1
 ENVIRONMENT, CELL, PAPER = "environment", "cell", "paper"
 # What a row tells of what was read and how; its data follows.
@@ -153,21 +157,32 @@ def result_files(paths: Iterable[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        own = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        own = [path]
+        if path.is_dir():
+            own = sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"*{SUFFIX}{COMPRESSED}")])
         if not own:
             raise InputError(f"{path} holds no .jsonl file: name a folder with results, or files.")
         found += own
     return found
 
 
+def rows_file(folder: Path, study: str) -> Path:
+    """The result file of a study in a folder: the packed one where there is one."""
+    path = folder / f"{study}{SUFFIX}"
+    packed = path.with_name(path.name + COMPRESSED)
+    return packed if packed.is_file() else path
+
+
 def read_rows(path: Path) -> list[Row]:
-    """All lines of a file of JSON lines; a line cut off by a stop is left out.
+    """All lines of a file of JSON lines, packed with zstd if its name ends in `.zst`.
+
+    A line that a stop cut off is left out.
 
     Raises:
         InputError: it cannot be read, or a line is not JSON.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        lines = _complete_lines(path).decode().split("\n")
         return [json.loads(line) for line in lines if line]
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON lines ({error}): name another.") from error
@@ -187,7 +202,12 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.suffix == COMPRESSED:  # every append is a frame of its own
+            packer = zstandard.ZstdCompressor(COMPRESSION_LEVEL)
+            if path.exists() and not _is_complete(path):
+                path.write_bytes(packer.compress(_complete_lines(path)))
+            text = packer.compress(text)
+        elif path.exists():
             _truncate_partial_line(path)
         with path.open("ab") as file:
             file.write(text)
@@ -233,6 +253,31 @@ def _check(row: Any, path: Path) -> None:
 
 def _is_timing(name: str) -> bool:
     return name in TIMING_KEYS or name.endswith("_seconds")
+
+
+def _complete_lines(path: Path) -> bytes:
+    """The content of a file up to its last line break, unpacked."""
+    data = path.read_bytes()
+    if path.suffix == COMPRESSED:
+        data, _ = _unpack(data)
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _is_complete(path: Path) -> bool:
+    return _unpack(path.read_bytes())[1]
+
+
+def _unpack(data: bytes) -> tuple[bytes, bool]:
+    """The content of zstd frames, and whether the last of them is whole."""
+    lines, is_whole = bytearray(), True
+    while data and is_whole:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            lines += frame.decompress(data)
+        except zstandard.ZstdError:
+            return bytes(lines), False
+        data, is_whole = frame.unused_data, frame.eof
+    return bytes(lines), is_whole
 
 
 def _truncate_partial_line(path: Path) -> None:
