@@ -139,7 +139,7 @@ class Stopped(BaseException):
 
 
 @pytest.mark.parametrize(
-    "where", ["families.forget", "heads.prune", "heads._drop", "dropping.states", "chunks.leave"]
+    "where", ["branches.forget", "heads.prune", "heads._drop", "garbage.states", "chunks.leave"]
 )
 def test_3_a_removal_that_was_stopped_is_finished_by_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

@@ -165,7 +165,7 @@ from larder.store.prefix import chunk_index as chunks
 chunks.CHUNK_TOKENS = 4
 from store.caches import IDS, WHO, asking, load, SPEC, store_at
 store = store_at(Path({folder!r}))
-found = store.prefixes.longest(WHO, (*IDS, 1), asking().identity, SPEC)
+found = store.prefixes.match_prefix(WHO, (*IDS, 1), asking().identity, SPEC)
 print(load(store).reason or "exact", found.next_position)
 """
 
